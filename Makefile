@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 PYTEST_ARGS ?=
+PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
+HAS_TORCH = $(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/null 2>&1
 
 .DEFAULT_GOAL := help
 # Some machines set it: every process would then compile the whole of harness/ anew.
@@ -28,8 +31,13 @@ setup: $(READY) ## make .venv with everything in it
 $(READY): pyproject.toml requirements/tested.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
-	@test -z "$(TORCH)" || $(BIN)/python harness/repro_matrix/environment/torch_install.py "$(TORCH)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c requirements/tested.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
+# uv finds the build that fits the driver, on PyTorch's own index; pip's torch where that cannot be reached. Then `repro
+# doctor` says whether it can use the GPUs, and what to install.
+	@test -z "$(TORCH)" || $(HAS_TORCH) \
+	  || { { $(HAS_NVIDIA_DRIVER); } && $(PIP) -c requirements/tested.txt uv \
+	       && $(BIN)/python -m uv pip install -q --python $(BIN)/python --torch-backend=auto "torch==$(TORCH)"; } \
+	  || $(PIP) "torch==$(TORCH)"
+	@$(PIP) -c requirements/tested.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $(READY)
 
 repro-matrix: $(READY) ## the main job: every known failure, with and without each fix (on CPU when there is no GPU)

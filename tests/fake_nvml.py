@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.environment import nvml as nvml_module
-from repro_matrix.environment.gpus import Gpu, GpuState
-from repro_matrix.environment.nvml import _RECOVERY, DriverError
+from repro_matrix.environment import gpus as gpu_module
+from repro_matrix.environment.gpus import DriverError, Gpu, GpuProcess, GpuState
 
 A100, H100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 MEMORY_MB = {A100: 81920, H100: 81559, H200: 143771}
@@ -52,17 +51,13 @@ class FakeGpu:
     uuid: str = ""
     memory_mb: int = 0
     mode: str = "default"
-    persistence: bool = True
     mig: list[str] | None = None
     processes: list[Process] = field(default_factory=list)
     capability: tuple[int, int] = (0, 0)
     lost: bool = False  # fell off the bus: every question about it fails
     ecc_uncorrected: int | None = 0  # None: the GPU has no ECC
-    remap_pending: bool = False
-    remap_failed: bool = False
-    recovery: int = 0  # NVML_GPU_RECOVERY_ACTION_*
+    problem: str | None = None  # as NVML's state of it: it must be reset, its memory is faulty
     xids: list[int] = field(default_factory=list)  # hardware errors that were not reported yet
-    no_peers: bool = False  # no peer access to any other GPU
 
     def __post_init__(self) -> None:
         self.memory_mb = self.memory_mb or MEMORY_MB.get(self.name, 81920)
@@ -97,7 +92,7 @@ class FakeNvml:
         return self
 
     def install(self, monkeypatch: Any) -> FakeNvml:
-        monkeypatch.setattr(nvml_module, "open_driver", self._open)
+        monkeypatch.setattr(gpu_module, "open_driver", self._open)
         return self
 
     def on_path(self, folder: Path) -> dict[str, str]:
@@ -125,33 +120,19 @@ class FakeNvml:
             raise error(self.error)
         return len(self.gpus)
 
-    def device(self, index: int) -> Gpu:
+    def gpu(self, index: int) -> Gpu:
         gpu = self.gpus[index]
         if gpu.lost:
             raise error(15)
         capability = ".".join(map(str, gpu.capability))
-        return Gpu(index, gpu.name, gpu.uuid, gpu.memory_mb, capability, gpu.mode, gpu.persistence)
+        return Gpu(index, gpu.name, gpu.uuid, gpu.memory_mb, capability, gpu.mode)
 
-    def memory(self, uuid: str) -> tuple[int, int] | None:
+    def state(self, uuid: str) -> GpuState:
         gpu = self._gpu(uuid)
         used = sum(process.memory_mb or 0 for process in gpu.processes)
-        return gpu.memory_mb - used, used
-
-    def processes(self, uuid: str) -> list[tuple[int, int | None]]:
-        return [(process.pid, process.memory_mb) for process in self._gpu(uuid).processes]
-
-    def health(self, uuid: str) -> GpuState:
-        gpu = self._gpu(uuid)
-        return GpuState(
-            ecc_uncorrected=gpu.ecc_uncorrected,
-            remap_pending=gpu.remap_pending,
-            remap_failed=gpu.remap_failed,
-            recovery=_RECOVERY.get(gpu.recovery),
-            mig=gpu.mig is not None,
-        )
-
-    def peer_access(self, one: str, other: str) -> bool:
-        return not (self._gpu(one).no_peers or self._gpu(other).no_peers)
+        processes = tuple(GpuProcess(process.pid, process.memory_mb) for process in gpu.processes)
+        problem = gpu.problem or ("it is in MIG mode" if gpu.mig is not None else None)
+        return GpuState(gpu.memory_mb - used, used, processes, gpu.ecc_uncorrected, problem)
 
     def watch_errors(self, uuids: Iterable[str]) -> None:
         self._watched = list(uuids)
@@ -166,4 +147,4 @@ class FakeNvml:
 
 def load(sitecustomize: str) -> None:
     data = json.loads(Path(sitecustomize).with_name("nvml.json").read_text(encoding="utf-8"))
-    nvml_module.open_driver = FakeNvml(**data)._open
+    gpu_module.open_driver = FakeNvml(**data)._open

@@ -73,12 +73,11 @@ def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path
     old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
     words = ("matrix", "--dry-run", *ONE)
     done = repro(tmp_path, nvml, *words, f"stack=python:{old}")
-    assert done.returncode == 3 and "needs driver 580 or newer" in done.stderr and not done.stdout
+    assert done.returncode == 3 and "--torch-backend=auto" in done.stderr and not done.stdout
     python = python_that_says(tmp_path, *lines(gpus=2))
-    done = repro(tmp_path, nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3,9,0"})
-    first, second = done.stderr.splitlines()[:2]
+    done = repro(tmp_path, nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3"})
+    first = done.stderr.splitlines()[0]
     assert done.returncode == 0 and first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl")
-    assert second == "note: CUDA_VISIBLE_DEVICES=1,3,9,0: CUDA reads it up to '9', which is no GPU (there are 4)"
     done = repro(tmp_path, nvml, *words, env={"CUDA_VISIBLE_DEVICES": ""})
     first, second = done.stderr.splitlines()[:2]
     assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo") and "no GPU" in second
@@ -86,28 +85,25 @@ def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path
 
 def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -> None:
     gpus = [
-        FakeGpu(mode="exclusive_process", persistence=False, ecc_uncorrected=3),
-        FakeGpu(processes=[Process(99999999, 4321)], remap_pending=True),
+        FakeGpu(mode="exclusive_process", ecc_uncorrected=3),
+        FakeGpu(processes=[Process(99999999, 4321)]),
         FakeGpu(mig=["MIG-x"]),
-        FakeGpu(no_peers=True),
+        FakeGpu(),
     ]
     python = python_that_says(tmp_path, *lines(gpus=3))
     done = repro(tmp_path, FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}")
     assert done.returncode == 0, done.stdout + done.stderr
     shown = done.stdout
-    assert "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000" in shown and "mode exclusive_process, persistence off" in shown
-    assert "3 uncorrected ECC errors" in shown and "rows to be remapped at the next reset" in shown
+    assert "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000" in shown and "mode exclusive_process" in shown
+    assert "3 uncorrected ECC errors" in shown
     assert "in use by pid 99999999 (4321 MiB)" in shown and "77599 of 81920 MiB free" in shown
     assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
-    assert "peer access: none between 0-3, 1-3" in shown
     assert "/dev/shm: " in shown and "hangs: " in shown
     assert "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
     assert "torch 2.13.0+cu130 (CUDA 13.0, NCCL 2.28.9): it computes on 3 of 3 GPUs" in " ".join(shown.split())
     python = python_that_says(tmp_path, *lines(gpus=2))
     two = repro(tmp_path, FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").stdout
     assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more unused), backend nccl;" in two
-    assert "note: GPU 1 (NVIDIA A100-SXM4-80GB): unused, hardware=gpu2 has 2 of 3 usable GPUs" in two
-    assert "note: persistence mode is off on GPU 0" in shown
 
 
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
@@ -118,7 +114,7 @@ def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: 
     )
     assert meant.returncode == 3, meant.stderr
     said = json.loads(meant.stdout)
-    assert "'all' is a value of NVIDIA_VISIBLE_DEVICES" in said["problems"][0] and said["hardware"] == ["cpu"]
+    assert "CUDA_VISIBLE_DEVICES=all" in said["problems"][0] and said["hardware"] == ["cpu"]
     assert said["cells"], "what can run on the CPU is told all the same"
     unusable = repro(tmp_path, FakeNvml([FakeGpu()]), *words)
     assert unusable.returncode == 3 and "a build without CUDA" in json.loads(unusable.stdout)["problems"][0]
@@ -187,11 +183,10 @@ def test_run_device_that_fails_in_the_ranks_is_infra(tmp_path: Path) -> None:
     """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
     python = python_that_says(tmp_path, *lines(gpus=2))
     words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
-    done = cold(tmp_path, FakeNvml([FakeGpu(persistence=False), FakeGpu()]), *words, "hardware=gpu2", "--json")
+    done = cold(tmp_path, FakeNvml([FakeGpu(), FakeGpu()]), *words, "hardware=gpu2", "--json")
     assert done.returncode == 3, done.stdout + done.stderr
-    first, second = done.stderr.splitlines()[:2]
+    first = done.stderr.splitlines()[0]
     assert first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")
-    assert "torch 2.13" in first and second.startswith("note: persistence mode is off on GPU 0")
     summary = json.loads(done.stdout)["summary"]
     gpus = ["NVIDIA A100-SXM4-80GB"] * 2
     assert summary["profiles"] == [

@@ -17,7 +17,7 @@ from observations import document, observation, ok
 from repro_matrix.cli import main as cli
 from repro_matrix.config.selection import parse
 from repro_matrix.config.settings import compose_run
-from repro_matrix.environment import system_checks as around
+from repro_matrix.environment import machine as around
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.external import command_line as command
 from repro_matrix.paths import CONFIG_PATH

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from fake_nvml import FakeGpu, FakeNvml, Process
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.gpus import Gpu
-from repro_matrix.environment.nvml import Nvml
+from repro_matrix.environment.gpus import Gpu, Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.device_errors import EITHER, classify_device_error

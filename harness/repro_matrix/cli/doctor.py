@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from repro_matrix.cli import options as arguments
-from repro_matrix.environment import nvml, probe, system_checks
-from repro_matrix.environment.gpus import GpuState, describe_gpu
-from repro_matrix.environment.machine import Machine
+from repro_matrix.environment import probe
+from repro_matrix.environment.gpus import GpuState, describe_gpu, states
+from repro_matrix.environment.machine import Machine, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.profiles import HardwareError, Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import cache_dir
@@ -36,19 +36,18 @@ def main(args: argparse.Namespace) -> int:
         problems.append(str(error))
         prepared = session.prepare(ask(args.overrides).having({"hardware": "cpu"}), build_stacks=False)
     machine, profile = prepared.machine, prepared.profile
-    problems += [machine.nvml_error] if machine.nvml_error and not problems else []
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()))
     torch = Prober(profile, machine, cache_dir() / "state").look(stack)
     problems += _problems(torch, stack, profile, machine)
-    shm, no_ptrace = system_checks.shm_mb(), system_checks.no_ptrace()
-    notes = [text for text in [*map(str, machine.left_out), profile.why_idle(), machine.unseen] if text]
+    shm, untraceable = shm_mb(), no_ptrace()
+    notes = [*map(str, machine.left_out), *([machine.unseen] if machine.unseen else [])]
+    notes += () if problems else machine.meant  # on hardware=cpu
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
-    notes += system_checks.warnings(profile, shm)
-    notes += [f"py-spy cannot inspect ranks ({no_ptrace}): hangs are dumped by faulthandler"] if no_ptrace else []
-    uuids = [gpu.uuid for gpu in machine.gpus]
-    states, apart = nvml.states(uuids), nvml.without_peers(uuids)
+    notes += profile.warnings(shm)
+    notes += [f"py-spy cannot inspect ranks ({untraceable}): hangs are dumped by faulthandler"] if untraceable else []
+    now = states([gpu.uuid for gpu in machine.gpus])
     rows: list[dict[str, Any]] = [
         {
             "case": plan.cell.case,
@@ -57,9 +56,9 @@ def main(args: argparse.Namespace) -> int:
             "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
             "runs": plan.skipped is None,
             "reason": plan.skipped,
-            "skipped_variants": {variant.variant: variant.skipped for variant in plan.variants if variant.skipped}
-            if not plan.skipped
-            else {},
+            "skipped_variants": {
+                each.variant: each.skipped for each in plan.variants if each.skipped and not plan.skipped
+            },
         }
         for plan in prepared.plans
     ]
@@ -67,34 +66,29 @@ def main(args: argparse.Namespace) -> int:
         print_json({
             "machine": machine.to_json(), "hardware": [each.name for each in prepared.profiles],
             "backend": profile.backend, "torch": torch,
-            "gpus": [asdict(gpu) | asdict(states[gpu.uuid]) for gpu in machine.gpus], "without_peer_access": apart,
-            "shm_mb": shm, "ptrace": no_ptrace is None, "problems": problems, "notes": notes,
+            "gpus": [asdict(gpu) | asdict(now[gpu.uuid]) for gpu in machine.gpus],
+            "shm_mb": shm, "ptrace": untraceable is None, "problems": problems, "notes": notes,
             "stack": {"name": stack.name, "versions": dict(stack.versions)}, "cells": rows,
             "unavailable_stacks": prepared.unavailable,
         })  # fmt: skip
         return 3 if problems else 0
     print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb} GiB; {machine.os}")
-    _print_gpus(machine, states, apart)
+    _print_gpus(machine, now)
     versions = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print_wrapped(
-        f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if no_ptrace else 'py-spy'}",
+        f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if untraceable else 'py-spy'}",
         f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {probe.describe(torch)}",
         f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(versions)}",
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
     )
     if args.all:
-        table = [
-            [
-                named(row["case"], row["simulated"]),
-                row["model"],
-                row["strategy"],
-                "yes" if row["runs"] else "no",
-                row["reason"]
-                or "; ".join(f"variant {variant}: {reason}" for variant, reason in row["skipped_variants"].items()),
-            ]
-            for row in rows
-        ]
+        table = []
+        for row in rows:
+            skipped = (f"variant {variant}: {reason}" for variant, reason in row["skipped_variants"].items())
+            case = named(row["case"], row["simulated"])
+            runs = "yes" if row["runs"] else "no"
+            table.append([case, row["model"], row["strategy"], runs, row["reason"] or "; ".join(skipped)])
         print_table("", ["case", "model", "strategy", "runs here", "reason"], table, narrow=("reason",))
     else:
         print_lines([*listing.runs_here(rows, columns()), ""])
@@ -103,18 +97,18 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Machine) -> list[str]:
-    found = []
+    problems = []
     if profile.accelerator != "cpu":
-        found.append(probe.problem(torch, stack, profile, machine))
+        problems.append(probe.problem(torch, stack, profile, machine))
     elif "import_error" in torch or "failed" in torch:
-        found.append(f"torch does not import in stack {stack.name}: {torch.get('import_error') or torch['failed']}")
+        problems.append(f"torch does not import in stack {stack.name}: {torch.get('import_error') or torch['failed']}")
     for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (local.scratch(), "results=DIR")):
-        reason = system_checks.unwritable(folder)
-        found.append(f"{reason}: set another with {setting}" if reason else None)
-    return [text for text in found if text]
+        reason = unwritable(folder)
+        problems.append(f"{reason}: set another with {setting}" if reason else None)
+    return [text for text in problems if text]
 
 
-def _print_gpus(machine: Machine, states: dict[str, GpuState], apart: list[tuple[str, str]]) -> None:
+def _print_gpus(machine: Machine, states: dict[str, GpuState]) -> None:
     """Print one line per GPU, and one per other user's process on it."""
     cuda = f", CUDA up to {machine.cuda}" if machine.cuda else ""
     driver = f"; driver {machine.driver}{cuda}" if machine.driver else ""
@@ -123,8 +117,4 @@ def _print_gpus(machine: Machine, states: dict[str, GpuState], apart: list[tuple
         lines.append(f"  {describe_gpu(gpu, states[gpu.uuid])}")
         lines += [f"    in use by {process}" for process in states[gpu.uuid].foreign]
     lines += [f"  {gpu}" for gpu in machine.left_out]
-    index = {gpu.uuid: gpu.index for gpu in machine.gpus}
-    if len(machine.gpus) > 1:
-        pairs = ", ".join(f"{index[one]}-{index[other]}" for one, other in apart)
-        lines.append(f"  peer access: {f'none between {pairs}' if pairs else 'between all'}")
     print_wrapped(*lines)

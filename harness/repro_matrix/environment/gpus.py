@@ -1,42 +1,55 @@
-"""GPUs as values: what NVML reports of them (nvml.py asks), and which of them CUDA_VISIBLE_DEVICES shows. Pure."""
+"""GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors during a run.
+
+``GpuDriver`` is all that this project asks; ``Pynvml`` is the only code that uses pynvml. ``query``, ``states`` and
+``Nvml`` never raise: what a GPU or driver does not report (no driver, no permission, not supported) counts as unknown,
+and only errors that mean that the GPU has failed or must be reset make it unusable.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
+MIB = 2**20
 RUN_TOKEN = "REPRO_RUN"  # environment variable of every process that one run of the harness started (servers too)
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 STRANGER_MB = 64  # a process with less does not compute: a monitor, the server of a shared GPU
 # Used memory for which the driver names no process (a container does not see the others'); a desktop takes less.
 UNNAMED_MB = 1024
-_NUMBER = re.compile(r"[+-]?[0-9]+")
+# Errors of a program, after which the GPU is as good as before: NVIDIA's k8s-device-plugin ignores them, too.
+APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
+_MODES = {1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}  # NVML_COMPUTEMODE_*
+_LOST = ("GPU_IS_LOST", "NOT_FOUND", "RESET_REQUIRED", "UNKNOWN")  # NVML_ERROR_* about a GPU that was there before
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``index``: NVML's (PCI order). ``capability``: "8.0". ``persistence`` None: unknown."""
+    """One GPU. ``index``: NVML's (PCI order). ``capability``: "8.0". ``name``, ``uuid`` "": unknown."""
 
     index: int
     name: str
     uuid: str
-    memory_mb: int
+    memory_mb: int = 0
     capability: str | None = None
     mode: str = "default"  # the compute mode
-    persistence: bool | None = None
     taken: bool = False  # another user's process computed on it when the machine was detected
+    unusable: str | None = None  # why nothing can be launched on it
+
+    def __str__(self) -> str:
+        name = f" ({self.name})" if self.name else ""
+        return f"GPU {self.index}{name}" + (f": {self.unusable}" if self.unusable else "")
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU. ``memory_mb`` None: unknown. ``name`` None: it cannot be seen from here (inside
-    a container NVML gives the host's numbers). ``ours``: a run of this project started it."""
+    """A process that computes on a GPU. ``memory_mb`` None: unknown. ``name`` None: it cannot be inspected from here
+    (inside a container NVML gives the host's numbers). ``ours``: a run of this project started it."""
 
     pid: int
     memory_mb: int | None
-    name: str | None
-    ours: bool
+    name: str | None = None
+    ours: bool = False
 
     def __str__(self) -> str:
         memory = "memory unknown" if self.memory_mb is None else f"{self.memory_mb} MiB"
@@ -51,63 +64,21 @@ class GpuState:
     used_mb: int | None = None  # by all processes; without the driver's own part where it is reported
     processes: tuple[GpuProcess, ...] = ()
     ecc_uncorrected: int | None = None  # since the driver was loaded
-    remap_pending: bool = False  # faulty rows are replaced at the next reset
-    remap_failed: bool = False
-    recovery: str | None = None  # the action that NVML asks for
-    lost: str | None = None  # NVML's error where the GPU does not answer any more (it fell off the bus)
-    mig: bool = False  # it is in MIG mode: it is divided into parts
+    problem: str | None = None  # why nothing may be launched on it: lost, in MIG mode, to be reset, faulty memory
 
     @property
     def foreign(self) -> tuple[GpuProcess, ...]:
         """Other users' processes."""
         return tuple(process for process in self.processes if not process.ours)
 
-    @property
-    def sick(self) -> str | None:
-        """The reason why nothing may be launched on the GPU, or None."""
-        if self.lost:
-            return self.lost
-        if self.mig:
-            return "it is in MIG mode; measurements need whole GPUs"
-        if self.recovery:
-            return f"NVML reports that it needs {self.recovery}"
-        return "its memory has faulty rows that could not be replaced" if self.remap_failed else None
-
 
 def describe_gpu(gpu: Gpu, state: GpuState) -> str:
-    persistence = {None: "unknown", True: "on", False: "off"}[gpu.persistence]
+    free = "?" if state.free_mb is None else state.free_mb
     ecc = "no ECC" if state.ecc_uncorrected is None else f"{state.ecc_uncorrected} uncorrected ECC errors"
     return (
-        f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {'?' if state.free_mb is None else state.free_mb} of {gpu.memory_mb} "
-        f"MiB free, compute capability {gpu.capability or '?'}, mode {gpu.mode}, persistence {persistence}, MIG off"
-        f", {ecc}"
-        + (", rows to be remapped at the next reset" if state.remap_pending else "")
-        + (f", NOT USABLE: {state.sick}" if state.sick else "")
+        f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {free} of {gpu.memory_mb} MiB free, compute capability "
+        f"{gpu.capability or '?'}, mode {gpu.mode}, {ecc}" + (f", NOT USABLE: {state.problem}" if state.problem else "")
     )
-
-
-@dataclass(frozen=True)
-class UnusableGpu:
-    """A GPU that is here and cannot be used. ``name``, ``uuid`` "": unknown."""
-
-    index: int
-    name: str
-    uuid: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"GPU {self.index}{f' ({self.name})' if self.name else ''}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class DriverReport:
-    """All that NVML reports, before CUDA_VISIBLE_DEVICES. ``gpus``: by NVML's index."""
-
-    gpus: tuple[Gpu | UnusableGpu, ...] = ()
-    driver: str | None = None
-    cuda: str | None = None  # the newest CUDA that the driver supports
-    error: str | None = None  # why NVML reports nothing
-    missing: bool = False  # there is no NVML here: no error by itself
 
 
 @dataclass(frozen=True)
@@ -138,71 +109,244 @@ def unseen(uuid: str) -> Seen:
     return Seen()
 
 
+# -- the driver
+
+
+class DriverError(Exception):
+    """NVML does not answer. ``missing``: there is no NVML here. ``lost``: the GPU has failed or must be reset."""
+
+    def __init__(self, message: str, missing: bool = False, lost: bool = False) -> None:
+        super().__init__(message)
+        self.missing, self.lost = missing, lost
+
+
+class GpuDriver(Protocol):
+    """The questions to NVML. Raises DriverError; an unsupported question gives None or the default."""
+
+    def versions(self) -> tuple[str, str | None]:
+        """Return the driver's version and the newest CUDA that it supports."""
+
+    def count(self) -> int: ...
+    def gpu(self, index: int) -> Gpu: ...
+    def state(self, uuid: str) -> GpuState: ...
+    def watch_errors(self, uuids: Iterable[str]) -> None: ...
+    def next_error(self) -> tuple[str, int] | None:
+        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None. Each is reported once."""
+
+    def close(self) -> None: ...
+
+
+def open_driver() -> GpuDriver:
+    """Open NVML: seconds on a node of 8 GPUs without persistence mode. Raises DriverError."""
+    import pynvml
+
+    return Pynvml(pynvml)
+
+
+class Pynvml:
+    """The GpuDriver of nvidia-ml-py."""
+
+    def __init__(self, lib: Any) -> None:
+        self.lib = lib
+        self._events: Any = None
+        self._ask("nvmlInit")
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(self.lib, name)(*args)
+        except self.lib.NVMLError as error:
+            lost = error.value in [getattr(self.lib, f"NVML_ERROR_{kind}", None) for kind in _LOST]
+            raise DriverError(f"NVML: {error}", error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND, lost) from None
+
+    def _optional(self, name: str, *args: Any, **options: Any) -> Any:
+        """Return the answer; None where this GPU or driver gives none (most questions may be refused)."""
+        try:
+            return getattr(self.lib, name)(*args, **options)
+        except Exception:  # noqa: BLE001 - an NVMLError; an old nvidia-ml-py lacks a function or its argument
+            return None
+
+    def versions(self) -> tuple[str, str | None]:
+        number = self._optional("nvmlSystemGetCudaDriverVersion")
+        cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
+        return str(self._ask("nvmlSystemGetDriverVersion")), cuda
+
+    def count(self) -> int:
+        return int(self._ask("nvmlDeviceGetCount"))
+
+    def gpu(self, index: int) -> Gpu:
+        handle = self._ask("nvmlDeviceGetHandleByIndex", index)
+        name, uuid = self._ask("nvmlDeviceGetName", handle), self._ask("nvmlDeviceGetUUID", handle)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle).total // MIB
+        capability = self._optional("nvmlDeviceGetCudaComputeCapability", handle)
+        mode = _MODES.get(self._optional("nvmlDeviceGetComputeMode", handle), "default")
+        return Gpu(index, name, uuid, memory, ".".join(map(str, capability)) if capability else None, mode)
+
+    def state(self, uuid: str) -> GpuState:
+        lib, handle = self.lib, self._ask("nvmlDeviceGetHandleByUUID", uuid)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fell off the bus fails here
+        # Version 2 of the call leaves out what the driver takes for itself (half a GiB on an H100).
+        version = getattr(lib, "nvmlMemory_v2", None)
+        memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=version) or memory
+        running = self._optional("nvmlDeviceGetComputeRunningProcesses", handle) or []
+        used = [(each.pid, getattr(each, "usedGpuMemory", None)) for each in running]
+        kind, since = lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
+        ecc = self._optional("nvmlDeviceGetTotalEccErrors", handle, kind, since)
+        processes = tuple(GpuProcess(pid, None if size is None else size // MIB) for pid, size in used)
+        return GpuState(memory.free // MIB, memory.used // MIB, processes, ecc, self._problem(handle))
+
+    def _problem(self, handle: Any) -> str | None:
+        if (self._optional("nvmlDeviceGetMigMode", handle) or [0])[0]:
+            return "it is in MIG mode; measurements need whole GPUs"
+        action = getattr(self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)  # drivers from r570 on
+        values = self._optional("nvmlDeviceGetFieldValues", handle, [action]) if action is not None else None
+        if values and values[0].nvmlReturn == 0 and values[0].value.uiVal:
+            return f"NVML asks for recovery action {values[0].value.uiVal}: reset the GPU or reboot the machine"
+        rows = self._optional("nvmlDeviceGetRemappedRows", handle)
+        return "its memory has faulty rows that could not be replaced" if rows and rows[3] else None
+
+    def watch_errors(self, uuids: Iterable[str]) -> None:
+        self._events = self._optional("nvmlEventSetCreate")
+        for uuid in uuids if self._events is not None else ():
+            handle, kind = self._optional("nvmlDeviceGetHandleByUUID", uuid), self.lib.nvmlEventTypeXidCriticalError
+            self._optional("nvmlDeviceRegisterEvents", handle, kind, self._events)
+
+    def next_error(self) -> tuple[str, int] | None:
+        if self._events is None:
+            return None
+        try:
+            event = self.lib.nvmlEventSetWait_v2(self._events, 0)
+        except self.lib.NVMLError as error:
+            if error.value == self.lib.NVML_ERROR_TIMEOUT:
+                return None
+            raise DriverError(f"NVML: {error}") from None
+        return self._ask("nvmlDeviceGetUUID", event.device), event.eventData
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._optional("nvmlEventSetFree", self._events)
+        self._events = None
+        self._optional("nvmlShutdown")  # a driver that fails halfway fails here, too
+
+
+# -- what is here now
+
+
 @dataclass(frozen=True)
-class Visible:
-    """``indices``: positions of the visible GPUs in PCI order, in the order in which CUDA numbers them.
+class DriverReport:
+    """All that NVML reports, before CUDA_VISIBLE_DEVICES. ``gpus``: by NVML's index, unusable ones among them."""
 
-    ``problem``: why they are fewer than the list names. ``none_requested``: the list asks for no GPU: no problem then.
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    cuda: str | None = None  # the newest CUDA that the driver supports
+    error: str | None = None  # why NVML reports nothing
+    missing: bool = False  # there is no NVML here: no error by itself
+
+
+def query() -> DriverReport:
+    """Return what NVML reports of this machine's GPUs."""
+    try:
+        with contextlib.closing(open_driver()) as driver:
+            version, cuda = driver.versions()
+            return DriverReport(tuple(_gpu(driver, index) for index in range(driver.count())), version, cuda)
+    except DriverError as error:
+        return DriverReport(error=str(error), missing=error.missing)
+
+
+def _gpu(driver: GpuDriver, index: int) -> Gpu:
+    try:
+        gpu = driver.gpu(index)
+    except DriverError as error:
+        return Gpu(index, "", "", unusable=str(error))
+    state = _state(driver, gpu.uuid)
+    reason = state.problem
+    if gpu.mode == "prohibited":
+        reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
+    elif not reason and gpu.mode.startswith("exclusive") and state.foreign:
+        reason = f"its compute mode is {gpu.mode} and {state.foreign[0]} holds it"
+    users = {process.pid: process.memory_mb for process in state.foreign}
+    taken = stranger(Seen(users, 0 if state.processes else state.used_mb or 0)) is not None
+    return replace(gpu, taken=taken, unusable=reason)
+
+
+def _state(driver: GpuDriver, uuid: str) -> GpuState:
+    try:
+        state = driver.state(uuid)
+    except DriverError as error:
+        return GpuState(problem=str(error) if error.lost else None)
+    return replace(state, processes=tuple(map(_identify, state.processes)))
+
+
+def _identify(process: GpuProcess) -> GpuProcess:
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):  # another user's, or another container's
+        running = psutil.Process(process.pid)
+        process = replace(process, name=running.name())
+        process = replace(process, ours=RUN_TOKEN in running.environ())
+    return process
+
+
+def states(uuids: Sequence[str]) -> dict[str, GpuState]:
+    """Return the state of these GPUs now."""
+    try:
+        with contextlib.closing(open_driver()) as driver:
+            return {uuid: _state(driver, uuid) for uuid in uuids}
+    except DriverError as error:
+        return {uuid: GpuState(problem=str(error)) for uuid in uuids}
+
+
+# -- during a run
+
+
+class Nvml:
+    """The GPUs of a run, for as long as it lasts. Use as a context manager.
+
+    ``gpus``: UUIDs whose hardware errors are reported from then on (NVML keeps no history).
     """
 
-    indices: tuple[int, ...]
-    problem: str | None = None
-    none_requested: bool = False
+    def __init__(self, gpus: Iterable[str]) -> None:
+        self.gpus = list(gpus)
+        self._driver: GpuDriver | None = None
+        self._ecc: dict[str, int] = {}
+        self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
 
+    def __enter__(self) -> Nvml:
+        if self.gpus:
+            with contextlib.suppress(DriverError):
+                self._driver = open_driver()
+                self._driver.watch_errors(self.gpus)
+        for uuid in self.gpus:
+            self.look(uuid)  # errors that the GPU counted before this run do not belong to it
+        return self
 
-def visible_gpus(text: str | None, uuids: Sequence[str], names: Sequence[str], order: str | None = None) -> Visible:
-    """Read CUDA_VISIBLE_DEVICES (``text``; None: not set) as CUDA does, over GPUs in PCI order.
+    def __exit__(self, *_: object) -> None:
+        if self._driver is not None:
+            self._driver.close()
+        self._driver = None
 
-    ``order``: CUDA_DEVICE_ORDER. Sources: "CUDA environment variables" in the CUDA C++ programming guide (the list ends
-    at the first invalid entry; a UUID may be shortened while it is unique; indices follow CUDA_DEVICE_ORDER, by default
-    the fastest device first); torch/cuda/__init__.py, `_parse_visible_devices` (numbers are read as strtoul reads them,
-    the first entry decides between numbers and UUIDs, a device that is named twice leaves none).
-    """
-    if text is None:
-        return Visible(tuple(range(len(uuids))))
-    if text.strip() in ("", "-1", "NoDevFiles"):  # empty, the usual idiom, and what Slurm sets for a job without GPUs
-        return Visible((), none_requested=True)
-    if text.startswith("MIG-"):
-        return Visible((), f"{VISIBLE_DEVICES}={text} names a MIG device; measurements need whole GPUs")
-    by_uuid = text.startswith("GPU-")
-    problem = misread = None
-    entries: dict[str, str] = {}  # key -> entry, as far as the list can be read, whatever is here
-    for entry in text.split(","):
-        key, reason = (entry, None if entry.startswith("GPU-") else "is no UUID") if by_uuid else _number(entry)
-        if reason:
-            problem = f"{VISIBLE_DEVICES}={text}: CUDA reads it up to {entry.strip()!r}, which {reason}"
-            break
-        if key in entries:
-            return _named_twice(text, entry)
-        entries[key] = entry
-        if not by_uuid and not misread and _NUMBER.fullmatch(entry.strip()) is None:
-            misread = f"{VISIBLE_DEVICES}={text}: CUDA reads {entry.strip()!r} as {key}; commas separate the GPUs"
-    indices: list[int] = []
-    for key, entry in entries.items():
-        matches = [i for i, uuid in enumerate(uuids) if (uuid.startswith(key) if by_uuid else str(i) == key)]
-        if len(matches) != 1:
-            reason = f"begins the UUIDs of {len(matches)} GPUs" if matches else f"is no GPU (there are {len(uuids)})"
-            problem = f"{VISIBLE_DEVICES}={text}: CUDA reads it up to {entry.strip()!r}, which {reason}"
-            break
-        if matches[0] in indices:
-            return _named_twice(text, entry)
-        indices += matches
-    if not by_uuid and order != "PCI_BUS_ID" and 0 < len(indices) < len(names) and len(set(names)) > 1:
-        return Visible(
-            (),
-            f"{VISIBLE_DEVICES}={text} counts devices in CUDA's own order (the fastest first), which NVML does not "
-            "know, and this machine's GPUs differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID or name them by UUID",
-        )
-    return Visible(tuple(indices), problem or misread)
+    def look(self, uuid: str) -> Seen:
+        """Sample one GPU now."""
+        if self._driver is None:
+            return Seen()
+        state = _state(self._driver, uuid)
+        users = {process.pid: process.memory_mb for process in state.processes}
+        return Seen(users, state.used_mb or 0, state.problem or self._new_ecc_errors(uuid, state.ecc_uncorrected))
 
+    def _new_ecc_errors(self, uuid: str, count: int | None) -> str | None:
+        """Describe uncorrected memory errors since the first sample; ``count`` None: no ECC, or it is off."""
+        new = 0 if count is None else count - self._ecc.setdefault(uuid, count)
+        return f"ECC: {new} uncorrected memory error{'s' if new > 1 else ''}" if new > 0 else None
 
-def _named_twice(text: str, entry: str) -> Visible:
-    return Visible((), f"{VISIBLE_DEVICES}={text} names a device twice ({entry.strip()!r}): CUDA then shows none")
+    def failed_gpus(self) -> dict[str, str]:
+        """Return the GPUs with a hardware error (Xid) since the run began, and the error."""
+        try:
+            for uuid, xid in self._errors():
+                if xid not in APPLICATION_XIDS:
+                    self._failed[uuid] = f"Xid {xid}"
+        except DriverError:
+            return self._failed | {uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)}
+        return dict(self._failed)
 
-
-def _number(entry: str) -> tuple[str, str | None]:
-    match = _NUMBER.match(entry.strip())
-    if match is None:
-        all_of_them = entry.strip() == "all"
-        return "", "is no number" + ("; 'all' is a value of NVIDIA_VISIBLE_DEVICES" if all_of_them else "")
-    return str(int(match[0])), "ends the list" if int(match[0]) < 0 else None
+    def _errors(self) -> Iterator[tuple[str, int]]:
+        while self._driver is not None and (error := self._driver.next_error()) is not None:
+            yield error

@@ -1,20 +1,32 @@
-"""The machine that a run is on: GPUs, cores, memory."""
+"""The machine that a run is on: its usable GPUs, cores and memory, and what else a run depends on.
+
+That is: shared memory, writable folders, and whether py-spy can inspect hung ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-from collections.abc import Iterator, Mapping
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from repro_matrix.environment import nvml
-from repro_matrix.environment.gpus import VISIBLE_DEVICES, Gpu, UnusableGpu, visible_gpus
+from repro_matrix.environment import gpus as gpu_driver
+from repro_matrix.environment.gpus import Gpu
+from repro_matrix.records.document import Around
+from repro_matrix.text import first_line
 
-NVIDIA_PCI = "0x10de"
-_NO_DEVICES = ("", "void", "none")  # NVIDIA_VISIBLE_DEVICES: the container is to have no GPU
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_NO_GPU = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES; the last is what Slurm sets for a job without GPUs
+_NO_DEVICES = ("", "void", "none")  # of NVIDIA_VISIBLE_DEVICES: the container is to have no GPU
+PY_SPY_S = 15.0
+_SIGNS = ("dev/nvidia[0-9]*", "proc/driver/nvidia/version", "dev/dxg")  # the last: a GPU of Windows under WSL
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,11 @@ class Machine:
     cores: int
     memory_gb: float
     os: str
-    nvml_error: str | None = None
     cuda: str | None = None  # the newest CUDA that the driver supports
-    left_out: tuple[UnusableGpu, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES shows and that cannot be used
+    left_out: tuple[Gpu, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES shows and that cannot be used
     # Why there is no usable GPU although some are here or were requested; () where there simply is none.
     meant: tuple[str, ...] = ()
-    unseen: str | None = None  # what CUDA_VISIBLE_DEVICES leaves out, where it may be a mistake
+    unseen: str | None = None  # that CUDA_VISIBLE_DEVICES asks for no GPU
     free_gb: float | None = None  # of memory_gb, not used by any process now; None for hardware that is not here
 
     def to_json(self) -> dict[str, Any]:
@@ -44,56 +55,68 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     import psutil
 
     env = os.environ if env is None else env
-    report = nvml.query()
-    visible = visible_gpus(
-        env.get(VISIBLE_DEVICES),
-        [gpu.uuid for gpu in report.gpus],
-        [gpu.name for gpu in report.gpus],
-        env.get("CUDA_DEVICE_ORDER"),
-    )
-    shown = [report.gpus[index] for index in visible.indices]
-    gpus = tuple(gpu for gpu in shown if isinstance(gpu, Gpu))
-    unusable = tuple(gpu for gpu in shown if isinstance(gpu, UnusableGpu))
+    report = gpu_driver.query()
+    text = env.get(VISIBLE_DEVICES)
+    hidden = text is not None and text.strip() in _NO_GPU
+    shown, problem = ((), None) if hidden else visible_gpus(text, report.gpus, env.get("CUDA_DEVICE_ORDER"))
+    usable, unusable = (tuple(gpu for gpu in shown if bool(gpu.unusable) == wrong) for wrong in (False, True))
     reasons: list[str] = []
-    if not gpus and not visible.none_requested:
+    if not usable and not hidden:
         reasons = [report.error] if report.error and not report.missing else []
-        reasons += map(str, unusable)
-        reasons += [visible.problem] if visible.problem else []
-        reasons += [] if unusable else signs_of_gpus(env, root)
+        reasons += [*map(str, unusable), *([problem] if problem else []), *([] if unusable else _signs(env, root))]
         if reasons and report.missing:
             reasons.append(f"{report.error}: in a container, the driver's libraries have to be passed in, too")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed_cores, allowed_bytes = cgroup_limits()
     memory = psutil.virtual_memory()
     return Machine(
-        gpus=gpus,
+        gpus=usable,
         driver=report.driver,
         cpu=_cpu_name(),
         cores=max(1, int(min(cores, allowed_cores))),
         memory_gb=_gib(min(memory.total, allowed_bytes)),
         os=platform.platform(),
-        nvml_error=None if report.missing else report.error,
         cuda=report.cuda,
         left_out=unusable,
         meant=tuple(reasons),
-        unseen=f"{VISIBLE_DEVICES}={env[VISIBLE_DEVICES]!r} asks for no GPU"
-        if visible.none_requested
-        else visible.problem,
+        unseen=f"{VISIBLE_DEVICES}={text!r} asks for no GPU" if hidden else None,
         free_gb=_gib(min(memory.available, allowed_bytes - cgroup_used())),
     )
 
 
-def signs_of_gpus(env: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+def visible_gpus(text: str | None, gpus: Sequence[Gpu], order: str | None) -> tuple[tuple[Gpu, ...], str | None]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES (``text``) names, in its order, and why it cannot be used or None.
+
+    CUDA ignores part of a list that is not valid (it ends at the first bad entry; a GPU named twice leaves none): such
+    a list is refused. ``order``: CUDA_DEVICE_ORDER; by default CUDA counts the fastest device first. Sources: "CUDA
+    environment variables" in the CUDA C++ programming guide; torch/cuda/__init__.py, ``_parse_visible_devices``.
+    """
+    if text is None:
+        return tuple(gpus), None
+    by_uuid = text.startswith("GPU-")
+    shown: list[Gpu] = []
+    for entry in text.split(","):
+        matches = [gpu for gpu in gpus if _names(entry, gpu, by_uuid)]
+        if len(matches) != 1 or matches[0] in shown:
+            named = "a GPU a second time" if len(matches) == 1 else f"{len(matches) or 'none'} of the {len(gpus)} GPUs"
+            mig = "; measurements need whole GPUs, not MIG devices" if entry.startswith("MIG-") else ""
+            return (), f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}{mig}"
+        shown += matches
+    if not by_uuid and order != "PCI_BUS_ID" and len(shown) < len(gpus) and len({gpu.name for gpu in gpus}) > 1:
+        return (), (
+            f"{VISIBLE_DEVICES}={text} counts devices in CUDA's own order (the fastest first), which NVML does not "
+            "know, and this machine's GPUs differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID or name them by UUID"
+        )
+    return tuple(shown), None
+
+
+def _names(entry: str, gpu: Gpu, by_uuid: bool) -> bool:
+    return entry.startswith("GPU-") and gpu.uuid.startswith(entry) if by_uuid else entry.strip() == str(gpu.index)
+
+
+def _signs(env: Mapping[str, str], root: Path) -> list[str]:
     """Return the signs that GPUs are here, or were requested, though NVML shows none: ``auto`` is not the CPU then."""
-    signs = [f"the device node /{path.relative_to(root)} exists" for path in sorted(root.glob("dev/nvidia[0-9]*"))]
-    driver = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("proc/driver/nvidia/version")]
-    signs += ["the NVIDIA driver is loaded (/proc/driver/nvidia)"] if driver else []
-    signs += ["/dev/dxg exists: a GPU of Windows under WSL"] if (root / "dev/dxg").exists() else []
-    for device in sorted(root.glob("sys/bus/pci/devices/*")):  # display and 3D controllers, with or without a driver
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
-            if vendor == NVIDIA_PCI and kind.startswith("0x03"):
-                signs.append(f"an NVIDIA GPU is on the PCI bus at {device.name}")
+    signs = [f"/{path.relative_to(root)} exists" for pattern in _SIGNS for path in sorted(root.glob(pattern))]
     requested = env.get("NVIDIA_VISIBLE_DEVICES", "")
     if requested not in _NO_DEVICES:
         signs.append(f"NVIDIA_VISIBLE_DEVICES={requested}: the container was to have GPUs")
@@ -143,3 +166,56 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+# -- what else a run depends on
+
+
+def shm_mb(path: Path = Path("/dev/shm")) -> int | None:
+    """Return the size of shared memory; None where there is none."""
+    try:
+        info = os.statvfs(path)
+    except OSError:
+        return None
+    return info.f_frsize * info.f_blocks // 2**20
+
+
+def unwritable(folder: Path) -> str | None:
+    """Return why a folder cannot be written to, or created; None when it can."""
+    existing = folder
+    while not os.path.lexists(existing) and existing != existing.parent:  # Path.exists raises without permission
+        existing = existing.parent
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return None
+    return f"{folder}: cannot be written to ({existing} is {'not writable' if existing.is_dir() else 'no folder'})"
+
+
+@lru_cache(maxsize=1)
+def conditions() -> Around:
+    """Return what a result records of these checks; computed once (30 ms of CPU)."""
+    return {"shm_mb": shm_mb(), "ptrace": no_ptrace() is None}
+
+
+def no_ptrace() -> str | None:
+    """Return why py-spy cannot inspect our processes (hangs are then dumped by faulthandler); None when it can."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        try:
+            text, reason = py_spy(child.pid)
+        finally:
+            child.kill()
+    return None if text else reason or "py-spy printed nothing"
+
+
+def py_spy(pid: int) -> tuple[str, str]:
+    """Return py-spy's dump of a process, or "" and the reason."""
+    program = shutil.which(
+        "py-spy", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    )
+    if program is None:
+        return "", "py-spy is not installed"
+    command = [program, "dump", "--full-filenames", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PY_SPY_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"py-spy: {type(error).__name__}"
+    return (done.stdout, "") if done.returncode == 0 else ("", f"py-spy: {first_line(done.stderr) or 'no message'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.errors import ConfigError, unknown
 
+SHM_MB = 1024  # NCCL takes some 10 MB for every pair of ranks that share memory, data loaders more; Docker gives 64
 GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # planned hardware whose file does not say
 
 
@@ -26,23 +28,28 @@ class Profile:
     backend: str
     gpus: tuple[Gpu, ...] = ()
     shared: bool = False  # all ranks of an attempt on one GPU
-    idle: tuple[Gpu, ...] = ()  # usable GPUs that it does not need
+    idle: int = 0  # usable GPUs that it does not need
 
     def words(self) -> str:
-        """Return it for the first line of a run: ``gpu2 (2 x NVIDIA H200), backend nccl``."""
-        idle = f"; {len(self.idle)} more unused" if self.idle else ""
-        gpus = f" ({counted([gpu.name for gpu in self.gpus])}{idle})" if self.gpus else ""
+        """Return it for the first line of a run: ``gpu2 (2 x NVIDIA H200; 1 more unused), backend nccl``."""
+        idle = f"; {self.idle} more unused" if self.idle else ""
+        gpus = f" ({count_names(self.gpus)}{idle})" if self.gpus else ""
         return f"{self.name}{gpus}, backend {self.backend}"
 
-    def why_idle(self) -> str | None:
-        """Return which usable GPUs stay unused and why; None: none does."""
-        if not self.idle:
-            return None
-        unused = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in self.idle)
-        return (
-            f"{unused}: unused, hardware={self.name} has {len(self.gpus)} of {len(self.gpus) + len(self.idle)} usable "
-            "GPUs. To use them all, add a profile with `gpus:` under hardware/ (docs/guides/gpus.md)."
-        )
+    def warnings(self, shm: int | None) -> list[str]:
+        """Return what may go wrong on these GPUs and is no error yet. ``shm``: MiB of shared memory; None: none."""
+        texts = []
+        if self.backend == "nccl" and len(self.gpus) > 1 and (shm or 0) < SHM_MB:
+            size = "is missing" if shm is None else f"has {shm} MiB"
+            texts.append(f"/dev/shm {size}; NCCL needs shared memory (in Docker: --shm-size=1g or --ipc=host)")
+        if len(self.gpus) == 1 and not self.shared and (reason := _exclusive(self.gpus[0])):
+            texts.append(reason)
+        if len({gpu.name for gpu in self.gpus}) > 1:
+            texts.append(
+                "the GPUs differ: an attempt runs on equal ones where enough are free, else on others (each attempt "
+                "records its GPUs). CUDA_VISIBLE_DEVICES can select those of one model."
+            )
+        return texts
 
 
 def together(profiles: Sequence[Profile]) -> Profile | None:
@@ -55,9 +62,9 @@ def together(profiles: Sequence[Profile]) -> Profile | None:
     return Profile(on_gpus[0].name, on_gpus[0].accelerator, backend, gpus)
 
 
-def counted(names: Sequence[str]) -> str:
-    """Count equal names: ``8 x NVIDIA A100-SXM4-80GB``, ``1 x A, 2 x B``."""
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+def count_names(gpus: Sequence[Gpu]) -> str:
+    """Count GPUs of equal names: ``8 x NVIDIA A100-SXM4-80GB``, ``1 x A, 2 x B``."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
 
 
 def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
@@ -73,19 +80,16 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.taken)  # else as listed
     exclusive = [str(_exclusive(gpu)) for gpu in fitting if spec.shared and _exclusive(gpu)]
     if exclusive or len(fitting) < spec.gpus:
-        kind = f"{spec.gpu_name} " if spec.gpu_name else ""
-        have = ", ".join(gpu.name for gpu in machine.gpus) or machine.nvml_error or "none"
-        reasons = [*exclusive, *map(str, machine.left_out)] or list(machine.meant)
-        reasons += [machine.unseen] if machine.unseen and machine.unseen not in reasons else []
+        kind = f"{spec.gpu_name} GPUs" if spec.gpu_name else "GPUs"
+        reasons = [*exclusive, *(map(str, machine.left_out) if machine.left_out else machine.meant)]
+        reasons += [machine.unseen] if machine.unseen else []
         raise HardwareError(
-            f"hardware={name} needs {spec.gpus} {kind}GPU{'s' if spec.gpus != 1 else ''}; this machine has: {have}. "
+            f"hardware={name}: needs {spec.gpus} {kind}, and this machine has {count_names(machine.gpus) or 'none'}. "
             + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
             + "hardware=auto uses the GPUs of this machine; hardware=cpu runs with gloo on any machine."
         )
-    order = {gpu.uuid: place for place, gpu in enumerate(machine.gpus)}
-    chosen = sorted(fitting[: spec.gpus], key=lambda gpu: order[gpu.uuid])
-    idle = tuple(gpu for gpu in machine.gpus if gpu not in chosen)
-    return Profile(name, "cuda", _backend(spec), tuple(chosen), spec.shared, idle)
+    chosen = [gpu for gpu in machine.gpus if gpu in fitting[: spec.gpus]]
+    return Profile(name, "cuda", _backend(spec), tuple(chosen), spec.shared, len(machine.gpus) - len(chosen))
 
 
 def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machine) -> list[Profile]:
@@ -146,9 +150,9 @@ def _fits(spec: Hardware, gpu: Gpu) -> bool:
 
 def _detect_name(known: dict[str, Hardware], machine: Machine) -> str:
     """Return the largest profile that the machine fills; one that names the GPU wins over one that does not."""
-    if not machine.gpus and not machine.meant:
-        return "cpu"
     if not machine.gpus:
+        if not machine.meant:
+            return "cpu"
         reasons = ";\n  ".join(machine.meant)
         raise HardwareError(
             f"hardware=auto: GPUs are here or were requested, and none can be used:\n  {reasons}.\n"
@@ -160,8 +164,8 @@ def _detect_name(known: dict[str, Hardware], machine: Machine) -> str:
         if spec.accelerator == "cuda" and not spec.shared and sum(_fits(spec, gpu) for gpu in machine.gpus) >= spec.gpus
     ]
     if not fits:
-        have = counted([gpu.name for gpu in machine.gpus])
         raise HardwareError(
-            f"hardware=auto: no profile in conf/hardware fits {have}; hardware=cpu runs with gloo anyway"
+            f"hardware=auto: no profile in conf/hardware fits {count_names(machine.gpus)}; "
+            "hardware=cpu runs with gloo anyway."
         )
     return max(fits, key=lambda spec: (spec.gpus, spec.gpu_name is not None)).slug

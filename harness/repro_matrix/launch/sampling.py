@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from repro_matrix.environment.system_checks import py_spy
+from repro_matrix.environment.machine import py_spy
 from repro_matrix.grading.hangs import RankCollectives, blocking_call, in_backward, rank_collectives, stable_stack
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Json

@@ -87,9 +87,6 @@ class Around(TypedDict):
 
     shm_mb: NotRequired[Annotated[int | None, Field(description="the size of shared memory; null: there is none")]]
     ptrace: NotRequired[Annotated[bool, Field(description="whether py-spy can look into hung ranks")]]
-    without_peers: NotRequired[
-        Annotated[list[list[str]], Field(description="pairs of the run's GPUs without access to each other's memory")]
-    ]
 
 
 @closed

@@ -19,9 +19,8 @@ import psutil
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.config.vocabulary import RELEVANT
-from repro_matrix.environment.gpus import Gpu
+from repro_matrix.environment.gpus import Gpu, Nvml
 from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.nvml import Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ResultsError
@@ -146,7 +145,7 @@ class Engine:
         on_event: Callable[[Event], None],
         driver: Driver | None = None,
     ) -> None:
-        """``driver``: reports the state of the GPUs (nvml.Nvml); None: nothing is known."""
+        """``driver``: reports the state of the GPUs (gpus.Nvml); None: nothing is known."""
         self.context = context
         self.attempts = attempts
         self.store = store

@@ -111,7 +111,7 @@ class GpuLocks:
     """The GPUs that this run holds, each for one attempt at a time. Thread-safe."""
 
     def __init__(self, state: Path, run_id: str, inspect: Callable[[str], Seen] = unseen) -> None:
-        """``inspect``: returns what is on a GPU (``nvml.Nvml.look``); by default nothing is known."""
+        """``inspect``: returns what is on a GPU (``gpus.Nvml.look``); by default nothing is known."""
         self.state = state
         self.run_id = run_id
         self.folder = _node(state) / "gpus"
@@ -213,7 +213,7 @@ class GpuLocks:
 
 
 class Driver(Protocol):
-    """``nvml.Nvml``, or a fake."""
+    """``gpus.Nvml``, or a fake."""
 
     def look(self, uuid: str) -> Seen: ...
     def failed_gpus(self) -> dict[str, str]: ...

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.environment import probe
+from repro_matrix.environment.gpus import states
 from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.nvml import states
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.launch.attempt import Attempt, stack_environment

@@ -17,7 +17,6 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import Order, RunSettings
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import profiles as profiles_module
-from repro_matrix.environment import system_checks
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, integrity
@@ -99,9 +98,8 @@ class Session:
         unseen = [self.machine.unseen] if self.machine.unseen else []
         if self.profile.accelerator == "cpu":
             return [*wrong, *(unseen if self.machine.driver else [])]  # GPUs are here, and none is selected
-        idle = self.profile.why_idle()
-        gpus = [*map(str, self.machine.left_out), *([idle] if idle else [])]
-        return [*wrong, *gpus, *unseen, *system_checks.warnings(self.profile, system_checks.shm_mb())]
+        gpus = map(str, self.machine.left_out)
+        return [*wrong, *gpus, *unseen, *self.profile.warnings(machine_module.shm_mb())]
 
 
 def prepare(

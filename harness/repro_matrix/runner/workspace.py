@@ -15,9 +15,8 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment import system_checks
-from repro_matrix.environment.gpus import Gpu
-from repro_matrix.environment.nvml import Nvml
+from repro_matrix.environment.gpus import Gpu, Nvml
+from repro_matrix.environment.machine import conditions
 from repro_matrix.errors import MeasureError
 from repro_matrix.grading.regrade import Graded
 from repro_matrix.launch import open_launcher
@@ -107,7 +106,7 @@ def execute(
             context = RunContext(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
                 provenance.provenance(session.settings.seed), history, place.graded,
-                system_checks.conditions(tuple(gpus)), ends,
+                conditions(), ends,
             )  # fmt: skip
 
             def run(
