@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.config import catalog
-from repro_matrix.external.logs.match import Catalogue, recognise
-from repro_matrix.external.logs.read import BLOCK
-from repro_matrix.external.logs.scan import Texts, scan
+from repro_matrix.external.log_match import Catalogue, recognise
+from repro_matrix.external.log_scan import scan
 
 from bench.machine import HERE, write
 
@@ -32,14 +31,15 @@ TRACEBACK = (
 )
 
 
-def log(kind: str, size: int) -> Iterator[bytes]:
-    """Yield blocks of whole lines, ``size`` bytes together."""
-    text = "".join((TRACEBACK if kind == "only tracebacks" else STEP).format(rank) for rank in range(8))
-    block = (text * (BLOCK // len(text))).encode()
-    end = "".join(TRACEBACK.format(rank) for rank in range(8)).encode() if kind == "one failure" else b""
-    for _ in range(size // len(block)):
-        yield block
-    yield end + block
+def log(kind: str, size: int) -> Iterator[str]:
+    """Yield lines, ``size`` bytes together."""
+    tracebacks = "".join(TRACEBACK.format(rank) for rank in range(8)).splitlines(keepends=True)
+    steps = [STEP.format(rank) for rank in range(8)]
+    block = tracebacks if kind == "only tracebacks" else steps
+    for _ in range(size // sum(map(len, block))):
+        yield from block
+    yield from tracebacks if kind == "one failure" else ()
+    yield from block
 
 
 def main(words: list[str] | None = None) -> None:
@@ -49,17 +49,17 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     cases = catalog.load().cases
     began = time.process_time()
-    texts, signatures = Texts(cases.values()), Catalogue(cases)
+    known = Catalogue(cases)
     prepare_s = time.process_time() - began
     rows: list[dict[str, Any]] = []
     print("| log | lines | CPU s | recognised | peak MB |\n|---|---|---|---|---|")
     for kind in KINDS:
         began = time.process_time()
-        scanned = scan(log(kind, arguments.bytes), texts)
-        names = recognise(scanned, signatures).names
+        scanned = scan(log(kind, arguments.bytes), known.texts)
+        names = recognise(scanned, known).names
         cpu_s = time.process_time() - began
         peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        rows.append({"log": kind, "bytes": scanned.bytes, "lines": scanned.lines, "cpu_s": cpu_s, "names": names,
+        rows.append({"log": kind, "bytes": arguments.bytes, "lines": scanned.lines, "cpu_s": cpu_s, "names": names,
                      "peak_mb": peak})  # fmt: skip
         print(f"| {kind} | {scanned.lines} | {cpu_s:.2f} | {', '.join(names) or 'nothing'} | {peak} |")
     write(arguments.out, prepare_cpu_s=prepare_s, rows=rows)

@@ -25,8 +25,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ReproError
-from repro_matrix.external.logs.match import Catalogue, recognise
-from repro_matrix.external.logs.scan import Texts, scan
+from repro_matrix.external.log_match import Catalogue, recognise
+from repro_matrix.external.log_scan import scan
 
 CATALOGUE = catalogue.load()
 LIMIT_S, LOOK_S = 900.0, 10.0  # for a whole script; between two looks at one that is to hang
@@ -120,7 +120,8 @@ def _shown(case: Case, name: str, ran: Ran) -> str | None:
     if signature.kind == "signal":
         number = getattr(signal, str(signature.signal))
         return None if f"Signal {number:d}" in ran.said else "no such signal"
-    found = recognise(scan([ran.said.encode() + b"\n"], Texts(CATALOGUE.cases.values())), Catalogue(CATALOGUE.cases))
+    known = Catalogue(CATALOGUE.cases)
+    found = recognise(scan(ran.said.split("\n"), known.texts), known)
     perhaps = [known.case for failure in found.failures for known in failure.perhaps]
     return None if case.slug in [*found.names, *perhaps] else "not recognised"
 

@@ -152,7 +152,7 @@ LOG = """\x1b[31m[rank0]: Traceback (most recent call last):\x1b[0m
 
 
 def test_same_failure_as_log_is_its_first_own_error() -> None:
-    found = adhoc_case.same_failure_as([LOG.encode()], "failed.log")
+    found = adhoc_case.same_failure_as(LOG.splitlines(), "failed.log")
     assert (found.signatures[0].type, found.signatures[0].package) == ("IndexError", "transformers")
     other = raised("IndexError", "list index 2 out of range", {**UPSTREAM, "function": "other"})
     assert graded(found, seen(rank(0, 1, other))).outcome == "reproduced"
@@ -172,7 +172,7 @@ def test_same_failure_as_log_is_its_first_own_error() -> None:
         (lambda: metric("loss > nan"), "nan"),
         (lambda: metric("/loss .*/ > 3"), "one group"),
         (lambda: exit_code(300), "1 to 255"),
-        (lambda: adhoc_case.same_failure_as([b"all is well\n"], "a.log"), "no complete traceback"),
+        (lambda: adhoc_case.same_failure_as(["all is well"], "a.log"), "no complete traceback"),
     ],
 )
 def test_failure_definition_invalid_is_refused(make: Any, message: str) -> None:
@@ -267,7 +267,7 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         (["./good.py", "--nproc", "0"], "not a number of at least 1"),
         (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
         (["./good.py", "--hang", "soon"], "not a number of seconds"),
-        (["./good.py", "--same-failure-as", "no.log"], "no.log: there is no such file"),
+        (["./good.py", "--same-failure-as", "no.log"], "no.log cannot be read: No such file"),
         (["./good.py", "--metric", "loss"], "NAME > NUMBER"),
         (["./good.py", "model=a"], "does not apply to a script"),
         (["./good.py", "stack=torhc2.2-tf4.39"], "did you mean 'torch2.2-tf4.39'"),

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from repro_matrix.errors import ConfigError
-from repro_matrix.external.logs.tracebacks import Error
+from repro_matrix.external.tracebacks import Error
 
 TODO = "TODO"
 SHAPE: dict[str, Any] = {

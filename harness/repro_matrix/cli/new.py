@@ -75,11 +75,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _signature_of_log(path: str, cases: Any) -> dict[str, Any]:
     from repro_matrix.authoring import draft
-    from repro_matrix.external.logs.match import Catalogue, recognise
-    from repro_matrix.external.logs.read import blocks
-    from repro_matrix.external.logs.scan import Texts, scan
+    from repro_matrix.external.log_match import Catalogue, recognise
+    from repro_matrix.external.log_scan import lines, scan
 
-    answer = recognise(scan(blocks(path), Texts(cases.values())), Catalogue(cases))
+    catalogue = Catalogue(cases)
+    answer = recognise(scan(lines(path), catalogue.texts), catalogue)
     if answer.names:
         print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)
     errors = [failure.error for failure in answer.causes if failure.error.record]

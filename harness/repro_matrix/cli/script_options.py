@@ -10,7 +10,7 @@ from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case as adhoc
 from repro_matrix.external import command_line
-from repro_matrix.external.logs.read import LogError, blocks
+from repro_matrix.external.log_scan import LogError, lines
 
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
 KINDS = {"error": adhoc.error, "log": adhoc.log, "exit": adhoc.exit_code, "hang": adhoc.hang, "metric": adhoc.metric}
@@ -78,7 +78,7 @@ def failure_of(args: argparse.Namespace) -> adhoc.Failure:
     if names[0] in KINDS:
         return KINDS[names[0]](value)  # type: ignore[operator]
     try:
-        return adhoc.same_failure_as(blocks(value), value)
+        return adhoc.same_failure_as(lines(value), value)
     except LogError as error:
         raise ConfigError(f"--same-failure-as {error}") from None
 

@@ -26,9 +26,9 @@ from repro_matrix.environment.stacks import Stack, integrity
 from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.command_line import Command
-from repro_matrix.external.logs.match import Catalogue as KnownFailures
-from repro_matrix.external.logs.match import completed, recognise
-from repro_matrix.external.logs.scan import Texts, scan
+from repro_matrix.external.log_match import Catalogue as KnownFailures
+from repro_matrix.external.log_match import completed, recognise
+from repro_matrix.external.log_scan import Texts, scan
 from repro_matrix.grading.observation import Attempt, RaisedException, raised_chain
 from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.root_cause import find_failures
@@ -140,10 +140,10 @@ def metric(text: str) -> Failure:
     return Failure(text, metric=number, option=("--metric", text))
 
 
-def same_failure_as(blocks: Iterable[bytes], name: str) -> Failure:
+def same_failure_as(lines: Iterable[str], name: str) -> Failure:
     """Return the failure that a log shows: its first traceback that is not a peer's or a launcher's."""
     option = f"--same-failure-as {name}"
-    errors = [one for one in recognise(scan(blocks, Texts(())), KnownFailures({})).failures if one.error.record]
+    errors = [one for one in recognise(scan(lines, Texts(())), KnownFailures({})).failures if one.error.record]
     first = next((completed(one.error.record) for one in errors if one.error.whole and not one.echo), None)
     if first is None and any(one.echo for one in errors):
         raise ConfigError(

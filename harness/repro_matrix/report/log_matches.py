@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from repro_matrix.config.schema import Case
-from repro_matrix.external.logs.match import Answer, Failure, Known, VersionRange, normalised, stored
-from repro_matrix.external.logs.scan import Scanned
+from repro_matrix.external.log_match import Answer, Failure, Known, VersionRange, normalised, stored
+from repro_matrix.external.log_scan import Scanned
 from repro_matrix.text import counted
 
 SHOWN = 8  # failures that are listed; --json has all
@@ -21,7 +21,6 @@ def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]
     return {
         "log": path,
         "lines": seen.lines,
-        "unread_lines": seen.unread,
         "recognized": answer.names,
         "failures": [_failure_json(failure) for failure in answer.failures],
         "remarks": [
@@ -68,8 +67,6 @@ def _stored_json(case: Case, versions: Mapping[str, str]) -> dict[str, Any]:
 def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]) -> list[str]:
     name = "standard input" if path == "-" else path
     out = [f"{name}: {counted(seen.lines, 'line')}{_versions(seen)}"]
-    if seen.unread:
-        out.append(f"  full of errors: {counted(seen.unread, 'line')} in its middle were not read")
     for remark in answer.remarks:
         out += [f"  warns of {remark.case} ({remark.signature}): {cases[remark.case].title}"]
         out += [f"    line {remark.line}: {_short(answer.evidence[remark.line])}"]

@@ -1,0 +1,319 @@
+"""What a log shows -> which known failures it is, by the signatures that grade an attempt. Pure.
+
+Every error becomes what a rank would have recorded, in the order of the log, so that grading decides what matches
+(signature.py) and which errors only follow from another rank's (root_cause.py). A signature is *recognized* where all
+that it requires is in the log. It is *possible* where nothing in the log contradicts and something is missing: what was
+cut off, or the way to tell it from another cause (a signature's ``ambiguous_with``; two cases that show the same).
+Numbers that are wrong without an error, and hangs, are in no log.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from repro_matrix.config.expectations import Expectation
+from repro_matrix.config.schema import AmbiguousWith, Case, Signature
+from repro_matrix.external.log_scan import Note, Scanned, Texts
+from repro_matrix.external.tracebacks import Error
+from repro_matrix.grading.observation import NO_RECORD, Attempt, module_names
+from repro_matrix.grading.root_cause import find_failures, is_peer_error
+from repro_matrix.grading.signature import match_attempt
+from repro_matrix.records.observation import Attempt as AttemptLeft
+from repro_matrix.records.observation import Rank as RankLeft
+from repro_matrix.records.rank import Exception_, Frame, Record
+
+# Errors of launchers and drivers, that only say that some process of theirs failed.
+_LAUNCHERS = re.compile(
+    r"(?:[\w.]+\.)?(ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException|RayTaskError(\(.*\))?"
+    r"|RayActorError|ActorDiedError|WorkerCrashedError|TrainingFailedError|SignalException|TuneError|SystemExit)"
+)
+# What may stand before a warning's text: a logger's format.
+_BEFORE = re.compile(
+    r"\[[\w.]+\] |"  # transformers 5: the package
+    r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
+    r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
+)
+_ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
+# Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
+_BASES = {
+    "OutOfMemoryError": ["RuntimeError"],
+    "FakeTensorDeviceMismatchError": ["RuntimeError"],
+    "AcceleratorError": ["RuntimeError"],
+    "DistError": ["RuntimeError"],
+    "DistBackendError": ["DistError", "RuntimeError"],
+    "DistNetworkError": ["DistError", "RuntimeError"],
+    "DistStoreError": ["DistError", "RuntimeError"],
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A signature that an error (or a line) of the log shows. ``missing``: why it is only possible."""
+
+    case: str
+    signature: str
+    line: int
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One error of the log, with the known failures that it is, or may be."""
+
+    error: Error
+    where: str  # what raised it: module.function, with the file and line
+    known: tuple[Known, ...] = ()
+    perhaps: tuple[Known, ...] = ()
+    echo: bool = False  # it only follows from another process's failure
+
+
+@dataclass
+class Answer:
+    failures: list[Failure] = field(default_factory=list)  # the first cause first, echoes last
+    remarks: list[Known] = field(default_factory=list)  # warnings that are a known failure's
+    evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
+
+    @property
+    def names(self) -> list[str]:
+        """The recognized cases, the first cause's first."""
+        every = [*(known for failure in self.failures for known in failure.known), *self.remarks]
+        return list(dict.fromkeys(known.case for known in every))
+
+    @property
+    def causes(self) -> list[Failure]:
+        return [failure for failure in self.failures if not failure.echo]
+
+
+class Catalogue:
+    """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom a backend."""
+
+    def __init__(self, cases: Mapping[str, Case]) -> None:
+        self.texts = Texts(cases.values())
+        every = [(case, signature) for case in cases.values() for signature in case.signatures]
+        self.remarks = [item for item in every if item[1].kind == "log"]
+        kinds = ("exception", "signal")
+        self.failures = [(case, s.model_copy(update={"ranks": "any"})) for case, s in every if s.kind in kinds]
+
+
+def recognise(seen: Scanned, catalogue: Catalogue) -> Answer:
+    """Return the known failures that a log shows."""
+    launchers = [error for error in seen.errors if _LAUNCHERS.fullmatch(error.type)]
+    raised = [error for error in seen.errors if error not in launchers]
+    attempt = _attempt([_rank(index, error) for index, error in enumerate(raised)])
+    # An error that only a lost peer explains is an echo, also where the log does not hold what it echoes.
+    primary = find_failures(attempt).ranks - {
+        rank.rank for rank in attempt.ranks if rank.raised is not None and is_peer_error(rank.raised)
+    }
+    found = [
+        _failure(error, catalogue, seen) if index in primary else Failure(error, where(error), echo=True)
+        for index, error in enumerate(raised)
+    ]
+    found += [Failure(error, where(error), echo=True) for error in launchers]
+    # What was cut off before its type comes after what is known.
+    found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
+    answer = Answer(found)
+    for case, signature in catalogue.remarks:
+        note = next((each for each in seen.notes if _is_remark(signature, each)), None)
+        if note is not None:
+            answer.remarks.append(Known(case.slug, signature.name, note.line))
+            answer.evidence[note.line] = note.text
+    return answer
+
+
+def _attempt(ranks: list[RankLeft]) -> Attempt:
+    about: AttemptLeft = {
+        "id": "log", "launcher": "", "command": [], "backend": "", "world_size": 1, "started": 0.0, "ended": 0.0,
+        "wall_s": 0.0, "cpu_s": None, "deadline_s": 1.0, "timed_out": False, "interrupted": False,
+        "leaked_processes": [], "seed": 0, "settings": {},
+    }  # fmt: skip
+    return Attempt({"schema": 1, "attempt": about, "infra_error": None, "ranks": ranks})
+
+
+def _rank(index: int, error: Error) -> RankLeft:
+    exception = completed(error.record) if error.record else None
+    record: Record = {**NO_RECORD, "rank": index, "ended": float(error.line), "exception": exception}
+    return {
+        "rank": index, "exit_code": None if error.signal else 1, "signal": error.signal or None,
+        "terminated_by": "self", "record": record, "log_tail": "", "stack": error.stack or None,
+    }  # fmt: skip
+
+
+def completed(record: Mapping[str, Any]) -> Exception_:
+    """Return an exception with the bases of its type, and without the kit's frames, which records leave out."""
+    kind = str(record["type"])
+    python = getattr(builtins, kind, None)
+    bases = _BASES.get(kind, [])
+    if isinstance(python, type) and issubclass(python, BaseException):
+        bases = [base.__name__ for base in python.__mro__[1:-1]]
+    cause = record.get("cause")
+    frames: list[Frame] = [frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])]
+    return {
+        "type": kind, "module": record["module"], "bases": bases, "message": record["message"],
+        "cause": completed(cause) if cause else None, "frames": frames,
+    }  # fmt: skip
+
+
+def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
+    known: list[Known] = []
+    perhaps: list[Known] = []
+    strategies = strategies_of(error)
+    for case, signature in catalogue.failures:
+        # The same text under another strategy has another cause (grading/grade.py).
+        if strategies and not strategies & set(case.axes.strategy):
+            continue
+        missing = _missing(signature, error)
+        if missing is None:
+            continue
+        ambiguous_with = signature.ambiguous_with
+        if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
+            missing = (*missing, "a crash at this place may have other causes")
+        elif ambiguous_with and not _ruled_out(ambiguous_with, error, seen):
+            missing = (*missing, f"it may as well be {ambiguous_with.cause}")
+        (perhaps if missing else known).append(Known(case.slug, signature.name, error.line, missing))
+    names = list(dict.fromkeys(item.case for item in known))
+    if len(names) > 1:
+        perhaps[:0] = [
+            replace(item, missing=tuple(f"{other} shows the same" for other in names if other != item.case))
+            for item in known
+        ]
+        known = []
+    return Failure(error, where(error), tuple(known), () if known else tuple(perhaps))
+
+
+def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
+    """Return what the log does not show of a signature that it does not contradict; None where it does."""
+
+    def matches(signature: Signature, error: Error) -> bool:
+        attempt = _attempt([_rank(0, error)])
+        return bool(match_attempt(signature, attempt, find_failures(attempt), ",".join(signature.messages)))
+
+    if matches(signature, error):
+        return ("lines of several tracebacks stand among each other",) if error.mixed and signature.frames else ()
+    if error.whole and not error.mixed:
+        return None
+    unframed = signature.model_copy(update={"frames": []})
+    if signature.kind == "exception" and not error.places:
+        location = f"{signature.package}.unknown"
+        frame = {"file": "", "line": None, "function": "", "module": "", "code_location": location}
+        bare = replace(error, record={**error.record, "frames": [frame]})
+        return ("its last line alone, no traceback",) if matches(unframed, bare) else None
+    if signature.frames and matches(unframed, error):
+        return ("the frames that would tell are cut off",)
+    return None
+
+
+_STRATEGIES = (
+    (re.compile(r"torch/distributed/(_composable/fsdp|fsdp/_fully_shard)/"), {"fsdp2"}),
+    (re.compile(r"torch/distributed/fsdp/"), {"fsdp"}),
+    (re.compile(r"torch/nn/parallel/distributed\.py"), {"ddp"}),
+    (re.compile(r"(^|/)deepspeed/(runtime|zero)/"), {"zero2", "zero3"}),
+)
+
+
+def strategies_of(error: Error) -> set[str]:
+    """Return the strategies whose code is in a traceback; empty where none is."""
+    found: set[str] = set()
+    for place in error.places:
+        found |= next((names for pattern, names in _STRATEGIES if pattern.search(place["file"])), set())
+    return found
+
+
+def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bool:
+    """Whether the error itself, or another line of the log, shows that the other cause is not what happened."""
+    if ambiguous_with.ruled_out_by is None:
+        return False
+    texts = [error.message, *(f"{place['file']} {place['function']} {place.get('code')}" for place in error.places)]
+    return any(re.search(ambiguous_with.ruled_out_by, text) for text in (*texts, *(note.text for note in seen.notes)))
+
+
+def where(error: Error) -> str:
+    """Return what raised an error: module, function, file and line."""
+    place = error.places[-1] if error.places else None
+    if place is None:
+        return ""
+    names = module_names(place["file"])
+    at = f"{place['file']}:{place['line']}" if place["line"] else place["file"]
+    return f"{names[0]}.{place['function']} ({at})" if len(names) == 1 else f"{place['function']} ({at})"
+
+
+def _is_remark(signature: Signature, note: Note) -> bool:
+    """Whether a line is a known failure's warning. Only a warning names the module that wrote it; of other lines the
+    text alone counts, where the line begins with it or with a logger's format before it."""
+    found = re.search(signature.message or "", note.text)
+    if found is None or (found.start() > 0 and not _BEFORE.fullmatch(note.text[: found.start()])):
+        return False
+    record: Record = {**NO_RECORD, "rank": 0}
+    if note.file:
+        record["warnings"] = [{"message": note.text, "file": note.file, "category": "UserWarning"}]
+    else:
+        record["logs"] = [{"logger": signature.package or "", "message": note.text, "file": ""}]
+    rank = _rank(0, Error(note.line, note.label, note.rank, {}))
+    attempt = _attempt([{**rank, "exit_code": None, "record": record}])
+    return match_attempt(signature, attempt, find_failures(attempt)) is not None
+
+
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|(?<![\w.])\d+(?:\.\d+)*(?![\w])|(?<=[:=])\d+")
+_PATHS = re.compile(r"(?<![\w.])(?:/[\w.@+-]+){2,}/?")
+
+
+def normalised(message: str) -> str:
+    """Return a message without what differs between machines and runs: numbers, addresses, paths."""
+    first = message.strip().partition("\n")[0]
+    return _NUMBERS.sub("N", _PATHS.sub("PATH", first))[:300]
+
+
+# --- stored measurements
+
+NEAREST = 2
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """What was measured of a case over a range of releases."""
+
+    cells: tuple[str, ...]
+    hardware: str
+    versions: Mapping[str, str]  # package -> range
+    unnamed: tuple[str, ...]  # packages of the range that the log does not name
+    outside: tuple[str, ...]  # packages whose release in the log lies outside
+    verdicts: Mapping[str, str]
+
+    @property
+    def holds(self) -> list[str]:
+        return [variant for variant, verdict in self.verdicts.items() if verdict == "FIXED"]
+
+    @property
+    def holds_not(self) -> dict[str, str]:
+        return {variant: verdict for variant, verdict in self.verdicts.items() if verdict != "FIXED"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """``fits``: measured on the log's releases. Where none is, ``nearest``: with the fewest releases outside."""
+
+    fits: tuple[VersionRange, ...] = ()
+    nearest: tuple[VersionRange, ...] = ()
+
+
+def stored(case: Case, versions: Mapping[str, str]) -> Stored:
+    """Return the stored measurements of a case for these releases (results/expected)."""
+    every = [_version_range(entry, versions) for entry in case.expect]
+    fits = [each for each in every if not each.outside and len(each.unnamed) < len(each.versions)]
+    if fits:
+        return Stored(fits=tuple(fits))
+    return Stored(nearest=tuple(sorted(every, key=lambda each: len(each.outside))[:NEAREST]))
+
+
+def _version_range(entry: Expectation, versions: Mapping[str, str]) -> VersionRange:
+    def outside(name: str, bounds: str) -> bool:
+        return name in versions and not SpecifierSet(bounds, prereleases=True).contains(versions[name])
+
+    unnamed = tuple(name for name in entry.versions if name not in versions)
+    beyond = tuple(name for name, bounds in entry.versions.items() if outside(name, bounds))
+    return VersionRange(tuple(entry.cells), entry.hardware, dict(entry.versions), unnamed, beyond, dict(entry.verdicts))

@@ -1,0 +1,233 @@
+"""Read a log, and scan it for what can be judged in it: tracebacks, versions, texts of signatures.
+
+Constant memory, and a few seconds for 100 MB: only lines with one of a few words, and those that follow them while a
+traceback is open, are parsed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
+from repro_matrix.errors import ReproError
+from repro_matrix.external.tracebacks import HEADER, Error, Errors, Labels, Line
+
+MAX_LINE = 1 << 16  # characters of one line that are read
+MAX_NOTES = 1000
+MAX_NOTE = 1200  # characters
+
+# --- reading
+
+
+class LogError(ReproError):
+    """A log that cannot be read as one."""
+
+
+def lines(path: str) -> Iterator[str]:
+    """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Raises LogError."""
+    try:
+        if path == "-":
+            yield from _lines(sys.stdin.buffer, path)
+        else:
+            with open(path, "rb") as file:
+                yield from _lines(file, path)
+    except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
+        raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _lines(raw: Any, path: str) -> Iterator[str]:
+    """A carriage return alone (a progress bar) ends a line as well. Of a long line only the beginning is kept."""
+    file: Any = io.BufferedReader(raw)
+    if file.peek(2).startswith(b"\x1f\x8b"):
+        file = io.BufferedReader(gzip.GzipFile(fileobj=file))
+    head = file.peek(4096)
+    encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    if encoding != "utf-16" and b"\0" in head:
+        raise LogError(f"{path}: binary, not the text of a log. Unpack it first.")
+    text = io.TextIOWrapper(file, encoding, errors="replace", newline=None)
+    begins = True
+    while part := text.readline(MAX_LINE):
+        if begins:
+            yield part
+        begins = part.endswith("\n")
+
+
+# --- versions: from what a log prints of its environment
+
+_NUMBER = r"v?(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|post|rc|a|b)\d*)?(?:\+[\w.]+)?)"
+_VERSION = re.compile(
+    rf"(?<![\w-])(?P<package>pytorch|{'|'.join((*UPSTREAM, *TRAINERS))})"
+    r"(?:=="  # pip freeze, requirements
+    r"| {2,}"  # pip list, conda list
+    r"|-"  # Successfully installed ...
+    # transformers env, collect_env, ds_report, a Trainer's model card, what scripts print
+    r"|[`'\"]?(?:\.__version__|[ _](?:install )?version)(?: \(GPU\?\))?[`'\"]?[ :=.]*[`'\"]?"
+    r"| info[ :]+(?:version=|\.+ )"
+    rf"|[ :]+){_NUMBER}(?=$|[\s,;'\"`)]|\.dist-info)",
+    re.IGNORECASE,
+)
+_PYTHON = re.compile(r"\bPython (?:version: )?(?P<version>3\.\d+(?:\.\d+)?)|/lib/python(?P<path>3\.\d+)/")
+
+
+@dataclass
+class Versions:
+    """Package -> release -> the first line that names it. Of two releases of one package neither is known."""
+
+    releases: dict[str, dict[str, int]] = field(default_factory=dict)
+    python: str = ""
+
+    def read(self, text: str, number: int) -> None:
+        for found in _VERSION.finditer(text):
+            try:
+                version = str(Version(found["version"]))
+            except InvalidVersion:
+                continue
+            self.releases.setdefault(found["package"].lower().removeprefix("py"), {}).setdefault(version, number)
+
+    def read_python(self, text: str) -> None:
+        found = None if self.python else _PYTHON.search(text)
+        if found:
+            self.python = found["version"] or found["path"]
+
+    @property
+    def known(self) -> dict[str, str]:
+        """The packages of which the log names one release. ``2.2.2`` beside ``2.2.2+cu121`` is one."""
+        known = {}
+        for name, releases in self.releases.items():
+            full = {v for v in releases if not any(o != v and Version(o).public == v for o in releases)}
+            if len(full) == 1:
+                known[name] = full.pop()
+        return known
+
+    @property
+    def unclear(self) -> dict[str, list[str]]:
+        return {name: sorted(releases) for name, releases in self.releases.items() if name not in self.known}
+
+
+# --- torchrun's summary
+
+_SUMMARY = re.compile(
+    r"^\s*(?P<key>rank|exitcode|traceback) +: (?:Signal \d+ \((?P<signal>SIG\w+)\)|(?P<number>-?\d+))"
+)
+
+
+@dataclass
+class Ended:
+    """What torchrun reports of its ranks: rank -> its exit code, or its signal. ``root``: the first that failed."""
+
+    ranks: dict[int, int | str] = field(default_factory=dict)
+    root: int | None = None
+    _rank: int | None = None
+    _root_next: bool = False
+
+    @property
+    def signals(self) -> dict[int, int | str]:
+        """Those that a signal ended: its name, or the negative exit code."""
+        return {rank: how for rank, how in self.ranks.items() if isinstance(how, str) or how < 0}
+
+    def read(self, text: str) -> None:
+        self._root_next = self._root_next or "Root Cause" in text
+        found = _SUMMARY.match(text)
+        if found and found["key"] == "rank" and found["number"]:
+            self._rank = int(found["number"])
+            if self._root_next:
+                self.root, self._root_next = self._rank, False
+        elif found and self._rank is not None:
+            self.ranks[self._rank] = found["signal"] or int(found["number"])
+
+
+# --- the scan
+
+# A line with one of these may belong to an error, a launcher's summary or an environment.
+_NAMES = (*UPSTREAM, *TRAINERS, "DeepSpeed", "PEFT")
+WORDS = (
+    HEADER, '", line ', "Error", "Exception", "Fatal Python error", "Root Cause", "exitcode", "rank  ", "traceback :",
+    "/lib/python3", "Python 3.", "Python version", *(word for name in _NAMES for word in {name, name.capitalize()}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line that holds what a signature, or what rules out its other causes, looks for."""
+
+    line: int
+    label: str
+    rank: int | None
+    text: str
+    file: str = ""  # of the module that a warning blames
+
+
+@dataclass
+class Scanned:
+    """All that a log shows."""
+
+    lines: int = 0
+    errors: list[Error] = field(default_factory=list)
+    more: int = 0
+    notes: list[Note] = field(default_factory=list)
+    versions: Versions = field(default_factory=Versions)
+    ended: Ended = field(default_factory=Ended)
+
+
+class Texts:
+    """The texts of log signatures, and of what rules out another cause of a signature."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        signatures = [signature for case in cases for signature in case.signatures]
+        patterns = {s.message for s in signatures if s.kind == "log"}
+        patterns |= {s.ambiguous_with.ruled_out_by for s in signatures if s.ambiguous_with}
+        self.patterns = [(re.compile(pattern), words_of(pattern)) for pattern in sorted(filter(None, patterns))]
+        self.words = tuple(dict.fromkeys((*WORDS, *(word for _, words in self.patterns for word in words))))
+
+    def in_line(self, text: str) -> bool:
+        return any(any(word in text for word in words) and pattern.search(text) for pattern, words in self.patterns)
+
+
+def words_of(pattern: str) -> list[str]:
+    """Return words of which every line that matches has one: of each alternative the longest; [""] if unknown."""
+    bare = re.sub(r"\\.|\[[^]]*\]|.[?*{]", "\n", pattern)
+    words = [max(re.findall(r"[^\n.+^$]+", part), key=len, default="") for part in bare.split("|")]
+    return [""] if "(" in bare else words
+
+
+_WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
+
+
+def scan(log: Iterable[str], texts: Texts) -> Scanned:
+    """Scan the lines of a log."""
+    found, errors, labels = Scanned(), Errors(), Labels()
+    for number, raw in enumerate(log, 1):
+        found.lines = number
+        has_word = any(word in raw for word in texts.words)
+        if has_word or errors.busy:
+            line = labels.split(raw, number)
+            errors.read(line)
+            if has_word:
+                _note(found, line, texts)
+    errors.end()
+    found.errors, found.more = list(errors.distinct.found.values()), errors.distinct.more
+    return found
+
+
+def _note(found: Scanned, line: Line, texts: Texts) -> None:
+    text = line.text
+    found.versions.read_python(text)
+    if '", line ' in text or HEADER in text:
+        return
+    found.ended.read(text)
+    found.versions.read(text, line.number)
+    if len(found.notes) < MAX_NOTES and texts.in_line(text):
+        warning = _WARNING.match(text)
+        file, message = (warning["file"], warning["message"]) if warning else ("", text)
+        found.notes.append(Note(line.number, line.label, line.rank, message[:MAX_NOTE], file))

@@ -1,0 +1,348 @@
+"""Put the tracebacks of a log together, per process, each error once. Pure.
+
+torchrun, Ray, SLURM, mpirun, pdsh and containers put a prefix before every line of a process; time stamps may stand
+before or after it. Prefixes of another shape are learned: what stands before ``Traceback (most recent call last)``
+stands before the lines that belong to it, too. Where a traceback begins before another one of the same prefix has
+ended, several processes write into one stream: what follows within MIXED lines is marked as ``mixed``.
+
+Read as well: a traceback whose beginning is cut off, rich's boxes, IPython's, faulthandler's dump of a crash.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+HEADER = "Traceback (most recent call last)"
+_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+# A time stamp or a logger's format, which say nothing of the process.
+_TIME = re.compile(
+    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
+    r"(?: \[?(?:stderr|stdout)\]?[F:]?)?\s?"
+    r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]+:\d+\] ?"
+)
+# Each names its process, so that the lines of one belong together; the group is its rank, where the label has it.
+_LABEL = re.compile(
+    r"\[rank:? ?(?P<a>\d+)\]:? ?"  # torch, Lightning
+    r"|\[[A-Za-z_]+(?P<b>\d+)\]: ?"  # torchrun --tee: its role and rank
+    r"|\[\d+,(?P<c>\d+)\]<std(?:err|out)>: ?"  # mpirun --tag-output
+    r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
+    r"|[\w.-]*\w {1,20}\| "  # docker compose
+)
+_LEARNED = re.compile(r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?")
+_REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
+MAX_PREFIXES = 512  # that are learned
+
+
+@dataclass(frozen=True)
+class Line:
+    number: int
+    label: str  # of the process that wrote it, "" if unknown
+    rank: int | None
+    text: str
+
+
+@dataclass
+class Labels:
+    """The prefixes of a log's lines; learns those of another shape."""
+
+    learned: dict[str, int | None] = field(default_factory=dict)
+
+    def split(self, raw: str, number: int) -> Line:
+        text = _ANSI.sub("", raw).rstrip() if "\x1b" in raw else raw.rstrip()
+        label, rank, text = _known(text)
+        if not label:
+            prefix = next((each for each in self.learned if text.startswith(each)), None)
+            if prefix is not None:
+                label, rank, text = prefix, self.learned[prefix], _without_time(text[len(prefix) :])
+            else:
+                at = text.find(HEADER) if HEADER in text else text.find('  File "')
+                label, rank, text = self._learn(text, at) if at > 0 else ("", None, text)
+        return Line(number, label, rank, _REPEATED.sub("", text) if label and text.endswith("cluster]") else text)
+
+    def _learn(self, text: str, at: int) -> tuple[str, int | None, str]:
+        prefix = text[:at]
+        if prefix.isspace():
+            return "", None, text
+        found = _LEARNED.fullmatch(prefix)
+        if found is None or len(self.learned) >= MAX_PREFIXES:
+            # A progress bar, or a sentence: the lines that follow do not have it.
+            return "", None, text[at:] if text.startswith(HEADER, at) else text
+        self.learned[prefix] = int(found["rank"]) if found["rank"] else None
+        return prefix, self.learned[prefix], text[at:]
+
+
+def _known(text: str) -> tuple[str, int | None, str]:
+    text = _without_time(text)
+    label, rank = "", None
+    while found := _LABEL.match(text):  # a label may stand inside another one's
+        label += found.group().strip()
+        rank = int(found[found.lastgroup]) if found.lastgroup else rank
+        text = _without_time(text[found.end() :])
+    return label, rank, text
+
+
+def _without_time(text: str) -> str:
+    found = _TIME.match(text)
+    return text[found.end() :] if found else text
+
+
+# --- distinct errors
+
+MAX_ERRORS = 300  # different ones that are listed
+
+
+@dataclass(frozen=True)
+class Error:
+    """One error of the log; ``record`` is what a rank would have recorded (docs/observation.md)."""
+
+    line: int  # of its message, else of its beginning
+    label: str
+    rank: int | None
+    record: dict[str, Any]  # its exception; empty for a signal
+    signal: str = ""
+    stack: str = ""  # of a signal, as faulthandler printed it
+    whole: bool = True  # nothing of it is cut off
+    mixed: bool = False  # lines of another traceback may be among its own
+    count: int = 1
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def type(self) -> str:
+        return self.signal or str(self.record.get("type", ""))
+
+    @property
+    def message(self) -> str:
+        return str(self.record.get("message", ""))
+
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        return list(self.record.get("frames") or ())
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What errors have in common that are listed as one."""
+        where = f"{self.places[-1]['file']}:{self.places[-1]['line']}" if self.places else self.stack[-2000:]
+        return self.type, re.sub(r"\d+", "N", self.message.partition("\n")[0])[:300], where
+
+
+@dataclass
+class Distinct:
+    """``found``: by what they have in common, in order; ``more``: how many beyond MAX_ERRORS."""
+
+    found: dict[tuple[str, str, str], Error] = field(default_factory=dict)
+    more: int = 0
+
+    def add(self, error: Error) -> None:
+        ranks = () if error.rank is None else (error.rank,)
+        old = self.found.get(error.key)
+        if old is None:
+            if len(self.found) < MAX_ERRORS:
+                self.found[error.key] = replace(error, ranks=ranks)
+            else:
+                self.more += 1
+            return
+        # Of equal errors the one that is whole stands for all, at the place of the first.
+        better = (error.whole, not error.mixed, len(error.places)) > (old.whole, not old.mixed, len(old.places))
+        base = replace(error, line=old.line, label=old.label, rank=old.rank) if better else old
+        self.found[error.key] = replace(base, count=old.count + 1, ranks=tuple(sorted({*old.ranks, *ranks})))
+
+
+# --- tracebacks
+
+MIXED = 500  # lines after a traceback that began inside another one
+PATIENCE = 4000  # lines until a traceback without a new line of its own is given up
+MESSAGE = 4000  # characters
+FRAMES = 400
+_FRAME = re.compile(r'^[\s^~]*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+?))?\s*$')
+_RICH = re.compile(r"^│ (?P<file>\S.*?):(?P<line>\d+) in (?P<function>\S+)\s*│$")
+_IPYTHON = re.compile(r"^(?:File )?(?P<file>[~/][^\s:]*\.py)(?::(?P<line>\d+))?,? in (?P<function>[\w.<>]+)\(.*$")
+_ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*(?:\([\w.]+\))?)(?:: ?(?P<message>.*))?$")
+_NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeout|Failure|Fault)$")
+# Without a traceback only a line that looks like the end of one is an error.
+_BARE = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)): (?P<message>\S.*)$")
+_CARET = re.compile(r"^\s*[~^]+\s*$")
+_FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
+    "Floating point exception": "SIGFPE", "Illegal instruction": "SIGILL",
+}  # fmt: skip
+_WHILE = "During handling of the above exception, another exception occurred"
+_FROM = "The above exception was the direct cause of the following exception"
+_LOGGED = re.compile(
+    r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback)"
+)
+
+
+@dataclass
+class _Open:
+    """A traceback, or a crash's stack, that is being read."""
+
+    begun: Line
+    number: int  # of its last line
+    cause: dict[str, Any] | None = None
+    whole: bool = True
+    mixed: bool = False
+    indent: int = 0  # of the whole traceback, where it stands indented in its log
+    frames: list[dict[str, Any]] = field(default_factory=list)
+    wants_code: bool = False
+    signal: str = ""
+    # once its last line has been read:
+    type: str = ""
+    message: list[str] = field(default_factory=list)
+
+    @property
+    def exception(self) -> dict[str, Any]:
+        module, _, kind = ("", "", self.type) if "(" in self.type else self.type.rpartition(".")
+        message = "\n".join(self.message).rstrip()[:MESSAGE]
+        return {"type": kind, "module": module, "message": message, "frames": self.frames, "cause": self.cause}
+
+
+class Errors:
+    """Reads lines; the errors are in ``distinct`` after ``end``."""
+
+    def __init__(self) -> None:
+        self.distinct = Distinct()
+        self._open: dict[str, _Open] = {}  # by label
+        self._mixed_until: dict[str, int] = {}  # by label
+        self._last: dict[str, dict[str, Any]] = {}  # by label: the exception that was read last
+        self._cause: dict[str, dict[str, Any]] = {}  # by label: of the traceback that begins next
+        self._wrapped = ""  # the first part of a line that rich has wrapped
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next line may belong to an error whatever it is."""
+        return bool(self._open)
+
+    def read(self, line: Line) -> None:
+        text, now = line.text, self._open.get(line.label)
+        if now and line.number - now.number > PATIENCE:
+            self._finish(line.label)
+            now = None
+        if now and now.signal:
+            if not text or text.startswith(("Thread ", "Current thread ")) or _FRAME.match(text):
+                now.message.append(text)
+                now.number = line.number
+                return
+            self._finish(line.label)
+            now = None
+        fatal = _FATAL.search(text)
+        frame = self._frame_in(text)
+        if fatal:
+            self._begin(line).signal = _SIGNALS.get(fatal["what"].strip(), "SIGABRT")
+        elif HEADER in text:
+            self._header(line, now)
+        elif frame:
+            self._frame(line, frame, now)
+        elif text.startswith((_WHILE, _FROM)):
+            self._finish(line.label)
+            if line.label in self._last:
+                self._cause[line.label] = self._last[line.label]
+        elif not (now and self._in_traceback(line, now)):
+            self._finish(line.label, closed=True)
+            bare = _BARE.match(text)
+            if bare:
+                found = self._begin(line, whole=False)
+                found.type, found.message = bare["type"], [bare["message"]]
+
+    def end(self) -> None:
+        for label in list(self._open):
+            self._finish(label)
+
+    def _begin(self, line: Line, whole: bool = True) -> _Open:
+        self._finish(line.label)
+        mixed = line.number <= self._mixed_until.get(line.label, 0)
+        self._open[line.label] = _Open(line, line.number, whole=whole, mixed=mixed)
+        return self._open[line.label]
+
+    def _header(self, line: Line, now: _Open | None) -> None:
+        if now and not now.type:
+            self._mixed_until[line.label] = line.number + MIXED
+            now.mixed = True
+        self._begin(line).cause = self._cause.pop(line.label, None)
+
+    def _frame_in(self, text: str) -> re.Match[str] | None:
+        if '", line ' in text:
+            return _FRAME.match(text)
+        if text.startswith("│"):
+            inner = text.strip("│ ")
+            found = _RICH.match(f"│ {self._wrapped}{inner} │")
+            wraps = found is None and self.busy and inner.startswith("/") and "│" not in inner and "❱" not in inner
+            self._wrapped = inner + (" " if inner.endswith(" in") else "") if wraps else ""
+            return found
+        return _IPYTHON.match(text) if ".py" in text and self._open else None
+
+    def _frame(self, line: Line, found: re.Match[str], now: _Open | None) -> None:
+        stray = self._open.get("")
+        if now is None and stray and not stray.type and not stray.frames and line.number - stray.number <= 2:
+            # A header without the prefix of its other lines.
+            now = self._open[line.label] = replace(self._open.pop(""), begun=line)
+        if now is None or now.type:
+            # After Ray's own line the traceback of the remote function follows, whole and without a header.
+            remote = now is not None and any("ray::" in part for part in now.message)
+            now = self._begin(line, whole=remote)
+        if not now.frames:
+            now.indent = max(0, len(line.text) - len(line.text.lstrip()) - 2)
+        now.number, now.wants_code = line.number, True
+        if len(now.frames) >= FRAMES:
+            del now.frames[FRAMES // 2]
+        function = (found.groupdict().get("function") or "").rpartition(".")[2]
+        at = int(found["line"]) if found["line"] else None
+        now.frames.append({"file": found["file"], "line": at, "function": function, "module": "", "code": ""})
+
+    def _in_traceback(self, line: Line, now: _Open) -> bool:
+        """Take a line that may be code, the last line of a traceback, or a part of its message."""
+        text = line.text
+        if now.type:
+            return _continues(now, line)
+        depth = len(text) - len(text.lstrip())
+        error = _ERROR.match(text[depth:]) if depth in (0, now.indent) else None
+        if error and self._ends(line, error, now):
+            return True
+        if depth >= 4 and now.wants_code and not _CARET.match(text):
+            now.frames[-1]["code"] = text.strip()[:200]
+            now.number, now.wants_code = line.number, False
+        return True
+
+    def _ends(self, line: Line, error: re.Match[str], now: _Open) -> bool:
+        kind = error["type"].partition("(")[0]
+        if not now.frames:
+            return False
+        if not _NAMED.search(kind):
+            # "Epoch: 3" ends no traceback, unless it stands where one ends.
+            near = line.number - now.number <= 2 and not now.wants_code
+            if not near or not kind.rpartition(".")[2][:1].isupper() or _LOGGED.match(line.text):
+                return False
+        now.type, now.message, now.number = error["type"], [error["message"] or ""], line.number
+        rank = now.begun.rank if line.rank is None else line.rank
+        now.begun = replace(now.begun, number=line.number, rank=rank)
+        self._last[line.label] = now.exception
+        return True
+
+    def _finish(self, label: str, closed: bool = False) -> None:
+        """List what is open under a label; ``closed``: only if its last line has been read."""
+        now = self._open.get(label)
+        if now is None or (closed and not now.type):
+            return
+        del self._open[label]
+        begun = now.begun
+        if now.signal:
+            stack = "\n".join(now.message[:FRAMES])
+            self.distinct.add(Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack)))
+        elif now.type or now.frames:
+            self._last[label] = now.exception
+            whole = now.whole and bool(now.type)
+            self.distinct.add(Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed))
+
+
+def _continues(now: _Open, line: Line) -> bool:
+    """Return whether a line belongs to the message of a traceback that has ended; it is added then."""
+    text = line.text
+    indented = text[:1] in (" ", "\t") and bool(text.strip())
+    plain = bool(text) and not _LOGGED.match(text) and not _BARE.match(text) and len(now.message) < 8
+    if line.number - now.number > 1 or not (indented or plain) or len(now.message) >= 60:
+        return False
+    now.message.append(text[:MESSAGE])
+    now.number = line.number
+    return True
