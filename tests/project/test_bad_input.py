@@ -1,0 +1,241 @@
+"""Bad command lines, files, disks and homes: exit code 2 and a message that names the cause, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repro_matrix.cli import main as cli
+from repro_matrix.config.selection import parse
+from repro_matrix.config.settings import compose_run
+from repro_matrix.errors import ConfigError, ResultsError
+from repro_matrix.external import command_line
+from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.results import runs
+from repro_matrix.results.store import Store
+from repro_matrix.runner import resume
+
+FULL = Path("/dev/full")
+Capsys = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Capsys, *words: str) -> str:
+    """Run a command that must end with exit code 2; return its message."""
+    assert cli.main(list(words)) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("list stack=torch2.2-tf4.93", "did you mean 'torch2.2-tf4.39'?"),
+        ("list hardware=gpu88", "unknown hardware 'gpu88'; did you mean 'gpu8'?"),
+        ("list shard=9/8", "shard=9/8: PART/PARTS"),
+        ("list shard=1/8", "`repro matrix --dry-run shard=...`"),
+        ("list model.config.num_hidden_layer=4", "no model has that key; did you mean 'num_hidden_layers'?"),
+        ("list case=train-step --config-dir", "--config-dir"),
+        ("matrix --dry-run model.config.num_hidden_layers=four", "'four' is not of type int"),
+        ("matrix --dry-run model.config.num_hidden_layers=true", "True is not of type int"),
+        ("matrix fsdp-generate", "'fsdp-generate' is not NAME=VALUE"),
+        ("show", "arguments are required: CASE"),
+        ("show ddp*", "`repro show` takes one case"),
+        ("show ddp-module-bypass case=train-step", "case=train-step"),
+        ("run ddp-module-bypass case=train-step", "case=train-step"),
+        ("run", "Nothing to run."),
+        ("run train-step results=", "results=: the folder's name is missing"),
+        ("run --module", "--module: a module's name is missing"),
+        ("versions train-step --max-probes 0", "'0' is not a number of at least 1"),
+        ("report --baseline --output /nowhere/at/all/x.html", "/nowhere/at/all"),
+        ("nightly /nope --history history --run-exit-code 0", "/nope: no such folder of results"),
+        ("new a-case --from-script nope.py", "nope.py"),
+    ],
+)
+def test_command_with_bad_arguments_is_refused_and_writes_nothing(
+    line: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(capsys, *line.split())
+    assert os.listdir(tmp_path) == []
+
+
+def test_list_with_a_config_key_of_transformers_needs_a_plus() -> None:
+    assert cli.main(["list", "case=train-step", "+model.config.attention_dropout=0.1"]) == 0
+    assert cli.main(["list", "case=train-step", "model.config.num_hidden_layers=4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "variants"),
+    [("unfixed", ["unfixed"]), ("[unfixed]", ["unfixed"]), ("unfixed,fix", ["unfixed", "fix"]), ("null", None)],
+)
+def test_compose_run_reads_variants_as_a_list(text: str, variants: list[str] | None) -> None:
+    assert compose_run([f"variants={text}"]).variants == variants
+
+
+@pytest.mark.parametrize("name", ["Ergebnis ö", "a,b", "[x]", "it's", "plain", "a=b {c}"])
+def test_results_folder_may_have_any_name(name: str) -> None:
+    assert compose_run([f"results=/tmp/{name}"]).results == f"/tmp/{name}"
+    assert parse([f"results=/tmp/{name}"]).run == [f"results=/tmp/{name}"]
+
+
+def test_script_that_does_not_exist_gets_the_nearest_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("needs.py", "imp.py", "train_min.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as error:
+        command_line.checked("./nope.py")  # .py alone does not make needs.py near
+    assert "did you mean" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"did you mean 'train_min.py'"):
+        command_line.checked("./trian_min.py")
+
+
+# -- files of conf/
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of groups beside the shipped ones."""
+    monkeypatch.setenv(CONFIG_PATH, str(tmp_path / "conf"))
+    for group in ("case", "model", "matrix"):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+    return tmp_path / "conf"
+
+
+def test_glob_that_matches_only_an_invalid_file_names_its_error(conf: Path, capsys: Capsys) -> None:
+    (conf / "case" / "bad-one.yaml").write_text("slug: bad-one\nkind: failur\n")
+    for words in (["list", "case=bad-*"], ["matrix", "--dry-run", "case=bad-*"]):
+        error = refused(capsys, *words)
+        assert "bad-one.yaml: " in error and "did you mean 'failure'" in error and "unknown case" not in error
+
+
+def test_file_with_another_ending_is_named(conf: Path, capsys: Capsys) -> None:
+    file = conf / "case" / "our-case.yml"
+    file.write_text("slug: our-case\n")
+    assert str(file) in refused(capsys, "list", "case=our-case")
+    assert cli.main(["list", "case=train-step"]) == 0 and str(file) in capsys.readouterr().err
+    (conf / "model" / "qwen1.5-0.5b.yml").write_text("x")  # beside the file that is read
+    assert cli.main(["list", "case=train-step", "model=qwen1.5-0.5b"]) == 0
+
+
+@pytest.mark.parametrize("line", ["repeet: 3", "repeat: three", "order: longst"])
+def test_named_matrix_with_an_invalid_setting_is_named(conf: Path, line: str) -> None:
+    (conf / "matrix" / "bad.yaml").write_text(f"# @package _global_\n{line}\nmatrix:\n  a:\n    case: train-step\n")
+    with pytest.raises(ConfigError, match=r"matrix/?=?bad"):
+        compose_run(["+matrix=bad"])
+
+
+# -- disks and homes
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [("export", "fsdp-uniform-dtype"), ("list", "case=train-step")])
+def test_full_disk_behind_stdout_is_named(words: tuple[str, ...]) -> None:
+    with open(FULL, "w") as out:
+        command = [sys.executable, "-m", "repro_matrix", *words]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert done.returncode == 2 and "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_closed_stdout_is_named() -> None:
+    command = f"exec {sys.executable} -m repro_matrix list >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard output" in done.stderr
+
+
+def test_new_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    (tmp_path / "repro.toml").write_text('conf = "failures"\nscripts = "failures/scripts"\n')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "failures/scripts").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    write = Path.write_text
+
+    def full(path: Path, *values: object, **more: object) -> int:
+        if path.suffix == ".py":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *values, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert "my_case.py" in refused(capsys, "new", "my-case")
+    assert not list((tmp_path / "failures").rglob("my*"))
+    assert cli.main(["new", "my-case"]) == 0
+
+
+def test_results_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "afile"
+    file.write_text("x")
+    for root in (file, file / "below"):
+        with pytest.raises(ResultsError, match="afile"):
+            Store(root).open()
+    with pytest.raises(ResultsError, match="afile"):
+        runs.begin(file, [])
+
+
+@pytest.mark.parametrize(
+    ("error", "path", "hint"),
+    [
+        (errno.EROFS, "/nonexistent/.cache", True),
+        (errno.EACCES, "/nonexistent", True),  # the home folder, as in a container whose user has none
+        (errno.EACCES, "/nonexistent/.cache/repro-matrix/state", True),
+        (errno.EACCES, "/nights/.lock", False),  # a folder of another user
+    ],
+)
+def test_path_that_cannot_be_written_is_named_and_a_cache_gets_a_hint(
+    error: int, path: str, hint: bool, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    for name in ("XDG_CACHE_HOME", "REPRO_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/nonexistent")
+
+    def main(_: object) -> int:
+        raise OSError(error, os.strerror(error), path)
+
+    monkeypatch.setattr("repro_matrix.cli.list.main", main)
+    message = refused(capsys, "list")
+    assert message.startswith(f"repro: {path}: ") and ("REPRO_CACHE=DIR" in message) == hint
+
+
+def test_user_without_a_home_gets_a_hint(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "REPRO_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert "REPRO_CACHE" in refused(capsys, "stack", "show")
+    assert cli.main(["list", "case=train-step"]) == 0  # needs no home
+
+
+# -- damaged runs
+
+
+def test_damaged_last_run_is_not_replaced_by_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    monkeypatch.setattr("repro_matrix.results.local.scratch", lambda: tmp_path)
+    old = runs.begin(tmp_path, ["case=a"])
+    runs.note(old, ["case=a"], runs.ENDED)
+    last = runs.begin(tmp_path, ["case=b"])
+    (last / runs.MANIFEST).write_text('{"schema": 1, "te')
+    with pytest.raises(ResultsError, match=rf"{last.name}/{runs.MANIFEST}: damaged"):
+        runs.of(tmp_path)
+    for texts in ([], ["case=a"]):
+        with pytest.raises(ResultsError, match="damaged"):
+            resume.resumed(texts)
+    assert "damaged" in refused(capsys, "report", str(tmp_path))
+    assert runs.of(last) == last and runs.of(old) == old  # by name both can be read
+    (last / runs.MANIFEST).unlink()
+    last.rename(tmp_path / "kept-aside")
+    assert runs.of(tmp_path) == old
+    while runs._held:
+        runs._held.popitem()[1].close()
+
+
+def test_show_json_names_the_case(capsys: Capsys) -> None:
+    assert cli.main(["show", "train-step", "model=qwen-7b", "strategy=ddp", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["case"] == "train-step"
