@@ -43,7 +43,7 @@ HOLDS = {"variant": "fix", "verdict": "FIXED"}
 OLD, NEW = stack("old", "2.2.2"), stack("new", "2.13.0")
 
 
-def test_supported_and_refuted_with_their_evidence() -> None:
+def test_ledger_gives_supported_or_refuted_with_evidence() -> None:
     supported = row(claiming(HOLDS), cell("FIXED", path="results/x.json"))
     assert (supported.status, supported.detail) == ("supported", "1 measurement: fix FIXED (because)")
     (evidence,) = supported.evidence
@@ -57,7 +57,7 @@ def test_supported_and_refuted_with_their_evidence() -> None:
 
 
 @pytest.mark.parametrize("verdict", ["NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH", "FIX_BREAKS"])
-def test_a_fix_cannot_be_tested_where_nothing_is_unfixed(verdict: str) -> None:
+def test_claim_where_unfixed_does_not_reproduce_is_untested(verdict: str) -> None:
     found = row(claiming(HOLDS), cell(verdict))
     assert found.status == "untested"
     assert "could not be tested on this stack: unfixed does not reproduce" in found.detail
@@ -67,13 +67,13 @@ def test_a_fix_cannot_be_tested_where_nothing_is_unfixed(verdict: str) -> None:
 
 
 @pytest.mark.parametrize("verdict", ["INCONCLUSIVE", "FLAKY"])
-def test_inconclusive_and_flaky_decide_nothing(verdict: str) -> None:
+def test_claim_with_inconclusive_or_flaky_results_is_untested(verdict: str) -> None:
     assert row(claiming(HOLDS), cell(verdict)).status == "untested"
     assert row(claiming({"variant": "fix", "verdict": "NOT_REPRODUCED"}), cell(verdict)).status == "untested"
     assert row(claiming(HOLDS), cell(verdict, stack=NEW), cell("NOT_FIXED", stack=OLD)).status == "refuted"
 
 
-def test_predictions_that_nothing_fires() -> None:
+def test_claim_that_predicts_no_failure_is_decided_by_verdict() -> None:
     quiet = claiming({"variant": "fix", "verdict": "NOT_REPRODUCED"})
     assert row(quiet, cell("NOT_REPRODUCED")).status == "supported"
     assert row(quiet, cell("FIXED_UPSTREAM")).status == "supported"
@@ -87,7 +87,7 @@ def test_predictions_that_nothing_fires() -> None:
     assert row(harmful, cell("NOT_REPRODUCED")).status == "refuted"
 
 
-def test_untested_says_why() -> None:
+def test_untested_claim_gives_the_reason() -> None:
     assert row(claiming(untestable="no release does so")).detail == "no release does so"
     nothing = row(claiming({**HOLDS, "model": "m", "hardware": "gpu2"}))
     assert nothing.detail == "no stored measurement of some-case, variant fix [m] [gpu2]"
@@ -103,7 +103,7 @@ def test_untested_says_why() -> None:
     assert row(claiming({"variant": "unfixed", "outcome": "reproduced"}), partial).detail == "not run"
 
 
-def test_axes_choose_the_documents() -> None:
+def test_prediction_with_axes_uses_matching_cells_only() -> None:
     at = claiming({**HOLDS, "stack": "old", "strategy": "fsdp"})
     assert row(at, cell("NOT_FIXED", stack=NEW), cell("FIXED", stack=OLD)).status == "supported"
     assert row(at, cell("FIXED", stack=OLD, strategy="ddp")).status == "untested"
@@ -111,8 +111,7 @@ def test_axes_choose_the_documents() -> None:
     assert row(ambiguous_with, cell("NOT_FIXED"), cell("FIXED", case="other-case")).status == "supported"
 
 
-def test_that_a_warning_is_harmless_is_seen_on_the_attempt_that_warns() -> None:
-    """A variant without the warning that trains well proves nothing of it; and an exception is no warning."""
+def test_outcome_without_warning_is_taken_from_attempts_that_warn() -> None:
     harmless = claiming({"variant": "unfixed", "outcome_without_warning": "passed"})
 
     def fired(outcome_without_warning: str | None, name: str = "reproduced", **changes: Any) -> dict[str, Any]:
@@ -132,7 +131,7 @@ def test_that_a_warning_is_harmless_is_seen_on_the_attempt_that_warns() -> None:
 # --- conditional
 
 
-def test_conditional_on_the_predictions_own_words() -> None:
+def test_mixed_claim_uses_the_conditions_of_its_predictions() -> None:
     known = claiming(
         {**HOLDS, "model": "m", "condition": "hidden 1024"}, {**HOLDS, "model": "n", "condition": "hidden 2048"}
     )
@@ -140,7 +139,7 @@ def test_conditional_on_the_predictions_own_words() -> None:
     assert (found.status, found.detail) == ("mixed", "holds in hidden 1024; not in hidden 2048")
 
 
-def test_conditional_on_the_axis_that_differs() -> None:
+def test_mixed_claim_names_the_axis_that_differs() -> None:
     found = row(claiming(HOLDS), cell("FIXED", stack=OLD), cell("NOT_FIXED", stack=NEW))
     assert found.status == "mixed"
     assert found.detail == "holds in torch 2.2.2; not in torch 2.13.0"
@@ -150,7 +149,7 @@ def test_conditional_on_the_axis_that_differs() -> None:
     )
 
 
-def test_conditional_names_the_first_axis_that_tells_both_sides_apart() -> None:
+def test_mixed_claim_names_the_first_axis_that_separates_the_sides() -> None:
     found = row(claiming(HOLDS), cell("FIXED", stack=OLD, model="a"), cell("NOT_FIXED", stack=NEW, model="b"))
     assert found.detail == "holds in model a; not in model b"
     releases = [cell("FIXED" if minor < 6 else "NOT_FIXED", stack=stack(f"s{minor}", f"2.{minor}"))
@@ -158,13 +157,13 @@ def test_conditional_names_the_first_axis_that_tells_both_sides_apart() -> None:
     assert row(claiming(HOLDS), *releases).detail == "holds in torch 2.0, 2.1, 2.2, 2.3; not in torch 2.9, 2.10"
 
 
-def test_measurements_that_nothing_tells_apart_are_counted() -> None:
+def test_mixed_claim_without_a_differing_axis_counts_measurements() -> None:
     one, other = cell("FIXED"), cell("NOT_FIXED")
     other["hardware"] = {**other["hardware"], "cpu": "another"}
     assert row(claiming(HOLDS), one, other).detail.startswith("measurements of the same cell disagree: 1 for it, 1 ag")
 
 
-def test_conditional_on_several_axes_together() -> None:
+def test_mixed_claim_names_several_axes_together() -> None:
     found = row(
         claiming(HOLDS),
         cell("FIXED", stack=OLD, model="a"),
@@ -181,18 +180,18 @@ def at(started: float) -> dict[str, Any]:
     return {"provenance": {**cell("FIXED")["provenance"], "started": started}}
 
 
-def test_of_the_same_cell_the_newest_that_decides_counts() -> None:
+def test_claim_uses_the_newest_decisive_result_of_a_cell() -> None:
     older, newer = cell("NOT_FIXED", **at(1.0)), cell("FIXED", **at(2.0))
     assert row(claiming(HOLDS), older, newer).status == row(claiming(HOLDS), newer, older).status == "supported"
     assert row(claiming(HOLDS), newer, cell("INCONCLUSIVE", **at(3.0))).status == "supported"
     assert row(claiming(HOLDS), older, cell("FIXED", **at(2.0), stack=OLD)).status == "mixed"
 
 
-def test_a_simulation_is_said_to_be_one() -> None:
+def test_evidence_of_a_simulation_is_marked() -> None:
     assert row(claiming(HOLDS), cell("FIXED", simulated="fake tensors")).evidence[0].setting.endswith("simulated")
 
 
-def test_a_simulation_decides_only_where_no_real_measurement_does() -> None:
+def test_simulation_decides_only_without_a_real_measurement() -> None:
     known = claiming(HOLDS)
     simulated = cell("NOT_FIXED", simulated="fake tensors", model="n")
     alone = row(known, simulated)
@@ -212,7 +211,7 @@ def ran(*names: str, **changes: Any) -> dict[str, Any]:
     return document({"unfixed": [(name, observation(ok(0))) for name in names], "fix": []}, **changes)
 
 
-def test_outcomes_are_predicted_of_any_variant() -> None:
+def test_outcome_prediction_is_decided_for_any_variant() -> None:
     passed = claiming({"variant": "unfixed", "outcome": "passed"})
     assert row(passed, ran("passed", "passed", "infra_error")).status == "supported"
     refuted = row(passed, ran("reproduced", "reproduced"))
@@ -226,7 +225,7 @@ def test_outcomes_are_predicted_of_any_variant() -> None:
     )
 
 
-def test_controls_are_predicted_by_their_verdict() -> None:
+def test_control_prediction_is_decided_by_its_verdict() -> None:
     healthy = {"id": "c1", "text": "x", "predictions": [{"variant": "control", "verdict": "PASSED"}]}
     known = control(claims=[healthy])
     measured = document({"control": [("passed", observation(ok(0)))]}, {"control": "FAILED"}, case=known.slug)
@@ -250,7 +249,7 @@ def metric(name: str = "loss", variant: str = "fix", **how: Any) -> Case:
     return claiming({"variant": variant, "metric": {"name": name, **how}})
 
 
-def test_a_metric_is_the_greatest_of_the_ranks_and_the_median_of_the_attempts() -> None:
+def test_metric_is_the_maximum_over_ranks_and_median_over_attempts() -> None:
     there = measured([[1.0, 5.0], [5.1, 2.0], [4.0, 3.0]], [[10.0, 1.0]] * 3)
     found = row(metric(below="unfixed"), there)
     assert found.status == "supported"
@@ -260,8 +259,7 @@ def test_a_metric_is_the_greatest_of_the_ranks_and_the_median_of_the_attempts() 
     assert row(metric(above="unfixed", factor=0.3), there).status == "supported"
 
 
-def test_a_difference_within_the_noise_decides_nothing() -> None:
-    """1050, 1740 and 8117 tokens/s were the same variant."""
+def test_metric_difference_within_noise_is_undecided() -> None:
     wild = [[1050.0], [1740.0], [8117.0]]
     found = row(metric(below="unfixed"), measured(wild, [[3000.0]] * 3))
     assert found.status == "untested" and found.detail.startswith(
@@ -277,19 +275,19 @@ def test_a_difference_within_the_noise_decides_nothing() -> None:
     )
 
 
-def test_a_metric_needs_three_attempts_of_each_variant() -> None:
+def test_metric_with_fewer_than_three_attempts_is_undecided() -> None:
     for fix, unfixed in (([[1.0]] * 2, [[9.0]] * 3), ([[1.0]] * 3, [[9.0]] * 2), ([[1.0]], [[9.0]])):
         found = row(metric(below="unfixed"), measured(fix, unfixed))
         assert found.status == "untested" and found.detail.startswith("noise: fewer than 3 attempts")
     assert row(metric(below="unfixed"), measured([[1.0]] * 3, [[9.0]] * 3)).status == "supported"
 
 
-def test_counts_that_never_scatter_decide_also_where_they_are_equal() -> None:
+def test_metric_without_scatter_decides_equal_values() -> None:
     same = measured([[4.0]] * 3, [[4.0]] * 3)
     assert row(metric(below="unfixed"), same).status == row(metric(above="unfixed"), same).status == "supported"
 
 
-def test_a_metric_that_was_not_measured_decides_nothing() -> None:
+def test_metric_that_was_not_measured_is_undecided() -> None:
     there = measured([[1.0]], [[2.0]])
     assert row(metric("speed", below="unfixed"), there).detail == "no attempt of variant fix measured speed"
     assert row(metric(below="other-fix"), there).detail == "variant other-fix was not run"
@@ -302,7 +300,7 @@ def test_a_metric_that_was_not_measured_decides_nothing() -> None:
     assert row(metric(below="unfixed"), there).detail == "no attempt of variant unfixed finished"
 
 
-def test_a_figure_that_an_variants_attempts_took_in_different_ways_is_none() -> None:
+def test_metric_measured_in_different_ways_is_undecided() -> None:
     by_script = observation(ok(0, record=record(0, metrics={"wall_s": 1.0})), wall_s=1)
     mixed = [("passed", by_script), ("passed", observation(ok(0), wall_s=1)), ("passed", by_script)]
     there = document({"unfixed": [("passed", by_script)] * 3, "fix": mixed})
@@ -313,7 +311,7 @@ def test_a_figure_that_an_variants_attempts_took_in_different_ways_is_none() -> 
     )
 
 
-def test_what_was_predicted_is_said() -> None:
+def test_evidence_describes_the_prediction() -> None:
     def predicted(**how: Any) -> str:
         return row(claiming({"variant": "fix", **how}), measured([[1.0]] * 3, [[2.0]] * 3)).evidence[0].predicted
 
@@ -324,7 +322,7 @@ def test_what_was_predicted_is_said() -> None:
     assert predicted(verdict=["FIXED", "NOT_FIXED"]) == "FIXED or NOT_FIXED"
 
 
-def test_a_rows_json_and_its_words() -> None:
+def test_claim_row_to_json_has_settings_and_ranks() -> None:
     both = row(claiming(HOLDS), cell("FIXED", stack=OLD), cell("FIXED", stack=NEW, flags={"call": "root"}))
     told = both.to_json()
     assert (told["status"], told["brief"], told["id"], told["source"]) == (
@@ -342,7 +340,7 @@ def test_a_rows_json_and_its_words() -> None:
     assert nothing.detail == "no stored measurement of some-case, variant fix [ddp] [ranks=8] [old]"
 
 
-def test_figures_that_are_always_there() -> None:
+def test_built_in_metrics_are_always_available() -> None:
     small = observation(ok(0, record=record(0, peak_rss_mb=100)), ok(1, record=record(1, peak_rss_mb=200)), wall_s=1)
     large = observation(ok(0, record=record(0, peak_rss_mb=500)), wall_s=9, cpu_s=None)
     there = document({"unfixed": [("passed", large)] * 3, "fix": [("passed", small)] * 3})
@@ -373,7 +371,7 @@ CELLS = st.lists(st.tuples(st.sampled_from(VERDICTS), st.sampled_from("abc"), st
 
 
 @given(st.sampled_from(VERDICTS), CELLS)
-def test_status_follows_from_what_was_decided(wanted: str, cells: list[Any]) -> None:
+def test_status_follows_from_decided_evidence(wanted: str, cells: list[Any]) -> None:
     found = row(
         claiming({"variant": "fix", "verdict": wanted}), *(cell(v, model=model, stack=on) for v, model, on in cells)
     )
@@ -384,7 +382,7 @@ def test_status_follows_from_what_was_decided(wanted: str, cells: list[Any]) -> 
 
 
 @given(CELLS, st.sampled_from(["INCONCLUSIVE", "FLAKY", "NOT_REPRODUCED", "skip"]))
-def test_more_that_decides_nothing_never_changes_the_status(cells: list[Any], extra: str) -> None:
+def test_status_ignores_undecided_evidence(cells: list[Any], extra: str) -> None:
     there = [cell(v, model=model, stack=on) for v, model, on in cells]
     skipped = document({"unfixed": "no GPU", "fix": "no GPU"}, {"fix": "INCONCLUSIVE"}, model="d")
     more = skipped if extra == "skip" else cell(extra, model="d")
@@ -399,7 +397,7 @@ def pair(unfixed: str, fix: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fix", ["passed", "reproduced", "other_failure"])
-def test_an_outcome_says_nothing_where_the_unfixed_variant_does_not_fire(fix: str) -> None:
+def test_outcome_prediction_needs_a_reproducing_unfixed_variant(fix: str) -> None:
     for wanted in ("passed", "reproduced", "other_failure"):
         known = claiming({"variant": "fix", "outcome": wanted})
         for unfixed in ("passed", "other_failure", "hang", "infra_error"):
@@ -410,7 +408,7 @@ def test_an_outcome_says_nothing_where_the_unfixed_variant_does_not_fire(fix: st
         assert row(known, pair("reproduced", fix)).status == ("supported" if fix == wanted else "refuted")
 
 
-def test_that_the_unfixed_variant_fires_is_predicted_only_where_it_does() -> None:
+def test_reproduced_prediction_is_never_refuted_by_a_missing_failure() -> None:
     reproduced = claiming({"variant": "unfixed", "outcome": "reproduced"})
     assert (
         row(reproduced, pair("other_failure", "passed"), pair("reproduced", "passed", stack=OLD)).status == "supported"
@@ -428,7 +426,7 @@ def three(other: str, fix: str) -> dict[str, Any]:
     return document(variants, {"fix": "FIXED", "other-fix": "NOT_FIXED"})
 
 
-def test_an_variant_that_changes_several_things_is_tried_against_one_that_shares_the_others() -> None:
+def test_relative_to_variant_must_reproduce() -> None:
     against = claiming({**HOLDS, "relative_to": "other-fix"})
     assert row(against, three("passed", "passed")).status == "untested", "the other change alone had spared it"
     assert "FIXED against other-fix" in row(against, three("reproduced", "passed")).detail
@@ -456,7 +454,7 @@ def healthy(name: str, strategy: str = "fsdp2", **changes: Any) -> dict[str, Any
     )
 
 
-def test_an_variant_whose_strategy_does_not_run_there_at_all_decides_nothing() -> None:
+def test_variant_whose_strategy_control_failed_is_undecided() -> None:
     failed = of_strategy("fsdp2")
     assert row(claiming(HOLDS), failed).status == "refuted"
     found = row(claiming(HOLDS), failed, healthy("FAILED"))
@@ -476,7 +474,7 @@ def test_an_variant_whose_strategy_does_not_run_there_at_all_decides_nothing() -
     assert lost.status == "refuted", "what was lost says nothing of the strategy"
 
 
-def test_what_a_strategy_says_that_it_needs_of_the_hardware_counts_likewise() -> None:
+def test_variant_whose_strategy_requirements_are_unmet_is_undecided() -> None:
     class Needy:
         requires = ("torch>=2.4",)
         requires_on: ClassVar[Any] = {"cpu": ["torch>=2.14"]}
@@ -492,7 +490,7 @@ def test_what_a_strategy_says_that_it_needs_of_the_hardware_counts_likewise() ->
     assert status(ddp=Needy) == status() == "refuted"
 
 
-def test_why_nothing_was_decided_is_said_in_a_few_words() -> None:
+def test_untested_claim_limits_its_reasons() -> None:
     lost = [document({"unfixed": f"needs {n} GPUs", "fix": f"needs {n} GPUs and " + "x" * 300}, model=str(n))
             for n in range(9)]  # fmt: skip
     found = row(claiming(HOLDS), *lost)

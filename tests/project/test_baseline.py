@@ -44,8 +44,7 @@ def attempts(case: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     ]
 
 
-def test_every_document_is_complete_and_of_its_type() -> None:
-    """The readers of what is published trust its types without asking (harness/repro_matrix/results/store.py)."""
+def test_stored_results_are_complete_and_valid() -> None:
     assert documents()
     for document in documents():
         assert document["complete"], document["path"]
@@ -53,9 +52,7 @@ def test_every_document_is_complete_and_of_its_type() -> None:
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one a case", "every one"])
-def test_documents_fit_the_schema(every: bool) -> None:
-    """The schema is made from the types (test_result_schema), and asking it takes a hundred times as long: by the gate
-    of each case its smallest document, and of each of its variants one attempt."""
+def test_stored_results_fit_the_json_schema(every: bool) -> None:
     schema = json.loads((RESULTS / "schema" / "cell-v1.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
     by_size = sorted(
@@ -85,14 +82,13 @@ UNSEEN = {"qwen-device-map-devices": "two GPUs"}
 
 
 @pytest.mark.parametrize("case", [case.slug for case in CATALOGUE.cases.values() if case.kind == "failure"])
-def test_every_failure_has_a_stored_observation_that_its_signature_matches(case: str) -> None:
+def test_failure_has_a_stored_observation_that_its_signature_matches(case: str) -> None:
     if case in UNSEEN and not fired(case):
         pytest.skip(f"its observation waits for {UNSEEN[case]}")
     assert fired(case), f"no stored measurement in {BASELINE} shows {case} reproducing: run it, then `repro accept`"
 
 
-def test_no_signature_matches_another_cases_unfixed_variant_undeclared() -> None:
-    """Of an edited signature as it is now: ``judged`` grades every observation against all cases."""
+def test_signatures_match_other_cases_only_as_declared() -> None:
     for document in judged().documents:
         case = CATALOGUE.cases[document["case"]]
         for attempt in document["variants"].get("unfixed", {}).get("attempts", []):
@@ -104,13 +100,12 @@ def test_no_signature_matches_another_cases_unfixed_variant_undeclared() -> None
                 assert both, f"{case.slug}'s unfixed variant also shows {other}: neither declares occurs_with"
 
 
-def test_everything_that_is_expected_was_measured() -> None:
+def test_expectations_have_stored_results() -> None:
     for case in CATALOGUE.cases.values():
         assert unbacked(case, [d for d in judged().documents if d["case"] == case.slug]) == []
 
 
-def test_a_deleted_or_changed_document_that_something_rests_on_is_missed() -> None:
-    """Each one that stands for an end of some releases; the others are inner ones, or of claims."""
+def test_unbacked_after_a_result_is_removed_or_changed_names_it() -> None:
     for slug, case in CATALOGUE.cases.items():
         own = [d for d in judged().documents if d["case"] == slug]
         for number, document in enumerate(own):
@@ -121,8 +116,7 @@ def test_a_deleted_or_changed_document_that_something_rests_on_is_missed() -> No
             assert missed or not _ends(case, document), document["path"]
 
 
-def test_nothing_is_published_that_backs_nothing() -> None:
-    """What `accept` would take back with the next measurement: releases between two that say the same."""
+def test_publication_of_the_baseline_drops_nothing() -> None:
     held = judged().documents
     given = {document["case"]: document for document in held}
     assert publication(CATALOGUE.cases, held, given.values(), "as it is").dropped == []
@@ -136,13 +130,11 @@ def _ends(case: Any, document: dict[str, Any]) -> bool:
     )
 
 
-def test_published_measurements_are_judged_now_as_when_they_were_stored() -> None:
-    """Every outcome and verdict: a signature that is edited must still say the same of every observation, or the
-    results are published anew."""
+def test_regrade_of_the_baseline_changes_nothing() -> None:
     assert judged().documents and judged().notes == []
 
 
-def test_published_measurements_are_as_expected_in_what_they_met_too() -> None:
+def test_baseline_agrees_with_its_expectations() -> None:
     for document in judged().documents:
         case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
         at = (document["stack"]["versions"], hardware["profile"], hardware.get("capabilities", {}))

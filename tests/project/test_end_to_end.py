@@ -39,7 +39,7 @@ def measured(tmp_path: Path, launcher: str, variant: str) -> dict[str, Any]:
 
 
 def measured_from_cold(once: Once, tmp_path: Path, variant: str = "unfixed") -> dict[str, Any]:
-    """Any other variant than the broken one takes twice as many processes, each of which imports the stack."""
+    """Any other variant than unfixed takes twice as many processes, each of which imports the stack."""
     return dict(once(f"cold-{variant}", lambda: measured(tmp_path / "cold", "torchrun", variant)))
 
 
@@ -72,7 +72,7 @@ def launchers(document: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.slow  # the gate has the unfixed variant from cold (test_warm), and the fix warm (below)
-def test_a_case_with_and_without_its_fix_from_cold(tmp_path: Path, once: Once) -> None:
+def test_run_with_torchrun_reproduces_and_fixes(tmp_path: Path, once: Once) -> None:
     done = measured_from_cold(once, tmp_path, "summon")
     rows = {row["variant"]: row for row in done["rows"]}
     assert rows["unfixed"]["outcome"] == "reproduced"
@@ -84,7 +84,7 @@ def test_a_case_with_and_without_its_fix_from_cold(tmp_path: Path, once: Once) -
     assert stored["stack"]["versions"]["torch"] and stored["provenance"]["command"] and stored["hardware"]["cpu"]
 
 
-def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on_to_the_end(tmp_path: Path) -> None:
+def test_interrupted_run_keeps_results_and_resumes(tmp_path: Path) -> None:
     words = ("run", CASE, "variants=[root-call,summon]", "launcher=forkserver")
     first = start(tmp_path, *words)
     wait_for(lambda: attempts(tmp_path) >= 1)
@@ -112,7 +112,7 @@ def test_ctrl_c_keeps_what_is_recorded_and_resume_goes_on_to_the_end(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_case_that_cannot_be_imported_is_named_and_the_others_go_on(
+def test_matrix_with_a_script_that_cannot_be_imported_runs_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "project"
@@ -137,7 +137,7 @@ def test_a_case_that_cannot_be_imported_is_named_and_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
     run = start(tmp_path, "run", CASE, "variants=[summon]", "launcher=torchrun")
     wait_for(lambda: any("elastic.py" in " ".join(process.cmdline()) for process in ours(tmp_path)))
     run.send_signal(signal.SIGINT)
@@ -147,7 +147,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     wait_for(lambda: not ours(tmp_path))
 
 
-def test_the_page_is_the_last_line_but_one_also_beside_another_run(tmp_path: Path) -> None:
+def test_matrix_prints_page_and_exit_code_last(tmp_path: Path) -> None:
     asked = ("matrix", "case=ddp-module-bypass", "variants=[unfixed]", "repeat=1")
     first = start(tmp_path, *asked)
     said, err = first.communicate(timeout=800)

@@ -36,7 +36,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_nothing_hostile_is_inherited(tmp_path: Path, hostile: None) -> None:
+def test_rank_environment_contains_no_hostile_variable(tmp_path: Path, hostile: None) -> None:
     assert len(HOSTILE) >= 60
     attempt = attempt_of(tmp_path / "a", "nothing")
     for env in (environment(attempt), server_environment(attempt)[0]):
@@ -45,7 +45,7 @@ def test_nothing_hostile_is_inherited(tmp_path: Path, hostile: None) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(sorted({*HOSTILE, *KEPT})) | st.text("ABC_PYTHON", min_size=1), st.text()))
-def test_only_the_allow_list_is_inherited(given_env: dict[str, str]) -> None:
+def test_inherited_returns_only_the_allow_list(given_env: dict[str, str]) -> None:
     kept = inherited(given=given_env)
     assert kept == {name: value for name, value in given_env.items() if name in kept}
     assert not kept.keys() & HOSTILE.keys() and given_env.keys() & KEPT <= kept.keys()
@@ -53,14 +53,14 @@ def test_only_the_allow_list_is_inherited(given_env: dict[str, str]) -> None:
     assert kept.items() <= building(given_env).items()
 
 
-def test_the_hub_is_reached_only_where_real_weights_are_asked_for() -> None:
+def test_inherited_contains_hub_variables_only_for_hub_weights() -> None:
     mine = {"HF_TOKEN": "t", "HF_HOME": "/mine", "https_proxy": "http://p", "HF_DEBUG": "1", "MAX_JOBS": "8"}
     assert inherited(given=mine) == {}
     assert inherited(hub=True, given=mine) == {"HF_TOKEN": "t", "HF_HOME": "/mine", "https_proxy": "http://p"}
     assert building(mine) == {"MAX_JOBS": "8"}
 
 
-def test_the_setting_passes_a_variable_on_as_it_stands(tmp_path: Path) -> None:
+def test_env_setting_is_passed_on_literally(tmp_path: Path) -> None:
     settings = compose_run(["env.NCCL_SOCKET_IFNAME=eth0,eth1", "env.A=true", "env.B='x y'", "env.C=", "repeat=2"])
     assert settings.env == {"NCCL_SOCKET_IFNAME": "eth0,eth1", "A": "true", "B": "x y", "C": ""}
     assert settings.repeat == 2
@@ -69,7 +69,7 @@ def test_the_setting_passes_a_variable_on_as_it_stands(tmp_path: Path) -> None:
             compose_run([f"{name}=1"])
 
 
-def test_a_given_variable_is_recorded_and_part_of_the_fingerprint(tmp_path: Path) -> None:
+def test_env_setting_is_recorded_and_changes_the_fingerprint(tmp_path: Path) -> None:
     plain, given_one = plans(NORM)[0].variants[0], plans(NORM, settings=RunSettings(env={"X": "y"}))[0].variants[0]
     assert "env" not in plain.settings and given_one.settings["env"] == {"X": "y"}
     assert plain.fingerprint != given_one.fingerprint
@@ -79,7 +79,7 @@ def test_a_given_variable_is_recorded_and_part_of_the_fingerprint(tmp_path: Path
     assert shlex.split(torchrun_line(attempt))[:2] == ["env", "X=y"]
 
 
-def test_an_variants_own_variable_is_what_its_file_says() -> None:
+def test_env_of_a_variant_wins_over_the_setting() -> None:
     texts = ["case=device-map-distributed"]
     changed = RunSettings(env={"ACCELERATE_BYPASS_DEVICE_MAP": "false"})
     before, after = ({a.variant: a.fingerprint for a in plans(*texts, settings=s)[0].variants} for s in (None, changed))
@@ -91,7 +91,7 @@ def test_an_variants_own_variable_is_what_its_file_says() -> None:
     )
 
 
-def test_by_hand_a_note_names_what_the_harness_would_not_pass_on(tmp_path: Path) -> None:
+def test_script_run_by_hand_notes_variables_that_the_harness_drops(tmp_path: Path) -> None:
     code = "from repro_kit.run import _environment as e; e({'device': 'cpu', 'model': {}, 'env': {'NCCL_DEBUG': ''}})"
     env = {**inherited(), "TRANSFORMERS_VERBOSITY": "error", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
     repros = Path(__file__).parents[2] / "repros"
@@ -101,7 +101,7 @@ def test_by_hand_a_note_names_what_the_harness_would_not_pass_on(tmp_path: Path)
 
 @pytest.mark.ranks
 @pytest.mark.slow  # the gate asks ranks for their environment: test_warm
-def test_the_same_outcome_among_sixty_hostile_variables(
+def test_outcomes_among_hostile_variables_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: None
 ) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
@@ -124,5 +124,5 @@ def test_the_same_outcome_among_sixty_hostile_variables(
     assert set(documents) == set(traps)
     for case, fix in fixes.items():
         verdict = documents[case]["verdicts"][fix]
-        assert verdict["expected"] == "as expected" or verdict["name"] == "FIXED", json.dumps(verdict)
+        assert verdict["expected"] == "expected" or verdict["name"] == "FIXED", json.dumps(verdict)
     assert os.environ["PYTHONOPTIMIZE"] == "1"

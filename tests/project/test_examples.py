@@ -18,7 +18,7 @@ ENDS = re.compile(r"transformers \S+ is the first bad release, transformers \S+ 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("example", ["trainer-own-loss", "llava-accumulation"])  # two freezes; a metric that drifts
-def test_a_documented_search_ends_where_its_report_says(example: str, tmp_path: Path) -> None:
+def test_documented_bisection_ends_at_the_documented_release(example: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / example, tmp_path / example)
     report = (EXAMPLES / example / "report.md").read_text(encoding="utf-8")
     command = next(line.strip() for line in report.splitlines() if line.startswith("    repro bisect"))

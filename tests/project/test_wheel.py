@@ -70,7 +70,7 @@ def contents(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
 
 
-def test_the_wheel_has_one_package_and_all_that_it_needs(wheel: Path) -> None:
+def test_wheel_contains_both_packages_and_their_data(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"repro_matrix", "repro_kit"}
     for there in ("cli/main.py", "report/templates/page.html", "grading/unrelated_messages.txt"):
@@ -84,7 +84,7 @@ def test_the_wheel_has_one_package_and_all_that_it_needs(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_verb_works_in_a_repository_with_a_catalogue_of_its_own(
+def test_installed_commands_work_with_a_catalog_of_the_user(
     run: Callable[..., Ran], installed: Path, tmp_path: Path
 ) -> None:
     team: Path = run.team  # type: ignore[attr-defined]

@@ -43,19 +43,18 @@ def found() -> catalogue.Catalogue:
     return catalogue.load()
 
 
-def test_every_statement_of_the_write_ups_has_a_row(found: catalogue.Catalogue) -> None:
+def test_claims_of_the_write_ups_are_in_the_catalog(found: catalogue.Catalogue) -> None:
     rows = {claim.id for case in found.cases.values() for claim in case.claims}
     wanted = {f"{case}-{name}" for case, names in CLAIMS.items() for name in names.split()}
     assert wanted - rows == set()
 
 
-def test_a_row_has_one_home(found: catalogue.Catalogue) -> None:
+def test_claim_ids_are_unique(found: catalogue.Catalogue) -> None:
     rows = [claim.id for case in found.cases.values() for claim in case.claims]
     assert sorted(rows) == sorted(set(rows))
 
 
-def test_against_is_an_variant_that_shares_all_but_one_change(found: catalogue.Catalogue) -> None:
-    """A variant that is compared with another than the broken one differs from it in one flag, option or axis."""
+def test_relative_to_names_a_variant_that_differs_in_one_change(found: catalogue.Catalogue) -> None:
     for case in found.cases.values():
         for claim in case.claims:
             for prediction in claim.predictions:

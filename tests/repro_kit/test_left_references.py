@@ -54,7 +54,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", ["", *CHANGES])
-def test_changed_reference_is_made_again(name: str, tmp_path: Path) -> None:
+def test_changed_reference_is_recomputed(name: str, tmp_path: Path) -> None:
     one = Common(tmp_path / "run", "one")
     assert one.leave("the key", written(tmp_path / "made"))
     (place,) = (tmp_path / "run").iterdir()

@@ -44,7 +44,7 @@ def own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tiny_keeps_what_failures_depend_on_and_the_tp_plan_fits(name: str) -> None:
+def test_tiny_config_keeps_preserved_keys_and_fits_tp(name: str) -> None:
     from repro_kit.models import batch, build
     from repro_kit.tp_plan import tp_plan
 
@@ -61,7 +61,7 @@ def test_tiny_keeps_what_failures_depend_on_and_the_tp_plan_fits(name: str) -> N
 
 
 @pytest.mark.parametrize("scale, hidden, layers", [("tiny", 2048, 2), ("full", 2048, 24)])
-def test_what_a_failure_depends_on_keeps_its_real_value(scale: str, hidden: int, layers: int) -> None:
+def test_preserve_config_keeps_the_published_value(scale: str, hidden: int, layers: int) -> None:
     model = yaml.safe_load((CONF / "model" / "qwen1.5-1.8b.yaml").read_text(encoding="utf-8"))
     assert model_settings(model, "tiny", "random")["config"]["hidden_size"] < hidden
     config = model_settings(model, scale, "random", preserve_config=["hidden_size"])["config"]
@@ -75,7 +75,7 @@ def stand_in() -> tuple[Any, torch.Tensor]:
     return build(run).eval(), batch(run, 0)["input_ids"]
 
 
-def test_the_stand_in_has_the_published_names_hooks_and_buffers() -> None:
+def test_remote_code_model_has_the_published_names_hooks_and_buffers() -> None:
     model, _ = stand_in()
     layer = {name.removeprefix("transformer.h.0.") for name, _ in model.named_parameters() if ".h.0." in name}
     weights = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.w1", "mlp.w2", "mlp.c_proj")
@@ -88,13 +88,13 @@ def test_the_stand_in_has_the_published_names_hooks_and_buffers() -> None:
     assert inspect.signature(model._set_gradient_checkpointing).parameters["value"].default is False
 
 
-def test_the_stand_in_generates_the_same_with_and_without_its_cache() -> None:
+def test_remote_code_model_generates_the_same_without_cache() -> None:
     model, ids = stand_in()
     call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **call), model.generate(ids, use_cache=False, **call))
 
 
-def test_the_stand_in_beyond_its_training_length_uses_dynamic_ntk_and_logn() -> None:
+def test_remote_code_model_uses_dynamic_ntk_and_logn_for_long_inputs() -> None:
     model, _ = stand_in()
     base = model.transformer
     ids = torch.arange(2 * base.seq_length)[None] % 600
@@ -107,7 +107,7 @@ def test_the_stand_in_beyond_its_training_length_uses_dynamic_ntk_and_logn() -> 
     assert factors[base.seq_length - 1] == 1.0 < factors[2 * base.seq_length - 1]
 
 
-def test_the_stand_in_comes_back_from_disk_whole(tmp_path: Path) -> None:
+def test_remote_code_model_survives_saving_and_loading(tmp_path: Path) -> None:
     model, ids = stand_in()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, config=model.config).eval()
@@ -118,7 +118,7 @@ def test_the_stand_in_comes_back_from_disk_whole(tmp_path: Path) -> None:
     assert torch.equal(model(ids).logits, again(ids).logits)
 
 
-def test_the_published_version_demands_what_the_published_file_demands() -> None:
+def test_published_remote_code_has_the_published_requirements() -> None:
     from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
     folder = REPROS / "remote_code" / "qwen_v1"
@@ -131,9 +131,7 @@ def test_the_published_version_demands_what_the_published_file_demands() -> None
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("load", ["config_of", "fetch_code"])
-def test_remote_code_is_copied_by_one_rank_at_a_time(ranks: int, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers has no lock of its own: a rank imported half a module while another one still copied it. Threads
-    stand for ranks: each opens the lock file itself, and flock separates open files, not processes."""
+def test_remote_code_copy_is_locked_between_ranks(ranks: int, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from repro_kit import models
 
     from transformers import AutoConfig, dynamic_module_utils
@@ -172,7 +170,7 @@ def run_of(name: str, strategy: str = "ddp", **changes: Any) -> Any:
     return SimpleNamespace(**{**values, **changes})
 
 
-def test_nothing_is_allocated_before_it_is_drawn_and_buffers_are_real() -> None:
+def test_draw_allocates_one_unit_at_a_time() -> None:
     from repro_kit.models import drawable
 
     model, weights = drawable(run_of("llama-3.2-1b"))
@@ -188,7 +186,7 @@ def test_nothing_is_allocated_before_it_is_drawn_and_buffers_are_real() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen1.5-0.5b", "llama-2-7b"])
-def test_a_parameter_depends_on_seed_and_name_alone(name: str) -> None:
+def test_drawn_parameter_depends_on_seed_and_name_only(name: str) -> None:
     from repro_kit.models import build, drawable
 
     run = run_of(name)
@@ -206,8 +204,7 @@ def test_a_parameter_depends_on_seed_and_name_alone(name: str) -> None:
     assert torch.isfinite(build(run)(torch.zeros(1, 4, dtype=torch.long)).logits).all()
 
 
-def test_nothing_is_drawn_into_parameters_on_meta() -> None:
-    """It would be computed, in Python, for nothing: a quarter of an attempt's time once."""
+def test_draw_leaves_meta_parameters_alone() -> None:
     from repro_kit.models import drawable
     from repro_kit.weights import DRAWN, parameters_on_meta
 
@@ -252,8 +249,7 @@ def four() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "tp"])
-def test_no_rank_holds_more_than_one_unit_whole(strategy: str, four: None) -> None:
-    """Counted: the memory of all drawn parameters that still exist whenever another one is drawn."""
+def test_sharded_draw_holds_one_whole_unit_at_most(strategy: str, four: None) -> None:
     from repro_kit.models import drawable
     from repro_kit.strategies import STRATEGIES
 
@@ -280,7 +276,7 @@ def test_no_rank_holds_more_than_one_unit_whole(strategy: str, four: None) -> No
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "tp"])
-def test_what_is_drawn_unit_by_unit_is_what_one_process_draws(strategy: str, group: None) -> None:
+def test_sharded_draw_equals_the_draw_of_one_process(strategy: str, group: None) -> None:
     from repro_kit.models import build, drawable
     from repro_kit.strategies import STRATEGIES
 
@@ -292,7 +288,7 @@ def test_what_is_drawn_unit_by_unit_is_what_one_process_draws(strategy: str, gro
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "qwen-14b"])
-def test_an_adapter_is_drawn_with_the_model_and_in_its_dtype(name: str) -> None:
+def test_draw_includes_the_adapter_in_its_dtype(name: str) -> None:
     pytest.importorskip("peft")
     from repro_kit.lora_training import lora_to_draw
     from repro_kit.models import drawable
@@ -306,8 +302,7 @@ def test_an_adapter_is_drawn_with_the_model_and_in_its_dtype(name: str) -> None:
         assert trained and all("lora_" in key and float(p.detach().float().norm()) > 0 for key, p in trained.items())
 
 
-def test_published_weights_are_read_parameter_by_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder as the hub gives it, in several files; offline."""
+def test_hub_weights_are_read_by_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from repro_kit.models import build, drawable
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -328,7 +323,7 @@ def test_published_weights_are_read_parameter_by_parameter(tmp_path: Path, monke
 # --- bfloat16 on a CPU that has no instructions for it
 
 
-def test_products_in_float32_are_bfloat16s_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from repro_kit import bf16_matmul as products
 
     monkeypatch.setattr(products, "BLOCK", 7)
@@ -397,11 +392,9 @@ def accelerates_map(run: MappedRun, count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("case, model", [(case, model) for case, models in MAPPED.items() for model in models])
-def test_what_accelerate_spreads_over_any_number_of_gpus_is_a_split(
+def test_device_map_over_several_gpus_is_split(
     case: str, model: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """Four GPUs were asked for four parts: a tiny model has three, and every variant that keeps its map was in
-    error."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))
@@ -411,5 +404,7 @@ def test_what_accelerate_spreads_over_any_number_of_gpus_is_a_split(
 
 @pytest.mark.parametrize("case", MAPPED)
 @pytest.mark.parametrize("places", [{"": 0}, {"a": 1, "b": 1}, {"a": 0, "b": "cpu"}, {"a": 0, "b": "disk"}])
-def test_one_gpu_and_the_host_are_no_split(case: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_map_of_one_gpu_and_host_is_not_split(
+    case: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not split_checked(monkeypatch, case, MappedRun(MAPPED[case][0], 2), places)

@@ -33,7 +33,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.in
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(SHAPES, DTYPES), max_size=5))
-def test_what_is_put_is_what_is_read(tmp_path_factory: Any, wanted: list[tuple[list[int], Any]]) -> None:
+def test_tensor_store_returns_what_was_stored(tmp_path_factory: Any, wanted: list[tuple[list[int], Any]]) -> None:
     path = tmp_path_factory.mktemp("shelf") / "first"
     tensors = {str(i): torch.randn(shape).to(dtype) for i, (shape, dtype) in enumerate(wanted)}
     writer = Writer(path)
@@ -48,7 +48,7 @@ def test_what_is_put_is_what_is_read(tmp_path_factory: Any, wanted: list[tuple[l
         assert shelf[name].dtype == expected.dtype and torch.equal(shelf[name], expected)
 
 
-def test_a_shelf_that_was_changed_is_refused(tmp_path: Path) -> None:
+def test_tensor_store_refuses_a_changed_file(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "last")
     writer.put("a", torch.ones(4))
     with pytest.raises(ValueError, match="already"):
@@ -65,7 +65,7 @@ def test_a_shelf_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 17), st.booleans())
-def test_a_norm_in_chunks_is_the_norm(size: int, chunk: int, across: bool) -> None:
+def test_norm_in_chunks_equals_the_norm(size: int, chunk: int, across: bool) -> None:
     a, b, c, d = (torch.randn(size, 3) for _ in range(4))
     if across:
         a = torch.randn(3, size).t()
@@ -82,7 +82,7 @@ def test_a_norm_in_chunks_is_the_norm(size: int, chunk: int, across: bool) -> No
     assert norms.norm(a, torch.ones(2)) == math.inf
 
 
-def test_a_digest_says_names_and_bits_and_not_their_order() -> None:
+def test_digest_depends_on_names_and_bits_only() -> None:
     one, other = torch.ones(3), torch.arange(4.0)
     said = norms.digest([("a", one), ("b", other)])
     assert said == norms.digest([("b", other), ("a", one)])
@@ -154,9 +154,7 @@ def hooks(model: Any) -> list[int]:
         ("qwen1.5-0.5b", "lora", "float32", False),  # most parameters are frozen
     ],
 )
-def test_layer_by_layer_is_the_whole_to_the_bit(
-    name: str, kind: str, dtype: str, perturbed: bool, tmp_path: Path
-) -> None:
+def test_offloaded_step_is_bitwise_equal(name: str, kind: str, dtype: str, perturbed: bool, tmp_path: Path) -> None:
     if kind == "lora":
         pytest.importorskip("peft")
     run, start = drawn(name, kind, getattr(torch, dtype))
@@ -171,7 +169,7 @@ def test_layer_by_layer_is_the_whole_to_the_bit(
     assert hooks(start.bare) == hooked, "with the hooks that it had"
 
 
-def test_a_model_that_is_there_is_as_it_was_after(tmp_path: Path) -> None:
+def test_offloaded_step_restores_the_model(tmp_path: Path) -> None:
     run = a_run()
     model = Tiny()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -180,7 +178,7 @@ def test_a_model_that_is_there_is_as_it_was_after(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_all_checks_pass_with_the_reference_layer_by_layer_and_a_wrong_training_is_seen(tmp_path: Path) -> None:
+def test_checks_with_an_offloaded_reference_pass_and_fail(tmp_path: Path) -> None:
     states = {}
     for factor in (1.0, 1.01):
         run = a_run(work_dir=str(tmp_path), reference="layers")
@@ -214,7 +212,7 @@ def one() -> Iterator[tuple[Any, Drawn]]:
     yield drawn("llama-2-7b", "plain", torch.float32)
 
 
-def test_no_more_than_one_module_and_what_is_moved_is_in_memory(one: tuple[Any, Drawn], tmp_path: Path) -> None:
+def test_offloaded_step_moves_one_module_at_a_time(one: tuple[Any, Drawn], tmp_path: Path) -> None:
     run, start = one
     sizes = [p.numel() for p in start.bare.parameters()]
     at = Counting(start.bare, start.value, pass_criteria.LR, tmp_path / "weights")
@@ -227,17 +225,16 @@ def test_no_more_than_one_module_and_what_is_moved_is_in_memory(one: tuple[Any, 
 
 
 @pytest.mark.parametrize("perturbed", [False, True])
-def test_what_is_drawn_never_has_all_gradients_at_once(
+def test_offloaded_step_never_holds_all_gradients(
     perturbed: bool, one: tuple[Any, Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The perturbed run held all of them beside the whole model: a quarter above the plan."""
     run, start = one
     monkeypatch.setattr(torch.optim, "SGD", lambda *_, **__: pytest.fail("steps once all gradients are there"))
     losses, _ = trained(Perturbed(start) if perturbed else start, run, None)
     assert len(set(losses)) == STEPS
 
 
-def test_a_parameter_that_another_module_uses_is_no_number(tmp_path: Path) -> None:
+def test_offloaded_step_with_a_shared_parameter_is_refused(tmp_path: Path) -> None:
     class Borrowing(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -61,7 +61,7 @@ def trained(run: Run, model: Any, **more: Any) -> Any:
     return {name: check.state for name, check in found.items()}
 
 
-def test_the_second_attempt_takes_what_the_first_made(tmp_path: Path) -> None:
+def test_second_attempt_reuses_the_reference(tmp_path: Path) -> None:
     one, other = a_rank(tmp_path, "one"), a_rank(tmp_path, "other")
     calls.clear()
     first = pass_criteria.Reference(one, Counted())
@@ -75,8 +75,7 @@ def test_the_second_attempt_takes_what_the_first_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["truth", "noise"])
-def test_numbers_that_were_changed_on_the_disk_are_refused(tmp_path: Path, name: str) -> None:
-    """A noise 30 times as large, changed before others took it, made their faults PASSED: it is their tolerance."""
+def test_changed_reference_file_is_refused(tmp_path: Path, name: str) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     [written] = [path for path in (tmp_path / "one").rglob(name)]
     assert reference.verified(written)["losses"]
@@ -88,8 +87,7 @@ def test_numbers_that_were_changed_on_the_disk_are_refused(tmp_path: Path, name:
         reference.verified(written)
 
 
-def test_a_rank_that_reads_changed_numbers_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed between the writing and the sums of what is left for others, as the first attempt of a run could."""
+def test_rank_with_a_changed_reference_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave = Common.leave
 
     def late(self: Any, key: str, made: Path) -> bool:
@@ -106,7 +104,7 @@ def test_a_rank_that_reads_changed_numbers_has_no_verdict(tmp_path: Path, monkey
     assert made_by(taking) == "one"
 
 
-def test_by_hand_nothing_is_shared(tmp_path: Path) -> None:
+def test_script_run_by_hand_shares_no_reference(tmp_path: Path) -> None:
     for number in "12":
         run = a_run(work_dir=str(tmp_path / number))
         calls.clear()
@@ -158,7 +156,7 @@ CHANGES: dict[str, Callable[[Run, Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_another_model_has_another_reference(tmp_path: Path, change: Callable[[Run, Any], Any]) -> None:
+def test_key_differs_by_model(tmp_path: Path, change: Callable[[Run, Any], Any]) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     for attempt, whose in (("other", "other"), ("again", "other")):
         run, model = a_rank(tmp_path, attempt), Tiny()
@@ -170,7 +168,7 @@ def test_another_model_has_another_reference(tmp_path: Path, change: Callable[[R
 @pytest.mark.parametrize(
     "changes", [{"steps": 3}, {"seed": 1}, {"case": "d"}, {"model": {"config": {"vocab_size": 29}}}], ids=str
 )
-def test_other_settings_have_another_reference(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_key_differs_by_settings(tmp_path: Path, changes: dict[str, Any]) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     run = a_rank(tmp_path, "other", **changes)
     pass_criteria.Reference(run, Tiny())
@@ -178,14 +176,14 @@ def test_other_settings_have_another_reference(tmp_path: Path, changes: dict[str
 
 
 @pytest.mark.parametrize("more", [{"ranks": 3}, {"computes_in": torch.bfloat16}], ids=str)
-def test_another_way_to_train_has_another_reference(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_key_differs_by_training_code(tmp_path: Path, more: dict[str, Any]) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     run = a_rank(tmp_path, "other")
     pass_criteria.Reference(run, Tiny(), **more)
     assert made_by(run) == "other"
 
 
-def test_other_surroundings_have_another_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "0"), Tiny())
     changes: list[Callable[[], None]] = [
         lambda: monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default"),
@@ -207,7 +205,7 @@ def test_other_surroundings_have_another_reference(tmp_path: Path, monkeypatch: 
         assert made_by(run) == str(min(number, len(changes) - 1))
 
 
-def test_a_flag_that_is_read_afterwards_does_not_matter(tmp_path: Path) -> None:
+def test_key_ignores_flags_that_are_read_later(tmp_path: Path) -> None:
     one = a_rank(tmp_path, "one")
     pass_criteria.Reference(one, Tiny())
     other = a_rank(tmp_path, "other")
@@ -217,8 +215,7 @@ def test_a_flag_that_is_read_afterwards_does_not_matter(tmp_path: Path) -> None:
     assert made_by(other) == "one" and other.flags["sabotage"] == "no_reduction"
 
 
-def test_what_is_read_while_it_is_made_is_not_shared(tmp_path: Path) -> None:
-    """The key was written before: it could not say so."""
+def test_reference_that_reads_unkeyed_settings_is_not_shared(tmp_path: Path) -> None:
 
     class Asking(Tiny):
         def forward(self, *args: Any, **named: Any) -> Any:
@@ -231,7 +228,7 @@ def test_what_is_read_while_it_is_made_is_not_shared(tmp_path: Path) -> None:
         assert made_by(asked) == attempt
 
 
-def test_an_attempt_that_fails_while_making_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reference_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(start: Any, *rest: Any) -> Any:
         if isinstance(start, reference.Perturbed):
             raise RuntimeError("no memory")
@@ -254,7 +251,7 @@ def place(tmp_path: Path) -> Path:
     return found
 
 
-def test_an_edited_tensor_is_computed_again(tmp_path: Path) -> None:
+def test_edited_tensor_is_computed_again(tmp_path: Path) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     shelf = place(tmp_path) / "last"
     data = bytearray(shelf.read_bytes())
@@ -268,7 +265,7 @@ def test_an_edited_tensor_is_computed_again(tmp_path: Path) -> None:
     assert made_by(third) == "other"  # it is whole again
 
 
-def test_a_tensor_edited_after_it_was_taken_is_refused_when_it_is_read(tmp_path: Path) -> None:
+def test_tensor_edited_after_lookup_is_refused(tmp_path: Path) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     other = a_rank(tmp_path, "other")
     found = pass_criteria.Reference(other, Tiny())
@@ -299,7 +296,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_one_leaves_another_takes_and_says_whose_it_is(tmp_path: Path) -> None:
+def test_cached_reference_is_reused_and_names_its_origin(tmp_path: Path) -> None:
     left_by_one(tmp_path)
     shutil.rmtree(tmp_path / "one")  # the attempt has ended
     other = Common(tmp_path / "run", "other")
@@ -312,7 +309,7 @@ def test_what_one_leaves_another_takes_and_says_whose_it_is(tmp_path: Path) -> N
 @given(
     st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(max_size=50), min_size=1), st.text(), st.text()
 )
-def test_only_the_same_key_gives_the_same_files(
+def test_cache_returns_files_of_the_same_key_only(
     tmp_path_factory: Any, files: dict[str, bytes], key: str, other: str
 ) -> None:
     folder = tmp_path_factory.mktemp("common")
@@ -323,13 +320,13 @@ def test_only_the_same_key_gives_the_same_files(
     assert taken is None or contents(folder / "taken") == files
 
 
-def test_two_keys_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_separates_keys_with_equal_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "short", lambda key: "same")
     one = left_by_one(tmp_path)
     assert one.take("another key", tmp_path / "taken") is None
 
 
-def test_a_maker_that_is_killed_leaves_nothing_to_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_ignores_a_killed_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException): ...
 
     def killed(path: Path, target: Path) -> Path:
@@ -346,7 +343,7 @@ def test_a_maker_that_is_killed_leaves_nothing_to_take(tmp_path: Path, monkeypat
     )
 
 
-def test_of_several_at_once_one_stays_and_nobody_waits(tmp_path: Path) -> None:
+def test_concurrent_writers_keep_one_entry_without_waiting(tmp_path: Path) -> None:
     folders = {str(number): folder_with(tmp_path / f"folder_with-{number}") for number in range(8)}
     results: dict[str, bool] = {}
 
@@ -363,7 +360,7 @@ def test_of_several_at_once_one_stays_and_nobody_waits(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run").iterdir())) == 1
 
 
-def test_the_oldest_make_room_and_who_uses_them_keeps_them(tmp_path: Path) -> None:
+def test_cache_evicts_the_oldest_unused_entries(tmp_path: Path) -> None:
     size = sum(map(len, FILES.values()))
     one = left_by_one(tmp_path, "a", limit=2 * size)
     os.utime(tmp_path / "run" / common.short("a") / MADE, (1, 1))
@@ -377,7 +374,7 @@ def test_the_oldest_make_room_and_who_uses_them_keeps_them(tmp_path: Path) -> No
     assert [one.take(key, tmp_path / f"then-{key}") for key in ("b", "c", "large")] == [None, None, "one"]
 
 
-def test_nothing_is_left_on_a_disk_without_room_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_on_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert not Common(tmp_path / "run", "one").leave("the key", folder_with(tmp_path / "made"))

@@ -60,19 +60,19 @@ def checks_of(run: Run) -> dict[str, CheckResult]:
 
 
 @given(st.lists(NUMBER, min_size=1), st.sampled_from(BAD[:2]), st.randoms())
-def test_nan_and_infinity_win_wherever_they_stand(errors: list[float], bad: float, random: Any) -> None:
+def test_largest_error_propagates_nan_and_infinity(errors: list[float], bad: float, random: Any) -> None:
     errors.insert(random.randint(0, len(errors)), bad)
     found = worst(errors)
     assert math.isnan(found) if any(map(math.isnan, errors)) else found == math.inf
 
 
 @given(st.lists(st.floats(0, 1e300)))
-def test_the_worst_is_the_greatest_and_nothing_is_no_proof(errors: list[float]) -> None:
+def test_largest_error_of_nothing_is_void(errors: list[float]) -> None:
     assert worst(errors) == (max(errors) if errors else math.inf)
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_tensors_apart(bad: float) -> None:
+def test_max_difference_of_tensors(bad: float) -> None:
     one = {"a": torch.ones(3), "b": torch.ones(2, 2)}
     other = {name: tensor.clone() for name, tensor in one.items()}
     assert all_apart(one, other) == 0
@@ -99,7 +99,7 @@ def compared(now: dict[str, Any], moved: float = 3.0) -> tuple[float, float, str
     return found["actual"], found["tolerance"], found["subject"]
 
 
-def test_the_tensor_that_is_worst_for_what_it_is_allowed_is_said() -> None:
+def test_worst_tensor_is_relative_to_its_tolerance() -> None:
     factor = pass_criteria.FACTOR
     actual, tolerance, said = compared({"a": 0.2, "b": 0.11, "c": 0.0})
     assert (actual, tolerance) == (pytest.approx(0.11 / 5), pytest.approx(factor * 0.05 / 5))
@@ -117,7 +117,7 @@ def test_the_tensor_that_is_worst_for_what_it_is_allowed_is_said() -> None:
     assert many["subject"] == "missing: a, b, c" and many["tolerance"] == 0.0
 
 
-def test_the_whole_is_judged_beside_its_tensors() -> None:
+def test_norm_is_checked_beside_single_tensors() -> None:
     names = [f"t{number}" for number in range(4)]
     ones = dict.fromkeys(names, 1.0)
     now = {name: torch.tensor([pass_criteria.FACTOR * 0.9]) for name in names}
@@ -132,13 +132,13 @@ def test_the_whole_is_judged_beside_its_tensors() -> None:
     assert found["actual"] / found["tolerance"] == pytest.approx(1.1) and found["subject"].endswith("the worst: t3")
 
 
-def test_one_unit_in_the_last_place_is_of_the_wider_spaced_dtype() -> None:
+def test_ulp_is_that_of_the_coarser_dtype() -> None:
     fine, coarse = (torch.finfo(kind).eps for kind in (torch.float32, torch.bfloat16))
     assert unit(torch.float32) == unit(torch.float32, torch.float32) == fine
     assert unit(torch.float32, torch.bfloat16) == unit(torch.bfloat16, torch.float32) == unit(torch.bfloat16) == coarse
 
 
-def test_a_parameter_is_updated_as_soon_as_its_gradient_is_there_and_only_then() -> None:
+def test_updates_follow_gradients() -> None:
     moved, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
     with updated_at_once([moved, frozen], 0.5):
         (2 * moved + frozen).sum().backward()
@@ -151,7 +151,7 @@ def test_a_parameter_is_updated_as_soon_as_its_gradient_is_there_and_only_then()
     assert moved.tolist() == [-1.0, -1.0] and moved.grad is None
 
 
-def test_what_a_rank_saw_is_of_its_first_step() -> None:
+def test_observed_batch_is_that_of_the_first_step() -> None:
     run, model = a_run(), Tiny()
     own = pass_criteria.Own(model)
     assert all(map(math.isnan, own.seen())) and own.calls == 0
@@ -177,7 +177,7 @@ def test_what_a_rank_saw_is_of_its_first_step() -> None:
         (True, [[math.nan, 2.0]] * 2, "failed"),
     ],
 )  # fmt: skip
-def test_ranks_differ_or_share_a_batch(
+def test_batches_check_detects_shared_batches(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, shared: bool, seen: list[list[float]], state: str
 ) -> None:
     run = a_run(work_dir=str(tmp_path))
@@ -188,9 +188,7 @@ def test_ranks_differ_or_share_a_batch(
     assert checks_of(run)["batches"].state == state
 
 
-def test_losses_are_meant_over_the_ranks_and_a_step_that_was_not_made_is_none(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_averaged_over_ranks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def states(mine: list[float], others: float) -> list[str]:
         run = a_run(work_dir=str(tmp_path))
         run.world_size = 2
@@ -258,7 +256,7 @@ def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any
     return trained_against(reference, run, model, spoil=spoil)
 
 
-def test_an_honest_training_passes_and_the_model_is_left_as_it_was(tmp_path: Any) -> None:
+def test_correct_training_passes_and_leaves_the_model_unchanged(tmp_path: Any) -> None:
     found = trained(None, tmp_path)
     assert set(found) == {"batches", "steps", "loss", "start", "rounding", "gradient", "updates"}
     assert {check.state for check in found.values()} == {"passed"}, found
@@ -279,7 +277,7 @@ def test_an_honest_training_passes_and_the_model_is_left_as_it_was(tmp_path: Any
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("when", [0, 1])
-def test_a_parameter_that_is_not_finite_is_seen_in_the_last_tensor(tmp_path: Any, bad: float, when: int) -> None:
+def test_non_finite_parameter_in_the_last_tensor_fails(tmp_path: Any, bad: float, when: int) -> None:
     def spoil(parameters: dict[str, Any], step: int) -> None:
         if step == when:
             parameters[list(parameters)[-1]].view(-1)[-1] = bad
@@ -289,7 +287,7 @@ def test_a_parameter_that_is_not_finite_is_seen_in_the_last_tensor(tmp_path: Any
     assert found["updates" if when == 0 else "gradient"].state == "passed", found
 
 
-def test_nan_everywhere_but_in_the_first_tensor_is_seen(tmp_path: Any) -> None:
+def test_nan_after_the_first_tensor_fails(tmp_path: Any) -> None:
     def spoil(parameters: dict[str, Any], step: int) -> None:
         for name in list(parameters)[1:]:
             parameters[name].fill_(math.nan)
@@ -298,7 +296,7 @@ def test_nan_everywhere_but_in_the_first_tensor_is_seen(tmp_path: Any) -> None:
     assert found["gradient"].failed and found["updates"].failed
 
 
-def test_a_parameter_that_is_missing_or_moved_by_little_more_than_rounding_is_seen(tmp_path: Any) -> None:
+def test_missing_or_slightly_moved_parameter_fails(tmp_path: Any) -> None:
     last = list(dict(Tiny().named_parameters()))[-1]
 
     def lose(parameters: dict[str, Any], step: int) -> None:
@@ -313,7 +311,7 @@ def test_a_parameter_that_is_missing_or_moved_by_little_more_than_rounding_is_se
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
+def test_non_finite_loss_fails(tmp_path: Any, bad: float) -> None:
     run = a_run(work_dir=str(tmp_path))
     reference = pass_criteria.Reference(run, Tiny())
     reference.check_losses(run, [reference.truth()["losses"][0], bad])
@@ -321,7 +319,7 @@ def test_a_loss_that_is_not_finite_is_seen(tmp_path: Any, bad: float) -> None:
     assert found["steps"].failed and found["loss"].failed
 
 
-def test_a_reference_that_is_not_finite_proves_nothing(tmp_path: Any) -> None:
+def test_non_finite_reference_is_void(tmp_path: Any) -> None:
     run = a_run(work_dir=str(tmp_path))
     reference = pass_criteria.Reference(run, Tiny())
     last = list(reference.truth()["last"])[-1]
@@ -330,7 +328,7 @@ def test_a_reference_that_is_not_finite_proves_nothing(tmp_path: Any) -> None:
     assert checks_of(run)["updates"].state == "void" and checks_of(run)["rounding"].failed
 
 
-def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_model_is_void(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(work_dir=str(tmp_path))
     monkeypatch.setitem(pass_criteria.RATES, torch.float32, 0.0)
     reference = pass_criteria.Reference(run, Tiny())
@@ -339,8 +337,7 @@ def test_a_model_that_did_not_move_proves_nothing(tmp_path: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
-    """A gradient that is off by a part: far more than rounding in float32, within it in bfloat16."""
+def test_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
     run = a_run(work_dir=str(tmp_path), steps=1)
     model = Tiny().to(dtype)
     reference = pass_criteria.Reference(run, model)
@@ -359,7 +356,7 @@ def test_the_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_reloaded_weights_and_states_that_are_not_finite_are_seen(bad: float) -> None:
+def test_non_finite_reloaded_state_fails(bad: float) -> None:
     def made() -> tuple[Any, Any]:
         model = Tiny()
         optimizer = torch.optim.Adam(model.parameters())
@@ -385,7 +382,7 @@ def test_reloaded_weights_and_states_that_are_not_finite_are_seen(bad: float) ->
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the kit's models are transformers'")
 @pytest.mark.parametrize("bad", BAD)
-def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_checkpoint_fails(tmp_path: Any, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Held:
         def __init__(self, value: float) -> None:
             self.value = value
@@ -402,8 +399,7 @@ def test_a_checkpoint_that_is_not_finite_is_seen(tmp_path: Any, bad: float, monk
         assert checks_of(run)["checkpoint"].state == state
 
 
-def test_what_a_rank_does_is_named_while_it_does_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error's phase says whether the training failed or only its yardstick."""
+def test_rank_phase_is_recorded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(work_dir=str(tmp_path))
     during: list[tuple[str, str]] = []
 
@@ -436,7 +432,7 @@ class _Runs:
 
 
 @pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
-def test_the_reference_is_drawn_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
+def test_reference_uses_the_planned_device(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
     run, drawn = a_run(reference=where), []
     monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU
     monkeypatch.setattr(pass_criteria, "Drawn", lambda model, weights, device: drawn.append(str(device)))
@@ -473,7 +469,7 @@ class AsOnGpu(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_tf32_would_be_noticed_and_is_pinned_off(tmp_path: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_is_off_and_would_fail_a_check(tmp_path: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         return AsOnGpu.apply(x, weight) + bias
 
@@ -501,8 +497,7 @@ def test_tf32_would_be_noticed_and_is_pinned_off(tmp_path: Any, pinned: bool, mo
     assert checks_of(run)["updates"].state == ("passed" if pinned else "failed"), checks_of(run)
 
 
-def test_no_environment_turns_tf32_on_in_a_rank() -> None:
-    """As NVIDIA's containers set it: torch reads the first when it is imported, cuBLAS the second."""
+def test_tf32_stays_off_in_any_environment() -> None:
     code = "import repro_kit, torch; print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)"
     hostile = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
 
@@ -515,8 +510,7 @@ def test_no_environment_turns_tf32_on_in_a_rank() -> None:
     assert said(code.replace("repro_kit, ", "")) == "high True", "the variable means something to this torch"
 
 
-def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_so(tmp_path: Any) -> None:
-    """As a container's start-up code leaves it, or a package that the warm server has imported."""
+def test_rank_computes_in_float32_and_records_it(tmp_path: Any) -> None:
     settings = {
         "case": "c",
         "variant": "unfixed",
@@ -547,10 +541,9 @@ def test_a_rank_computes_in_float32_whatever_was_set_before_and_its_record_says_
 # --- what was in effect
 
 
-def test_a_library_that_says_nothing_of_the_whole_is_measured_by_what_the_script_says(
+def test_collective_sizes_fall_back_to_the_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ColossalAI's parameters are plain tensors, of which each rank has a part: of gradients, too."""
     from repro_kit import instrumentation as effects
 
     monkeypatch.setattr(effects, "count_collectives", lambda: None)
@@ -586,7 +579,7 @@ def state_of(one: Single, actual: Any, **more: Any) -> str:
 
 
 @pytest.mark.parametrize(("dtype", "seen"), [(torch.float32, 1e-5), (torch.bfloat16, 0.4)])
-def test_one_element_that_is_off_by_more_than_rounding_is_seen(dtype: Any, seen: float) -> None:
+def test_one_wrong_element_fails(dtype: Any, seen: float) -> None:
     one, expected = logits_of(dtype)
     assert state_of(one, expected) == "passed"
     exact = layers(dtype).double()(layer_inputs(dtype).double()).to(dtype)  # another way to compute it
@@ -597,7 +590,7 @@ def test_one_element_that_is_off_by_more_than_rounding_is_seen(dtype: Any, seen:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_is_not_finite_or_not_there_is_seen(bad: float) -> None:
+def test_non_finite_or_missing_tensor_fails(bad: float) -> None:
     one, expected = logits_of()
     wrong = expected.clone()
     wrong[-1, -1] = bad
@@ -609,7 +602,7 @@ def test_what_is_not_finite_or_not_there_is_seen(bad: float) -> None:
     assert state_of(one, {"another": expected}) == "failed" and state_of(one, {}) == "failed"
 
 
-def test_what_is_like_it_has_its_tolerance() -> None:
+def test_similar_tensors_share_a_tolerance() -> None:
     one, expected = logits_of()
     assert (
         state_of(one, 2 * expected, like=2 * expected) == "passed"
@@ -617,7 +610,7 @@ def test_what_is_like_it_has_its_tolerance() -> None:
     )
 
 
-def test_a_yardstick_that_is_no_good_proves_nothing() -> None:
+def test_invalid_reference_is_void() -> None:
     model = layers()
     one = Single(model, lambda whole: {"logits": 1e5 * (whole[0].weight.sum() - model[0].weight.double().sum())})
     assert state_of(one, torch.tensor(0.0)) == "void"
@@ -627,7 +620,7 @@ def test_a_yardstick_that_is_no_good_proves_nothing() -> None:
     assert state_of(unfixed, torch.full((3,), math.nan)) != "passed"
 
 
-def test_a_tensor_of_zeros_must_be_zeros() -> None:
+def test_zero_tensor_must_stay_zero() -> None:
     model = layers()
     one = Single(model, lambda whole: {"logits": {"a": whole(layer_inputs()), "b": torch.zeros(2)}})
     a = model(layer_inputs())
@@ -646,7 +639,7 @@ def trained_layers(model: Any, factor: float = 1.0) -> Any:
     return training(losses, model)
 
 
-def test_a_training_leaves_the_model_as_it_was_and_a_wrong_one_is_seen() -> None:
+def test_wrong_training_fails_and_the_model_is_restored() -> None:
     model = layers()
     one = Single(model, trained_layers, factor=FACTOR)
     assert all(torch.equal(value, layers().state_dict()[name]) for name, value in model.state_dict().items())
@@ -658,8 +651,7 @@ def test_a_training_leaves_the_model_as_it_was_and_a_wrong_one_is_seen() -> None
         assert {check.state for check in checks_of(run).values()} == {state_of}
 
 
-def test_no_script_chooses_a_tolerance() -> None:
-    """What is not zero is derived (docs/concepts/checks.md)."""
+def test_repro_scripts_set_no_tolerance() -> None:
     fixed = [
         f"{path.name}: {line.strip()}"
         for path in sorted(Path(REPROS).glob("*.py"))

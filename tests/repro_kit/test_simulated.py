@@ -21,7 +21,7 @@ SIMULATED = sorted(case.slug for case in CATALOGUE.cases.values() if case.simula
 REPROS = Path(__file__).resolve().parents[2] / "repros"
 
 
-def test_a_simulated_case_takes_no_gpu() -> None:
+def test_simulated_case_with_a_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="a simulated case takes no GPU"):
         case(simulated="fake tensors")
     with pytest.raises(ValueError, match=r"launch\.backend: fake and simulated go together"):
@@ -40,7 +40,7 @@ def simulated(group: dict[str, Any] | None) -> str:
     return grade(known, "unfixed", observation(*ranks, backend="fake", settings=settings), [known]).reason
 
 
-def test_a_simulated_rank_is_judged_by_the_group_that_it_says_it_had() -> None:
+def test_simulated_rank_is_graded_by_its_recorded_group() -> None:
     fake = {"what": "group", "actual": 2, "backend": "fake"}
     assert "no_effect" not in simulated(fake)
     assert "no evidence of a process group" in simulated(None)
@@ -48,7 +48,7 @@ def test_a_simulated_rank_is_judged_by_the_group_that_it_says_it_had() -> None:
 
 
 @pytest.mark.parametrize("slug", SIMULATED)
-def test_simulated_cases_need_no_cuda_build_and_scale(slug: str) -> None:
+def test_simulated_case_runs_without_cuda_at_any_scale(slug: str) -> None:
     known = CATALOGUE.cases[slug]
     assert known.supports_other_world_sizes and not known.requires.gpus and "simulated" in known.title
     assert not any(re.match("triton|nvidia", item) for item in known.requires.packages)
@@ -74,7 +74,7 @@ runpy.run_path({str(REPROS / script)!r}, run_name="__main__")
 
 @pytest.mark.ranks
 @pytest.mark.slow  # the gate has the smaller one
-def test_qwen_14b_at_full_size_on_8_gpus_fires_in_torch(tmp_path: Path) -> None:
+def test_simulated_qwen_14b_on_8_gpus_reproduces(tmp_path: Path) -> None:
     arguments = ["--variant", "unfixed", "--scale", "full", "--model", "qwen-14b"]
     found = rank("qwen_device_map_devices_simulated.py", tmp_path, *arguments)
     assert "found at least two devices" in found["exception"]["message"]
@@ -84,7 +84,7 @@ def test_qwen_14b_at_full_size_on_8_gpus_fires_in_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_fsdp_leaves_an_eighth_of_the_model_on_the_ranks_own_gpu(tmp_path: Path) -> None:
+def test_simulated_fsdp_holds_an_eighth_per_rank(tmp_path: Path) -> None:
     arguments = ["--case", "card-zero-simulated", "--variant", "own-card", "--strategy", "fsdp"]
     found = rank("wrong_card_simulated.py", tmp_path, *arguments)
     assert found["done"] and [check["passed"] for check in found["checks"]] == [True, True, True]

@@ -56,7 +56,7 @@ def run_proofs(warm: ForkserverLauncher, strategies: tuple[str, ...], folder: Pa
     ],
     ids=",".join,
 )
-def test_every_sabotage_is_seen_in_every_strategy(
+def test_injected_fault_fails_in_every_strategy(
     warm: ForkserverLauncher, strategies: tuple[str, ...], tmp_path: Path
 ) -> None:
     if strategies[0].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
@@ -131,7 +131,7 @@ def assert_judged(facts: list[dict[str, Any]], says: dict[str, str]) -> None:
         assert reason in found.reason, (scene, found)
 
 
-def test_what_is_not_in_force_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
+def test_inactive_strategy_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
     says = {
         "ddp": "", "fsdp": "", "checkpointing": "", "adapters and checkpointing": "",
         "fsdp in NO_SHARD": "fsdp was not in effect: every rank holds all parameters",
@@ -148,6 +148,6 @@ def test_what_is_not_in_force_is_no_evidence(warm: ForkserverLauncher, tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-def test_a_stage_of_deepspeed_that_is_not_in_force_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
+def test_inactive_deepspeed_stage_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
     says = {"zero3": "", "zero3 in stage 0": "zero3 was not in effect: every rank holds all parameters"}
     assert_judged(measured(warm, list(says), tmp_path, "deepspeed"), says)
