@@ -343,8 +343,9 @@ def test_nightly_quarantined_difference_passes_until_it_expires(results: Path, n
     today = datetime.now(timezone.utc).date()
 
     def run(name: str, started: float, variants: dict[str, Any], days: int = 1) -> tuple[int, str]:
-        entry = quarantine.entry("some-case/m-fsdp", "unfixed", "ada", today + timedelta(days), "issue 12")
-        (results / "quarantine.yaml").write_text(quarantine.written([entry]))
+        entry = {"cell": "some-case/m-fsdp", "variant": "unfixed", "owner": "ada", "reason": "issue 12"}
+        until = (today + timedelta(days)).isoformat()
+        (results / "quarantine.yaml").write_text(json.dumps({"quarantined": [{**entry, "until": until}]}))
         return night(name, variants, started)
 
     code, text = run("mon", 1.0, {"unfixed": FIRED})
