@@ -64,12 +64,12 @@ class World:
         for swap in wanted.swaps:
             version = next(iter(swap.specifier)).version
             if (canonical(swap.name), version) in self.uninstallable:
-                raise StackError("wheel", f"{swap} has nothing for this Python")
+                raise StackError("unavailable", f"{swap} has nothing for this Python")
             versions[canonical(swap.name)] = version
         pinned = {canonical(swap.name) for swap in wanted.swaps}
         if (name := self.needs(versions)) and name in pinned:
             said = f"Because transformers==4 depends on {name}>=1 and you require {name}=={versions[name]}"
-            raise StackError("conflict", f"stack {spec}: the requirements contradict each other\n  {said}")
+            raise StackError("unavailable", f"stack {spec}: the requirements contradict each other\n  {said}")
         python = f"/fake/{short_hash(json.dumps(versions, sort_keys=True))}"
         self._pythons[python] = Stack(spec, python, versions, (), short_hash(python))
         return self._pythons[python]
@@ -80,7 +80,7 @@ class World:
 
     def releases(self, package: str, *, yanked: bool = False, pre: bool = False, env: Any = None) -> list[Release]:
         if package not in self.listed:
-            raise StackError("version", f"the index has no package {package!r}; did you mean 'transformers'?")
+            raise StackError("unavailable", f"the index has no package {package!r}; did you mean 'transformers'?")
         found = [r for r in self.listed[package] if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)]
         return sorted(found, key=lambda release: release.parsed)
 

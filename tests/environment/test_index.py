@@ -73,17 +73,23 @@ def test_releases_of_an_unknown_package_suggest_one(address: str) -> None:
         releases("transfomers")
 
 
-def test_releases_use_the_cache_when_the_index_cannot_be_reached(address: str, tmp_path: Path) -> None:
+def test_releases_use_the_cache_when_the_index_cannot_be_reached(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
     with pytest.raises(StackError) as caught:
-        releases("demo", env={"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple"})
-    assert caught.value.kind == "index"
+        releases("demo")
+    assert caught.value.infra_error
+    monkeypatch.setenv("UV_DEFAULT_INDEX", address)
     before = releases("demo")
     (cached,) = (tmp_path / "releases").glob("demo-*.json")
     cached.write_text("damaged", encoding="utf-8")
     assert releases("demo") == before and Index.requests == 2
-    assert releases("demo", env={"UV_DEFAULT_INDEX": address, "UV_OFFLINE": "1"}) == before and Index.requests == 2
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    os.utime(cached, (0, 0))
+    assert releases("demo") == before and Index.requests == 2
     with pytest.raises(StackError, match="UV_OFFLINE"):
-        releases("other", env={"UV_OFFLINE": "1"})
+        releases("other")
 
 
 @pytest.mark.parametrize(
@@ -96,21 +102,15 @@ def test_releases_use_the_cache_when_the_index_cannot_be_reached(address: str, t
             {"UV_INDEX": "mine=http://a/simple http://b/simple", "UV_INDEX_URL": "http://uv/simple"},
             ["http://a/simple", "http://b/simple", "http://uv/simple"],
         ),
-        ({"UV_FIND_LINKS": "/wheels"}, ["/wheels", PYPI_SIMPLE_ENDPOINT]),
     ],
 )
-def test_indexes_prefer_uv_settings_to_pip_settings(env: dict[str, str], addresses: list[str]) -> None:
-    assert indexes(env) == addresses
-
-
-def test_releases_from_an_index_of_files_and_a_folder_of_wheels(address: str, tmp_path: Path) -> None:
-    (tmp_path / "pages" / "demo").mkdir(parents=True)
-    (tmp_path / "pages" / "demo" / "index.html").write_text(PAGE, encoding="utf-8")
-    assert len(releases("demo", env={"UV_DEFAULT_INDEX": (tmp_path / "pages").as_uri()})) == 3
-    (tmp_path / "demo-7.0-py3-none-any.whl").touch()
-    (tmp_path / "demolition-8.0-py3-none-any.whl").touch()
-    env = {"UV_DEFAULT_INDEX": (tmp_path / "none").as_uri(), "UV_FIND_LINKS": str(tmp_path)}
-    assert versions(releases("demo", env=env)) == ["7.0"]
+def test_indexes_prefer_uv_settings_to_pip_settings(
+    env: dict[str, str], addresses: list[str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UV_DEFAULT_INDEX")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert indexes() == addresses
 
 
 @pytest.mark.parametrize(

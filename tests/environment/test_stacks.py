@@ -13,7 +13,6 @@ import pytest
 import stack_wheels
 from repro_matrix import paths
 from repro_matrix.environment.stacks import (
-    RECENTLY_USED,
     Stack,
     StackError,
     build,
@@ -103,7 +102,7 @@ def test_floating_stack_is_resolved_daily_and_survives_an_unreachable_index(
     conf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(*_: object, **__: object) -> str:
-        raise StackError("index", "away")
+        raise StackError("infra", "away")
 
     define(conf, "moving", lock=False, floating=True, pins=["top"])
     assert resolve("moving", conf=conf).versions["top"] == "2.0"
@@ -153,19 +152,17 @@ def test_killed_build_is_never_used(conf: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_failed_build_leaves_nothing(conf: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(build, "_install", fail)
+    monkeypatch.setattr(build, "inspect_python", fail)
     with pytest.raises((KeyboardInterrupt, StackError)) as caught:
         resolve("small", conf=conf)
     assert [path for path in build.stacks_dir().iterdir() if path.is_dir()] == []
-    assert not isinstance(caught.value, StackError) or (caught.value.kind == "disk" and caught.value.infra_error)
+    assert not isinstance(caught.value, StackError) or caught.value.infra_error
 
 
-@pytest.mark.parametrize(
-    "damage", ["module", "marker", *(pytest.param(name, marks=pytest.mark.slow) for name in ("package", "python"))]
-)
+@pytest.mark.parametrize("damage", ["package", "marker", pytest.param("python", marks=pytest.mark.slow)])
 def test_damaged_cache_is_rebuilt(conf: Path, damage: str) -> None:
     folder = folder_of(resolve("small", conf=conf))
     env = next(folder.glob("env-*"))
@@ -175,33 +172,17 @@ def test_damaged_cache_is_rebuilt(conf: Path, damage: str) -> None:
         (env / "bin" / "python").unlink()
         (env / "bin" / "python").symlink_to("/nowhere/python")
     else:
-        shutil.rmtree(next(env.glob("lib/python3*/site-packages/top" + "-1.0.dist-info" * (damage == "package"))))
+        shutil.rmtree(next(env.glob("lib/python3*/site-packages/top-1.0.dist-info")))
     assert versions(resolve("small", conf=conf), "top") == ("1.0",)
     assert next(folder.glob("env-*")) != env
 
 
-def test_thorough_listing_reports_a_changed_file(conf: Path) -> None:
-    folder = folder_of(resolve("small", conf=conf))
-    module = next(folder.glob("env-*/lib/python3*/site-packages/top/__init__.py"))
-    module.unlink()  # never write through it: the file may be linked into uv's cache
-    module.write_text("unfixed", encoding="utf-8")
-    assert [item.whole for item in cached_stacks()] == [True]
-    assert [item.whole for item in cached_stacks(thorough=True)] == [False]
-
-
-def test_prune_removes_old_and_unfinished_stacks_but_none_in_use(conf: Path) -> None:
-    stack = resolve("small", conf=conf)
+def test_prune_removes_old_named_and_unfinished_stacks(conf: Path) -> None:
+    resolve("small", conf=conf)
     (build.stacks_dir() / "feedbeef" / "env-half").mkdir(parents=True)
-    pruned = prune()
-    assert [item.key for item in pruned.removed] == ["feedbeef"]
-    assert [(item.name, reason) for item, reason in pruned.kept] == [("small", RECENTLY_USED)]
-    sleeper = subprocess.Popen([stack.python, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        pruned = prune(everything=True)
-        assert pruned.removed == () and f"process {sleeper.pid}" in pruned.kept[0][1]
-    finally:
-        sleeper.communicate(b"\n", timeout=200)
-    assert len(prune(everything=True).removed) == 1 and cached_stacks() == []
+    assert [(item.name, item.whole) for item in cached_stacks(["small"])] == [("small", True)]
+    assert [item.key for item in prune()] == ["feedbeef"]
+    assert [item.name for item in prune(older_than_days=0)] == ["small"] and cached_stacks() == []
 
 
 # -- overlays, other torches
@@ -223,12 +204,10 @@ def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf
 
 
 def test_overlay_of_an_existing_environment_leaves_it_unchanged(conf: Path) -> None:
-    stack_wheels.wheel(conf.parent / "wheels", "starts", "1.0", more={"starts.pth": "import sys\n"})
-    base, log = resolve("small", conf=conf), list[str]()
-    over = resolve(f"python:{base.python}+top==1.1+starts==1.0", conf=conf, say=log.append)
+    base = resolve("small", conf=conf)
+    over = resolve(f"python:{base.python}+top==1.1", conf=conf)
     assert over.python == base.python
     assert versions(over, "top") == ("1.1",) and versions(base, "top") == ("1.0",)
-    assert any("starts.pth is not run" in line for line in log)
 
 
 def test_overlay_with_another_deepspeed_has_its_own_extensions(conf: Path) -> None:
@@ -299,13 +278,11 @@ def test_existing_environments_are_stacks(tmp_path: Path, monkeypatch: pytest.Mo
     assert here.python == sys.executable and "pytest" in here.versions and len({here, here}) == 1
     assert resolve(f"python:{sys.executable}").versions == here.versions
 
-    def fake(python: str) -> dict[str, str]:
-        return {"python": "3.11.7", "torch": "2.13.0", "ruff": str(len(python))}
+    def fake(python: str) -> tuple[dict[str, str], tuple[Path, ...]]:
+        return {"python": "3.11.7", "torch": "2.13.0", "ruff": str(len(python))}, ()
 
-    monkeypatch.setattr(spec, "installed_versions", fake)
+    monkeypatch.setattr(spec, "inspect_python", fake)
     paths = [tmp_path / name for name in ("one", "other")]
-    for path in paths:
-        path.touch()
     one, other = (spec.existing("current", str(path)) for path in paths)
     assert one.label_key == other.label_key and one.key != other.key  # two checkouts: one results folder
     named = {spec.existing(f"python:{path}", str(path)).label_key for path in paths}
@@ -326,20 +303,19 @@ def test_stack_environment_puts_overlays_and_programs_first() -> None:
     ("text", "kind", "hint"),
     [
         ("smal", "usage", "did you mean 'small'"),
-        ("small+top==9.9", "version", r"nearest are 1\.1, 2\.0"),
-        ("small+nosuch==1.0", "version", "nosuch"),
-        ("small+old==1.0", "wheel", "old"),
-        ("small+future==1.0", "wheel", "future"),
-        ("small+top==2.0+part==1.0", "conflict", "part"),
-        ("small+top>=1", "usage", "NAME@VERSION|no stack named"),
+        ("small+top==9.9", "unavailable", "top==9.9"),
+        ("small+nosuch==1.0", "unavailable", "nosuch"),
+        ("small+old==1.0", "unavailable", "old"),
+        ("small+future==1.0", "unavailable", "future"),
+        ("small+top==2.0+part==1.0", "unavailable", "part"),
+        ("small+top>=1", "usage", "no stack named"),
         ("small+top==1.0+top==2.0", "usage", "twice"),
         ("+top==1.0", "usage", "no base"),
         ("python:/no/such/python", "python", "/no/such/python"),
-        ("no/such/requirements.txt", "usage", "no such file"),
-        ("small+top", "usage", "'top' is not NAME@VERSION"),
+        ("no/such/requirements.txt", "usage", "No such file"),
         ("nightly", "usage", "REPRO_NIGHTLY_INDEX=ADDRESS"),
-        ("far", "python", r"Python 3\.7"),
-        ("away", "index", "sampleproject"),
+        ("far", "python", r"3\.7"),
+        ("away", "infra", "sampleproject"),
     ],
 )
 def test_resolve_errors_have_a_kind_and_a_hint(
@@ -356,7 +332,7 @@ def test_resolve_errors_have_a_kind_and_a_hint(
             define(conf, "away", pins=["sampleproject==1.0"])
         resolve(text, conf=ROOT / "conf" if text == "nightly" else conf)
     assert caught.value.kind == kind
-    assert caught.value.exit_code == (3 if kind in ("index", "disk") else 2)
+    assert caught.value.exit_code == (3 if kind == "infra" else 2)
 
 
 def test_resolve_python_that_does_not_run_raises(tmp_path: Path) -> None:
@@ -374,9 +350,9 @@ def test_file_that_differs_from_the_lock_is_refused(conf: Path, monkeypatch: pyt
     stack_wheels.wheel(conf.parent / "wheels", "top", "1.0", ["part<3"])
     with pytest.raises(StackError) as caught:
         resolve("small", conf=conf)
-    assert caught.value.kind == "hash"
+    assert caught.value.kind == "unavailable"
 
 
 def test_full_disk_is_an_infra_error() -> None:
-    error = locks.explain("stack x", "error: Failed to write\n  cause: No space left on device (os error 28)")
-    assert (error.kind, error.infra_error, error.unavailable) == ("disk", True, False)
+    error = locks.uv_error("stack x", "error: Failed to write\n  cause: No space left on device (os error 28)")
+    assert error.kind == "infra" and "os error 28" in str(error)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import integrity
+from repro_matrix.environment.stacks import spec
 from repro_matrix.external import adhoc_case as failure
 from repro_matrix.external import command_line as command
 from repro_matrix.external import script_report
@@ -155,7 +155,7 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
     os.utime(patched, (1, 1))
     assert len({bench.stack.key, key, in_shell(bench.stack).key}) == 3
     layered = dataclasses.replace(bench.stack, moved={"transformers": ("5.23.0", "5.24.0")})
-    assert integrity.shadowed(layered, "mine") == [], "a layer of the stack comes before it"
+    assert spec.shadowed(layered, "mine") == [], "a layer of the stack comes before it"
 
 
 def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_the_index_out_of_reach_keeps_what_is_known(
 
     def away(spec: str, **_: Any) -> Any:
         if "4.41.1" in spec:
-            raise stacks.StackError("index", "the index is out of reach")
+            raise stacks.StackError("infra", "the index is out of reach")
         return world.resolve(spec)
 
     monkeypatch.setattr(stacks, "resolve", away)

@@ -30,11 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
         if name == "list":
             action.add_argument("--all", action="store_true", help="one stack per line, without cutting")
-        if name == "show":
-            action.add_argument("--thorough", action="store_true", help="compare every installed file")
         if name == "prune":
             action.add_argument("--older-than", type=float, default=30, metavar="DAYS", help="default: 30")
-            action.add_argument("--all", action="store_true", help="every built stack that is not in use")
+            action.add_argument("--all", action="store_true", help="every built stack")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -69,7 +67,7 @@ def _require_cached(names: Sequence[str], cached: Sequence[stacks.CachedStack]) 
 
 
 def _show(args: argparse.Namespace) -> None:
-    cached = stacks.cached_stacks(args.names, thorough=args.thorough)
+    cached = stacks.cached_stacks(args.names)
     _require_cached(args.names, cached)
     if args.json:
         print_json([{**asdict(item), "folder": str(item.folder)} for item in cached])
@@ -102,15 +100,12 @@ def _build(args: argparse.Namespace) -> None:
 
 
 def _prune(args: argparse.Namespace) -> None:
-    pruned = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
-    _require_cached(args.names, [*pruned.removed, *(item for item, _ in pruned.kept)])
+    _require_cached(args.names, stacks.cached_stacks(args.names))
+    removed = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
+    size = sum(item.bytes for item in removed)
     if args.json:
-        print_json({"removed": [item.key for item in pruned.removed], "bytes": pruned.bytes})
+        print_json({"removed": [item.key for item in removed], "bytes": size})
         return
-    for item in pruned.removed:
+    for item in removed:
         print(f"removed {item.name} ({item.key})")
-    for item, reason in pruned.kept:
-        if reason != stacks.RECENTLY_USED:
-            print(f"kept {item.name} ({item.key}): {reason}")
-    recent = sum(reason == stacks.RECENTLY_USED for _, reason in pruned.kept)
-    print(f"{pruned.bytes / 2**20:.0f} MiB freed" + (f"; {recent} recently used stacks kept" if recent else ""))
+    print(f"{size / 2**20:.0f} MiB freed")

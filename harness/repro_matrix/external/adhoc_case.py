@@ -22,8 +22,8 @@ from repro_matrix.config.catalog import Catalogue, load
 from repro_matrix.config.schema import Case, Signature
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.stacks import Stack, integrity
-from repro_matrix.environment.stacks.spec import short_hash
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.environment.stacks.spec import shadowed, short_hash
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.command_line import Command
 from repro_matrix.external.log_match import Catalogue as KnownFailures
@@ -275,7 +275,7 @@ def _code(script: Path | None) -> str:
 
 def in_shell(stack: Stack) -> Stack:
     """Return the stack as a script imports it: the shell's PYTHONPATH may hide some of its packages."""
-    hidden = integrity.shadowed(stack, os.environ.get("PYTHONPATH", ""))
+    hidden = shadowed(stack, os.environ.get("PYTHONPATH", ""))
     if not hidden:
         return stack
     changed = (*stack.changed, *(change.note for change in hidden))

@@ -19,7 +19,7 @@ from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import profiles as profiles_module
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.environment.stacks import Stack, integrity
+from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
@@ -87,9 +87,7 @@ class Session:
         """Return a line for each stack in use that is not what its versions say."""
         used = {variant.stack for plan in self.plans for variant in plan.variants if not variant.skipped}
         return [
-            text
-            for name in sorted(used & self.stacks.keys())
-            if (text := integrity.describe_changes(self.stacks[name]))
+            text for name in sorted(used & self.stacks.keys()) if (text := spec.describe_changes(self.stacks[name]))
         ]
 
     def notes(self) -> list[str]:

@@ -133,14 +133,16 @@ class Clone:
         """Return (root, folder) of the package's source of this commit in the user's cache."""
         folder = self.folder_in(commit)
         if folder is None:
-            raise StackError("build", f"{self.package} at {commit[:10]}: it has none of {', '.join(self.folders)}")
+            raise StackError(
+                "unavailable", f"{self.package} at {commit[:10]}: it has none of {', '.join(self.folders)}"
+            )
         root = cache_dir() / "sources" / f"{canonical(self.package)}-{commit[:16]}"
         if (root / folder).is_dir():
             return root, folder
         done = self._run(["archive", "--format=tar", commit, "--", folder])
         if done.returncode:
             reason = done.stderr.decode(errors="replace").strip()
-            raise StackError("build", f"{self.package} at {commit[:10]}: {reason}")
+            raise StackError("unavailable", f"{self.package} at {commit[:10]}: {reason}")
         half = root.with_name(f".{root.name}-{uuid.uuid4().hex[:8]}")
         half.mkdir(parents=True)
         try:
@@ -153,7 +155,9 @@ class Clone:
         except (OSError, tarfile.TarError) as error:
             if not (root / folder).is_dir():  # else another run was faster
                 full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-                raise StackError("disk" if full else "build", f"{self.package} at {commit[:10]}: {error}") from None
+                raise StackError(
+                    "infra" if full else "unavailable", f"{self.package} at {commit[:10]}: {error}"
+                ) from None
         finally:
             shutil.rmtree(half, ignore_errors=True)
         return root, folder

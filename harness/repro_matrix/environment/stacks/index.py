@@ -10,17 +10,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import unquote, urlparse
 
 import requests
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, PyPISimple
+from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
 
 from repro_matrix import paths
 from repro_matrix.config.vocabulary import REPLACED
@@ -50,20 +46,9 @@ class Release:
             return True
 
 
-def indexes(env: Mapping[str, str] | None = None) -> list[str]:
-    """Return the addresses of the indexes in use (or folders of files), in uv's order."""
-    settings = {**(os.environ if env is None else env), **index_settings(env)}
-    folders = [path for path in re.split(r"[ ,]+", settings.get("UV_FIND_LINKS", "")) if path and "://" not in path]
-    more = f"{settings.get('UV_INDEX', '')} {settings.get('UV_EXTRA_INDEX_URL', '')}".split()
-    default = settings.get("UV_DEFAULT_INDEX") or settings.get("UV_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
-    return [*folders, *(re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default])]
-
-
-def releases(
-    package: str, *, yanked: bool = False, pre: bool = False, env: Mapping[str, str] | None = None
-) -> list[Release]:
+def releases(package: str, *, yanked: bool = False, pre: bool = False) -> list[Release]:
     """Return a package's releases, oldest first (by version). Raises StackError."""
-    everything = _cached(canonical(package), env)
+    everything = _cached(canonical(package))
     selected = [r for r in everything if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)]
     return sorted(selected, key=lambda release: release.parsed)
 
@@ -74,25 +59,21 @@ def between(available: Sequence[Release], first: str | None, last: str | None) -
     out = [r for r in available if (low is None or r.parsed >= low) and (high is None or _up_to(r.parsed, high))]
     if not out:
         known = f" (there are {len(available)}: {available[0].version} to {available[-1].version})" if available else ""
-        raise StackError("version", f"no release between {first or 'the first'} and {last or 'the last'}{known}")
+        raise StackError("usage", f"no release between {first or 'the first'} and {last or 'the last'}{known}")
     return out
 
 
 def exact(package: str, available: Sequence[Release], version: str) -> int:
     """Return a release's index in the list; ``4.39`` means 4.39.0. Raises StackError."""
     parsed = _version(version)
-    for index, release in enumerate(available):
-        if release.parsed == parsed:
-            return index
-    raise StackError("version", f"{package} has no release {version}; {nearest_releases(available, version)}")
-
-
-def nearest_releases(available: Sequence[Release], version: str) -> str:
-    """Name the nearest releases below and above a version that does not exist."""
-    parsed = _version(version)
-    below = [r.version for r in available if r.parsed < parsed][-2:]
-    above = [r.version for r in available if r.parsed > parsed][:2]
-    return f"the nearest are {', '.join([*below, *above]) or 'none'}"
+    known = [release.parsed for release in available]
+    if parsed in known:
+        return known.index(parsed)
+    below = [str(each) for each in known if each < parsed][-2:]
+    above = [str(each) for each in known if each > parsed][:2]
+    raise StackError(
+        "usage", f"{package} has no release {version}; the nearest are {', '.join([*below, *above]) or 'none'}"
+    )
 
 
 def parse_between(text: str) -> tuple[str | None, str | None]:
@@ -120,92 +101,65 @@ def _up_to(version: Version, last: Version) -> bool:
 # -- the index
 
 
-def _cached(package: str, env: Mapping[str, str] | None) -> list[Release]:
-    addresses = indexes(env)
+def indexes() -> list[str]:
+    """Return the addresses of the indexes in use, in uv's order."""
+    settings = {**os.environ, **index_settings()}
+    more = f"{settings.get('UV_INDEX', '')} {settings.get('UV_EXTRA_INDEX_URL', '')}".split()
+    default = settings.get("UV_DEFAULT_INDEX") or settings.get("UV_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
+    return [re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default]]
+
+
+def _cached(package: str) -> list[Release]:
+    addresses = indexes()
     path = paths.cache_dir() / "releases" / f"{package}-{short_hash(*addresses)}.json"
-    offline = (os.environ if env is None else env).get("UV_OFFLINE", "").lower() in ("1", "true", "yes")
+    offline = os.environ.get("UV_OFFLINE", "").lower() in ("1", "true", "yes")
     try:
         stored = [Release(**item) for item in json.loads(path.read_text(encoding="utf-8"))]
-        fresh = time.time() - path.stat().st_mtime < CACHE_S
+        if offline or time.time() - path.stat().st_mtime < CACHE_S:
+            return stored
     except (OSError, ValueError, TypeError):
-        stored, fresh = None, False  # missing or damaged: ask the index again
-    if stored is not None and (fresh or offline):
-        return stored
+        stored = []  # missing or damaged: ask the index again
     if offline:
-        raise StackError("index", f"UV_OFFLINE is set and the releases of {package} were never read before")
+        raise StackError("infra", f"UV_OFFLINE is set and the releases of {package} were never read before")
     try:
         answer = _ask(package, addresses)
     except requests.RequestException as error:
-        if stored is not None:
+        if stored:
             return stored
-        raise StackError("index", f"releases of {package}: the index cannot be reached: {error}") from None
+        raise StackError("infra", f"releases of {package}: the index cannot be reached: {error}") from None
     write(path, json.dumps([asdict(release) for release in answer]))
     return answer
 
 
-class File(NamedTuple):
-    name: str
-    yanked: bool = False
-    python: str = ""
-    date: str = ""
-
-
 def _ask(package: str, addresses: Sequence[str]) -> list[Release]:
-    """Ask the first index that knows the package, as uv does; files in folders count too."""
-    files: list[File] = []
+    """Ask the first index that knows the package, as uv does."""
     for address in addresses:
-        if "://" not in address:
-            parsed = ((path.name, _parse_name(path.name)) for path in Path(address).glob("*"))
-            files += [File(name) for name, parts in parsed if parts and canonical(parts[0]) == package]
-            continue
-        page = _page(package, address)
-        files += page
-        if page:
-            break
-    if files:
-        return collect(files)
-    raise StackError("version", f"the index has no package {package!r}{nearest(package, REPLACED)}")
-
-
-def _page(package: str, address: str) -> list[File]:
-    if address.startswith("file:"):  # an index that is a folder of pages
-        path = Path(unquote(urlparse(address).path), package, "index.html")
-        listed = ProjectPage.from_html(package, path.read_text(encoding="utf-8")).packages if path.exists() else []
-    else:
         session = requests.Session()
-        session.verify = next(
-            (os.environ[n] for n in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "PIP_CERT") if os.environ.get(n)), True
-        )
+        session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or True
         with PyPISimple(endpoint=address.rstrip("/") + "/", session=session) as client:
             try:
-                listed = client.get_project_page(package, timeout=(10, 60)).packages
+                return _collect(client.get_project_page(package, timeout=(10, 60)).packages)
             except NoSuchProjectError:
-                return []
-    dates = [f.upload_time.date().isoformat() if f.upload_time else "" for f in listed]
-    return [File(f.filename, f.is_yanked, f.requires_python or "", date) for f, date in zip(listed, dates)]
+                continue
+    raise StackError("unavailable", f"the index has no package {package!r}{nearest(package, REPLACED)}")
 
 
-def collect(files: Iterable[File]) -> list[Release]:
+def _collect(files: Iterable[DistributionPackage]) -> list[Release]:
     """Group files into releases; a release is yanked when every file of it is."""
-    groups: dict[Version, list[File]] = {}
+    groups: dict[Version, list[DistributionPackage]] = {}
     for file in files:
-        parsed = _parse_name(file.name)
-        if parsed is not None:
-            groups.setdefault(parsed[1], []).append(file)
+        try:
+            version = Version(file.version or "")
+        except InvalidVersion:
+            continue  # a nonstandard name
+        if file.package_type in ("wheel", "sdist"):
+            groups.setdefault(version, []).append(file)
     return [
         Release(
             str(version),
-            min((file.date for file in group if file.date), default=""),
-            all(file.yanked for file in group),
-            next((file.python for file in group if file.python), ""),
+            min((file.upload_time.date().isoformat() for file in group if file.upload_time), default=""),
+            all(file.is_yanked for file in group),
+            next((file.requires_python for file in group if file.requires_python), ""),
         )
         for version, group in groups.items()
     ]
-
-
-def _parse_name(filename: str) -> tuple[str, Version] | None:
-    try:
-        parts = parse_wheel_filename(filename) if filename.endswith(".whl") else parse_sdist_filename(filename)
-    except (InvalidWheelFilename, InvalidSdistFilename, InvalidVersion):
-        return None  # an old installer (.exe, .egg) or a nonstandard name
-    return parts[0], parts[1]

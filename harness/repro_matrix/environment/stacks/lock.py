@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from repro_matrix import paths
 from repro_matrix.config.axes import Stack as Definition
 from repro_matrix.environment.stacks.spec import HEAVY, Kind, StackError, canonical, replaced, short_hash
-from repro_matrix.errors import nearest
+from repro_matrix.files import write_text
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -36,46 +36,20 @@ _COMPILE = [
 ]  # fmt: skip
 _EXPORT = ["export", "--quiet", "--frozen", "--no-emit-project", "--no-header", "--no-annotate", "--project"]
 
-# Pattern in uv's message, kind of error, meaning. The first that matches decides.
-_REASONS: list[tuple[str, Kind, str]] = [
-    (r"No space left on device|os error 28\b|Disk quota exceeded", "disk", "the disk is full"),
-    (
-        r"Hash mismatch|hashes? (?:do|does) not match|--require-hashes",
-        "hash",
-        "the files of the index differ from those that were locked",
+# Patterns in uv's message that decide what kind of error it is; the first that matches counts.
+_KINDS: dict[Kind, str] = {
+    "unavailable": r"Hash mismatch",
+    "infra": (
+        r"No space left on device|os error 28\b|Disk quota exceeded|Failed to fetch|error sending request|dns error"
+        r"|tcp connect|Connection refused|operation timed out|network was disabled|connectivity is disabled|\(offline\)"
     ),
-    (
-        r"No interpreter found|No Python .*found|no Python installation|Failed to inspect Python",
-        "python",
-        "the Python it asks for is not here",
-    ),
-    (
-        r"Failed to fetch|error sending request|dns error|tcp connect|Connection refused|operation timed out"
-        r"|network was disabled|Network connectivity is disabled|\(offline\)",
-        "index",
-        "the package index cannot be reached (uv's settings apply: UV_DEFAULT_INDEX, UV_OFFLINE, proxies)",
-    ),
-    (
-        r"was not found in the package registry|was not found in the provided package locations"
-        r"|there is no version of|there are no versions of|no versions? of .* (?:is|are) available",
-        "version",
-        "there is no such package or version",
-    ),
-    (
-        r"has no wheels with a matching|no matching (?:Python|platform)|doesn't have a (?:source distribution|wheel)"
-        r"|Requires-Python|does not satisfy Python|requires Python|depends on Python",
-        "wheel",
-        "there is nothing to install for this Python and machine",
-    ),
-    (r"requirements are unsatisfiable|conflict", "conflict", "the requirements contradict each other"),
-    (r"", "build", "the installer failed"),
-]
+    "python": r"No interpreter found|No Python .*found|no Python installation|Failed to inspect Python",
+}
 
 
-def index_settings(env: Mapping[str, str] | None = None) -> dict[str, str]:
+def index_settings() -> dict[str, str]:
     """Return pip's index settings as uv's, where uv has none: uv reads its own settings by itself."""
-    env = os.environ if env is None else env
-    out = {}
+    env, out = os.environ, {}
     if env.get("PIP_INDEX_URL") and not (env.get("UV_DEFAULT_INDEX") or env.get("UV_INDEX_URL")):
         out["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
     if env.get("PIP_EXTRA_INDEX_URL") and not (env.get("UV_INDEX") or env.get("UV_EXTRA_INDEX_URL")):
@@ -86,7 +60,7 @@ def index_settings(env: Mapping[str, str] | None = None) -> dict[str, str]:
 def run_uv(
     subject: str, args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: str = ""
 ) -> str:
-    """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x"."""
+    """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x". Raises StackError."""
     import uv
 
     # The controller's own virtual environment and Python settings must not decide where packages are installed.
@@ -96,16 +70,15 @@ def run_uv(
     full = {**inherited, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
     done = subprocess.run([uv.find_uv_bin(), *args], input=stdin, capture_output=True, text=True, env=full, cwd=cwd)
     if done.returncode:
-        raise explain(subject, done.stderr or done.stdout)
+        raise uv_error(subject, done.stderr or done.stdout)
     return done.stderr + done.stdout
 
 
-def explain(subject: str, output: str) -> StackError:
-    """Return uv's error as a StackError: what it means, then uv's own text, shortened."""
-    kind, meaning = next((kind, text) for pattern, kind, text in _REASONS if re.search(pattern, output, re.IGNORECASE))
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("warning:")]
-    start = next((i for i, line in enumerate(lines) if line.startswith(("error", "×", "Caused"))), 0)
-    return StackError(kind, f"{subject}: {meaning}\n  " + "\n  ".join(lines[start:][-12:]))
+def uv_error(subject: str, output: str) -> StackError:
+    """Return uv's error as a StackError with uv's last lines."""
+    kinds = (kind for kind, pattern in _KINDS.items() if re.search(pattern, output, re.IGNORECASE))
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("warning:")]
+    return StackError(next(kinds, "unavailable"), "\n  ".join([f"{subject}: uv cannot install it", *lines[-12:]]))
 
 
 @dataclass(frozen=True)
@@ -155,41 +128,33 @@ def index_env(definition: Definition) -> dict[str, str]:
         return {}
     address = os.environ.get(definition.index_from)
     if not address:
-        raise StackError(
-            "usage",
-            f"stack {definition.slug} needs an index of its own: set {definition.index_from}=ADDRESS "
-            f"({definition.title})",
-        )
+        why = f"stack {definition.slug} needs an index of its own ({definition.title})"
+        raise StackError("usage", f"{why}: set {definition.index_from}=ADDRESS")
     return {"UV_INDEX": address, "UV_INDEX_STRATEGY": "unsafe-best-match"}
 
 
 def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> Lock:
     """Resolve a definition. ``prefer``: versions to keep where the requirements allow it."""
     slug, python, env = definition.slug, python_of(definition), index_env(definition)
-    body = _compile(f"stack {slug}", definition.pins, definition.constraints, python, env, prefer)
+    body = _compile(f"stack {slug}", definition.pins, definition.constraints, python, env, prefer or {})
     if definition.no_deps:
-        body += _compile(f"stack {slug}", definition.no_deps, [], python, env, None, "--no-deps")
+        body += _compile(f"stack {slug}", definition.no_deps, [], python, env, {}, "--no-deps")
     head = f"# stack: {slug}\n# python: {python}\n# definition: {fingerprint(definition)}\n"
     return Lock(f"{head}# renew: repro stack lock {slug}\n{body}", python, env)
 
 
 def _compile(
-    subject: str,
-    pins: list[str],
-    constraints: list[str],
-    python: str,
-    env: Mapping[str, str],
-    prefer: Mapping[str, str] | None,
-    *options: str,
-) -> str:
+    subject: str, pins: list[str], constraints: list[str], python: str, env: Mapping[str, str],
+    prefer: Mapping[str, str], *options: str,
+) -> str:  # fmt: skip
     if not pins:
         return ""
     with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
         source, limits, out = (Path(folder, name) for name in ("in.txt", "constraints.txt", "out.txt"))
         source.write_text("\n".join(pins) + "\n", encoding="utf-8")
         limits.write_text("\n".join(constraints) + "\n", encoding="utf-8")
-        if prefer:  # uv keeps the versions of an existing output file where it can
-            out.write_text("".join(f"{name}=={version}\n" for name, version in prefer.items()), encoding="utf-8")
+        # uv keeps the versions of an existing output file where it can.
+        out.write_text("".join(f"{name}=={version}\n" for name, version in prefer.items()), encoding="utf-8")
         run_uv(subject, [*_COMPILE, python, str(source), "-c", str(limits), "-o", str(out), *options], env=env)
         return out.read_text(encoding="utf-8")
 
@@ -220,9 +185,7 @@ def committed(definition: Definition, path: Path) -> Lock:
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, text)
 
 
 def _cached(kind: str, *parts: str) -> Path:
@@ -236,64 +199,58 @@ def lock_file(path: Path, renew: bool = False) -> Lock:
     What the file contains about indexes is kept. The lock is made anew when the file, or a file that it includes,
     changes.
     """
-    return read(path_of_file_lock(path, renew))
+    cached = file_lock_path(path)
+    if renew or not cached.exists():
+        write(cached, _resolve_file(path))
+    return read(cached)
 
 
-def path_of_file_lock(path: Path, renew: bool = False) -> Path:
-    """Return where the lock of a user's file is, made if it has to be. Raises StackError."""
-    text = _with_includes(path)
-    cached = _cached("file", str(path.parent), text)
-    if cached.exists() and not renew:
-        return cached
-    subject, python = f"stack {path}", _header(text, "python") or DEFAULT_PYTHON
+def file_lock_path(path: Path) -> Path:
+    """Return where the lock of a user's file is in the cache."""
+    texts: dict[Path, str] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        texts[file] = _read_source(file)
+        included = (file.parent / name for name in _INCLUDE.findall(texts[file]) if "://" not in name)
+        waiting += [other for other in included if other not in texts]
+    return _cached("file", str(path.parent), *texts.values())
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StackError("usage", f"stack {path}: {reason}. Give a requirements file or a uv.lock.") from None
+
+
+def _resolve_file(path: Path) -> str:
+    subject, python = f"stack {path}", _header(_read_source(path), "python") or DEFAULT_PYTHON
     if path.name == "uv.lock":
         body = run_uv(subject, [*_EXPORT, str(path.parent)])
     else:
-        with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
-            out = Path(folder, "out.txt")
-            options = ["-o", str(out), "--emit-index-url", "--emit-find-links"]
-            run_uv(subject, [*_COMPILE, python, str(path), *options], cwd=path.parent)
-            body = out.read_text(encoding="utf-8")
-    lock = Lock(f"# python: {python}\n{body}", python, {})
-    if not lock.pins:
+        options = ["--emit-index-url", "--emit-find-links"]
+        body = run_uv(subject, [*_COMPILE, python, str(path), *options], cwd=path.parent)
+    if not _PIN.search(body):
         raise StackError("usage", f"{subject}: it names no package")
-    write(cached, lock.text)
-    return cached
+    return f"# python: {python}\n{body}"
 
 
-def _with_includes(path: Path, above: frozenset[Path] = frozenset()) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        beside = [item.name for item in path.parent.glob("*") if item.suffix in (".txt", ".lock")]
-        hint = nearest(path.name, beside) if beside else ""
-        raise StackError("usage", f"stack {path}: there is no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "that is a folder" if path.is_dir() else str(error)
-        raise StackError("usage", f"stack {path}: {reason}; a requirements file or a uv.lock is needed") from None
-    others = [path.parent / name for name in _INCLUDE.findall(text) if "://" not in name]
-    return text + "".join(_with_includes(other, above | {path}) for other in others if other not in above | {path})
+def floating_path(definition: Definition) -> Path:
+    return _cached(definition.slug, fingerprint(definition), str(index_env(definition)))
 
 
-def lock_floating(definition: Definition) -> Lock:
+def lock_floating(definition: Definition, renew: bool = False) -> Lock:
     """Resolve a floating stack once a day; when the index cannot be reached, return the last lock."""
-    cached = _floating_path(definition)
-    if not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
+    cached = floating_path(definition)
+    if renew or not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
         try:
-            renew_floating(definition)
+            write(cached, resolve_definition(definition).text)
         except StackError as error:
-            if error.kind != "index" or not cached.exists():
+            if renew or not error.infra_error or not cached.exists():
                 raise
     return read(cached, index_env(definition))
-
-
-def renew_floating(definition: Definition) -> Path:
-    write(_floating_path(definition), resolve_definition(definition).text)
-    return _floating_path(definition)
-
-
-def _floating_path(definition: Definition) -> Path:
-    return _cached(definition.slug, fingerprint(definition), str(index_env(definition)))
 
 
 def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base: Lock) -> Lock:
@@ -307,6 +264,6 @@ def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base
 
 def lock_file_with_swaps(path: Path, lock: Lock, swaps: tuple[Requirement, ...]) -> Lock:
     """Do the same for a user's file. What torch brought with it goes with it; the rest stays where it can."""
-    replaced_names = {canonical(swap.name) for swap in swaps}
-    names = [name for name in lock.pins if name not in replaced_names and not HEAVY.match(name)]
-    return lock_with_swaps(Definition(slug=path.name, title=str(path), python=lock.python, pins=names), swaps, lock)
+    names = {canonical(swap.name) for swap in swaps}
+    pins = [name for name in lock.pins if name not in names and not HEAVY.match(name)]
+    return lock_with_swaps(Definition(slug=path.name, title=str(path), python=lock.python, pins=pins), swaps, lock)

@@ -1,14 +1,20 @@
-"""What a stack is, what can be written after ``stack=``, and what can be wrong with it.
+"""What a stack is, what can be written after ``stack=``, and existing environments.
 
 current                                   the project's own environment
 python:/path/to/python                    an existing environment
 torch2.2-tf4.39                           conf/stack/torch2.2-tf4.39.yaml with its lock
 path/to/requirements.txt, path/uv.lock    the user's own file
 BASE+transformers==4.40.0[+NAME==VERSION] one of these with some packages replaced (NAME@VERSION is the same)
+
+An environment may differ from what its installer put there: a developer who debugs a library edits its files and
+forgets it. Files are compared with what installers record (RECORD: path, hash, size; PyPA's specification of recorded
+projects); ``direct_url.json`` names a package that is no release. A changed environment is a stack of its own.
 """
 
 from __future__ import annotations
 
+import base64
+import csv
 import functools
 import hashlib
 import importlib.metadata
@@ -16,16 +22,16 @@ import json
 import os
 import re
 import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from repro_matrix import paths
 from repro_matrix.config import catalog, project
 from repro_matrix.config.axes import Stack as Definition
-from repro_matrix.config.vocabulary import RELEVANT
+from repro_matrix.config.vocabulary import RELEVANT, TRAINERS, UPSTREAM
 from repro_matrix.errors import ConfigError, Options, ReproError, nearest
 
 if TYPE_CHECKING:
@@ -33,48 +39,41 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "usage",  # the specification is wrong: no such stack, no such file
-    "version",  # no such package or version
-    "wheel",  # the release exists, but has nothing for this Python or machine
-    "conflict",  # the requirements contradict each other
     "python",  # no such interpreter, or it does not run
-    "index",  # the index cannot be reached
-    "disk",  # the disk is full
-    "hash",  # the index offers other files than the locked ones
-    "build",  # any other error of the installer
+    "unavailable",  # these versions cannot be installed here, now or later: a search skips them
+    "infra",  # the index cannot be reached, the disk is full: it may work later
 ]
 
 # torch and the libraries that it brings: another torch needs an environment of its own, never an overlay.
 HEAVY = re.compile(r"^(torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|jax|jaxlib)$")
 NOT_OF_TORCH = {"jax", "jaxlib"}  # of these, the packages that no build of torch depends on
+COMPARED = sorted({*UPSTREAM, *TRAINERS})  # packages whose files are compared with their RECORD
+COMPILED_OR_SOURCE = (".py", ".so", ".pyd")
 
 # A '+' that begins a replacement, and not one inside a version (2.13.0+cpu) or an address (git+file:).
 _PLUS = re.compile(r"\+(?=[A-Za-z][\w.-]*\s*(?:\[[^\]]*\])?\s*(?:==|@))")
+_AT_VERSION = re.compile(r"^([A-Za-z][\w.-]*(?:\[[^\]]*\])?)\s*@\s*(?=\d)")
 _FILES = (".txt", ".lock", ".in", ".toml")
 
-# Run by the stack's own interpreter; standard library only, Python 3.8 and later.
-_LIST_PACKAGES = """
-import importlib.metadata as m, json, sys
+# Run by the stack's own interpreter; standard library only, Python 3.8 and later. Its folders: without its own library.
+_INSPECT = """
+import importlib.metadata as m, json, sys, sysconfig
+library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+library |= {folder + "/lib-dynload" for folder in library}
 packages = [[d.metadata["Name"], d.version] for d in m.distributions()]
-print(json.dumps([".".join(map(str, sys.version_info[:3])), packages]))
+version = ".".join(map(str, sys.version_info[:3]))
+print(json.dumps([version, packages, [path for path in sys.path if path and path not in library]]))
 """
 
 
 class StackError(ReproError):
-    """A stack cannot be used. ``kind``: an ``unavailable`` one makes a probe Unknown, an ``infra`` one may pass."""
+    """A stack cannot be used."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
         self.kind: Kind = kind
+        self.infra_error = kind == "infra"
         self.exit_code = 3 if self.infra_error else 2
-
-    @property
-    def infra_error(self) -> bool:
-        return self.kind in ("index", "disk")
-
-    @property
-    def unavailable(self) -> bool:
-        """This set of versions cannot be installed here, now or later: a search skips it."""
-        return self.kind in ("version", "wheel", "conflict", "build", "hash")
 
 
 def short_hash(*parts: str) -> str:
@@ -103,7 +102,7 @@ class Stack:
     missing: Mapping[str, str] = field(default_factory=dict, hash=False)
     # what its torch reports about this machine's GPUs (environment/probe.py); {} where it was not asked
     probe: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    changed: tuple[str, ...] = ()  # files that differ from what was installed (integrity.py)
+    changed: tuple[str, ...] = ()  # files that differ from what was installed
     content: str = ""  # ``key`` without the location, for the project's own environment: equal in every checkout
 
     @property
@@ -130,49 +129,6 @@ class Stack:
         return out
 
 
-@functools.lru_cache(maxsize=64)
-def installed_versions(python: str) -> dict[str, str]:
-    """Return the versions of the packages that an interpreter sees, "python" among them. Raises StackError."""
-    if python == sys.executable:
-        # What the user's PYTHONPATH adds to this process is not there in a rank.
-        added = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
-        path = [entry for entry in sys.path if os.path.abspath(entry) not in added]
-        version = ".".join(map(str, sys.version_info[:3]))
-        packages = [(one.metadata["Name"], one.version) for one in importlib.metadata.distributions(path=path)]
-    else:
-        version, packages = json.loads(run_python(python, _LIST_PACKAGES).splitlines()[-1])
-    versions: dict[str, str] = {}
-    for name, release in packages:
-        if name:
-            versions.setdefault(canonical(name), release)
-    return {"python": version, **dict(sorted(versions.items()))}
-
-
-def run_python(python: str, code: str) -> str:
-    """Run ``code`` with an interpreter, without the controller's PYTHON* variables; return its output."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, env=env)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StackError("python", f"the interpreter {python} does not run: {error}") from None
-    if done.returncode:
-        raise StackError("python", f"the interpreter {python} does not run: {done.stderr.strip()[-500:]}")
-    return done.stdout
-
-
-def existing(name: str, python: str) -> Stack:
-    """Return an existing environment as a stack. Raises StackError."""
-    path = os.path.abspath(os.path.expanduser(python))  # not resolved: a venv's python is a link, and the link matters
-    if os.path.isdir(path):
-        path = os.path.join(path, "bin", "python")
-    if not os.path.exists(path):
-        raise StackError("python", f"stack={name}: there is no interpreter at {path}")
-    versions = installed_versions(path)
-    shown = {package: versions[package] for package in RELEVANT if package in versions}  # not ruff, pip, uv ...
-    content = short_hash("current", json.dumps(shown)) if name == "current" else ""
-    return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content)
-
-
 def differences(good: Mapping[str, str], bad: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the packages whose versions differ ("" where one is missing), to search for the culprit among them.
 
@@ -183,6 +139,9 @@ def differences(good: Mapping[str, str], bad: Mapping[str, str]) -> dict[str, tu
         for name in sorted({*good, *bad} - {"python"})
         if good.get(name) != bad.get(name) and (name == "torch" or not HEAVY.match(name))
     }
+
+
+# -- what can be written after stack=
 
 
 @dataclass(frozen=True)
@@ -211,22 +170,19 @@ def parse(text: str) -> Spec:
     from packaging.requirements import InvalidRequirement, Requirement  # takes 20 ms
 
     base, *rest = _PLUS.split(text.strip())
-    swaps = []
+    swaps: dict[str, Requirement] = {}
     for part in rest:
-        requirement = re.sub(r"^([A-Za-z][\w.-]*(?:\[[^\]]*\])?)\s*@\s*(?=\d)", r"\1==", part.strip())
         try:
-            swap = Requirement(requirement)
+            swap = Requirement(_AT_VERSION.sub(r"\1==", part.strip()))
         except InvalidRequirement as error:
             raise StackError("usage", f"stack={text}: {part!r} is not NAME@VERSION: {error}") from None
         if not swap.url and [item.operator for item in swap.specifier] != ["=="]:
             raise StackError("usage", f"stack={text}: {part!r}: a replaced package needs one release (NAME@VERSION)")
-        swaps.append(swap)
+        if swaps.setdefault(canonical(swap.name), swap) is not swap:
+            raise StackError("usage", f"stack={text}: {swap.name} is replaced twice")
     if not base:
         raise StackError("usage", f"stack={text}: no base stack before '+'")
-    names = [canonical(swap.name) for swap in swaps]
-    if len(set(names)) != len(names):
-        raise StackError("usage", f"stack={text}: a package is replaced twice")
-    return Spec(text.strip(), base, tuple(sorted(swaps, key=lambda swap: canonical(swap.name))))
+    return Spec(text.strip(), base, tuple(swap for _, swap in sorted(swaps.items())))
 
 
 def definitions(conf: Path | None = None) -> Options[Definition]:
@@ -245,13 +201,8 @@ def definitions(conf: Path | None = None) -> Options[Definition]:
 def find_definition(name: str, conf: Path | None = None) -> Definition:
     """Return a stack of conf/stack by its name. Raises StackError."""
     known = definitions(conf)
-    base, plus, rest = name.partition("+")
-    if plus and base in known:
-        raise StackError("usage", f"stack={name}: {rest!r} is not NAME@VERSION, such as transformers@4.40.0")
-    if name not in known and name in known.left_out:
-        raise StackError("usage", str(known.left_out[name]))
     if name not in known:
-        raise StackError("usage", f"no stack named {name!r}{nearest(name, known)}")
+        raise StackError("usage", str(known.left_out.get(name) or f"no stack named {name!r}{nearest(name, known)}"))
     return known[name]
 
 
@@ -272,3 +223,144 @@ def replaced(definition: Definition, swaps: tuple[Requirement, ...]) -> Definiti
 
     no_deps, pins = swap_in(definition.no_deps), swap_in(definition.pins)
     return definition.model_copy(update={"pins": [*pins, *wanted.values()], "no_deps": no_deps})
+
+
+# -- existing environments
+
+
+@functools.lru_cache(maxsize=64)
+def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
+    """Return the packages that an interpreter has (name -> version, "python" among them) and the folders they are in.
+
+    It runs without the controller's PYTHON* variables: what the user's PYTHONPATH adds is not there in a rank. Raises
+    StackError.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    try:
+        done = subprocess.run([python, "-c", _INSPECT], capture_output=True, text=True, timeout=120, env=env)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StackError("python", f"the interpreter {python} does not run: {error}") from None
+    if done.returncode:
+        raise StackError("python", f"the interpreter {python} does not run: {done.stderr.strip()[-500:]}")
+    version, packages, folders = json.loads(done.stdout.splitlines()[-1])
+    versions: dict[str, str] = {}
+    for name, release in packages:
+        if name:
+            versions.setdefault(canonical(name), release)  # the first folder wins
+    return {"python": version, **dict(sorted(versions.items()))}, tuple(Path(path) for path in dict.fromkeys(folders))
+
+
+def existing(name: str, python: str) -> Stack:
+    """Return an existing environment as a stack. Raises StackError."""
+    path = os.path.abspath(os.path.expanduser(python))  # not resolved: a venv's python is a link, and the link matters
+    if os.path.isdir(path):
+        path = os.path.join(path, "bin", "python")
+    versions, _ = inspect_python(path)
+    shown = {package: versions[package] for package in RELEVANT if package in versions}  # not ruff, pip, uv ...
+    content = short_hash("current", json.dumps(shown)) if name == "current" else ""
+    return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content)
+
+
+class Change(NamedTuple):
+    """A file, or a whole package, that is not as its release was installed."""
+
+    package: str
+    note: str
+    digest: str  # of its current content
+
+
+def describe_changes(stack: Stack) -> str:
+    """Return a sentence about the first change of a stack; "" where there is none."""
+    more = f" (and {len(stack.changed) - 1} more)" if len(stack.changed) > 1 else ""
+    intro = f"stack {stack.name} is not as its packages were installed"
+    return f"{intro}: {stack.changed[0]}{more}" if stack.changed else ""
+
+
+def with_changes(stack: Stack) -> Stack:
+    """Return the stack; where its environment was changed, with another key: earlier results are not of this one."""
+    overlays = [change for folder in stack.path for change in _changes_in(Path(folder))]
+    base = [change for change in changes(stack.python) if change.package not in stack.moved]  # else an overlay hides it
+    if not (everything := [*overlays, *base]):
+        return stack
+    digest = short_hash(*(f"{change.note} {change.digest}" for change in everything))
+    content = short_hash(stack.content, digest) if stack.content else ""
+    notes = tuple(change.note for change in everything)
+    key = short_hash(stack.key, digest)
+    return replace(stack, key=key, content=content, compiled=stack.compiled or stack.key, changed=notes)
+
+
+@functools.lru_cache(maxsize=64)
+def changes(python: str) -> tuple[Change, ...]:
+    """Return what was changed in an interpreter's environment after it was installed."""
+    return tuple(change for folder in inspect_python(python)[1] for change in _changes_in(folder))
+
+
+def _changes_in(folder: Path) -> Iterator[Change]:
+    for name in COMPARED:
+        for package in importlib.metadata.distributions(name=name, path=[str(folder)]):
+            yield from _edited_files(package, name, folder)
+            yield from _not_released(package, name)
+
+
+def _edited_files(package: importlib.metadata.Distribution, name: str, folder: Path) -> Iterator[Change]:
+    """RECORD is written last: a source that is older, and as long as RECORD says, is not read (6,000 files would cost
+    a second); of libraries only the size is compared. (``Distribution.files`` takes a second for 60,000 lines.)"""
+    rows = [row for row in csv.reader((package.read_text("RECORD") or "").splitlines()) if len(row) == 3]
+    record = next((folder / path for path, *_ in rows if path.endswith(".dist-info/RECORD")), folder)
+    written = record.stat().st_mtime if record.is_file() else 0.0
+    for path, recorded, size in rows:
+        file = folder / path
+        if recorded and path.endswith(COMPILED_OR_SOURCE) and not _as_recorded(file, recorded, size, written):
+            note = f"{path} is not as {name} {package.version} was installed"
+            yield Change(name, note, _hash(file, "sha256"))
+
+
+def _as_recorded(path: Path, recorded: str, size: str, written: float) -> bool:
+    try:
+        info = path.stat()
+    except OSError:
+        return False
+    same_size = not size.isdigit() or info.st_size == int(size)
+    if path.suffix != ".py" or (same_size and info.st_mtime <= written):
+        return same_size
+    kind, _, value = recorded.partition("=")
+    return _hash(path, kind) == value
+
+
+def _hash(path: Path, kind: str) -> str:
+    """Return the hash as RECORD writes it; "" where the file cannot be read."""
+    try:
+        return base64.urlsafe_b64encode(hashlib.new(kind, path.read_bytes()).digest()).rstrip(b"=").decode()
+    except (OSError, ValueError):
+        return ""
+
+
+def _not_released(package: importlib.metadata.Distribution, name: str) -> Iterator[Change]:
+    try:
+        origin = json.loads(package.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return
+    for kind, source in (("dir_info", "a folder"), ("vcs_info", "a repository")):
+        if kind in origin:
+            note = f"{name} {package.version} was installed from {source} ({origin.get('url')}), and is no release"
+            tree = Path(unquote(urlsplit(str(origin.get("url"))).path))
+            yield Change(name, note, _hash_tree(tree) if kind == "dir_info" else str(origin))
+
+
+def _hash_tree(tree: Path) -> str:
+    """Hash which sources an editable install has, their sizes and times: RECORD does not list them."""
+    files = sorted(path for path in tree.rglob("*") if path.suffix in COMPILED_OR_SOURCE and path.is_file())
+    return short_hash(*(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files))
+
+
+def shadowed(stack: Stack, search: str) -> list[Change]:
+    """Return the packages of the stack that ``search``, the shell's PYTHONPATH, replaces in a user's own script."""
+    folders = [Path(each or ".").resolve() for each in search.split(os.pathsep)] if search else []
+    hidden = []
+    for name in COMPARED:
+        files = (path for folder in folders for path in (folder / name / "__init__.py", folder / f"{name}.py"))
+        path = next((path for path in files if path.is_file()), None)
+        if path and name in stack.versions and name not in stack.moved:
+            digest = _hash_tree(path.parent) if path.name == "__init__.py" else _hash(path, "sha256")
+            hidden.append(Change(name, f"{name} is {path} (the shell's PYTHONPATH), not the stack's", digest))
+    return hidden
