@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from repro_matrix.config import catalog
 from repro_matrix.environment.stacks import Stack, resolve
 from repro_matrix.launch import extensions
@@ -112,7 +113,8 @@ def compare(stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: in
             if index * cold_runs // forked_runs == len(cold) and len(cold) < cold_runs:
                 cold.append(measure(torchrun, attempt(stack, kind, ranks, folder, f"c{index}")))
             forked.append(measure(forkserver, attempt(stack, kind, ranks, folder, f"w{index}")))
-        server_cpu = forkserver.servers_cpu_s
+        times = [psutil.Process(server.pid).cpu_times() for server in forkserver._servers.values()]
+        server_cpu = sum(each.user + each.system for each in times)
     finally:
         forkserver.close()
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from repro_matrix.environment.stacks import resolve
 from repro_matrix.launch import extensions
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher
-from repro_matrix.launch.attempt_logs import read_launch
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.launch.processes import with_token
 from repro_matrix.paths import REPROS

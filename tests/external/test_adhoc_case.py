@@ -29,9 +29,8 @@ from repro_matrix.external.adhoc_case import (
 )
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.outcome import Outcome
-from repro_matrix.launch.attempt import UserCommand
-from repro_matrix.launch.attempt_logs import CUT
-from repro_matrix.launch.command import metric_in, printed, tracebacks
+from repro_matrix.launch.attempt import CUT, UserCommand
+from repro_matrix.launch.torchrun import metric_in, printed, tracebacks
 from script_observations import FAILED, FINE, UPSTREAM, WHERE, of_attempt, raised, rank, seen
 
 ANY = Failure()

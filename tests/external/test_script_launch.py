@@ -160,7 +160,7 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
 
 def test_a_log_without_end_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut while it runs; what was asked for stands at its end."""
-    monkeypatch.setattr("repro_matrix.launch.attempt_logs.cut.__defaults__", (1 << 20,))
+    monkeypatch.setattr("repro_matrix.launch.attempt.cut.__defaults__", (1 << 20,))
     found = bench.plain(
         """
         import os, time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 from repro_matrix.grading.hangs import last_two, rank_progress
-from repro_matrix.launch import attempt_logs, observe, open_launcher, processes, sampling, torchrun, watch
-from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, remove_files, tmp_of
-from repro_matrix.launch.command_line import torchrun_line
+from repro_matrix.launch import attempt as attempt_module
+from repro_matrix.launch import observe, open_launcher, processes, sampling, torchrun, watch
+from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, remove_files, tmp_of, torchrun_line
 from repro_matrix.launch.watch import Watched
 
 
@@ -235,12 +236,12 @@ def test_damaged_files_never_raise(data: bytes) -> None:
     path = Path(f"/dev/shm/repro_record_{os.getpid()}")
     try:
         path.write_bytes(data)
-        record, _ = attempt_logs.read_record(path)
+        record, _ = observe.read_record(path)
         assert record is None or "done" in record
-        text = attempt_logs.tail(path)
+        text = observe.tail(path)
         text.encode("utf-8")
         assert not any(ord(char) < 32 and char not in "\n\t" for char in text)
-        assert attempt_logs.read_launch(path)["ranks"] == []
+        assert attempt_module.read_launch(path)["ranks"] == []
     finally:
         path.unlink(missing_ok=True)
 
@@ -252,7 +253,7 @@ def test_tail_reads_only_the_end_of_a_huge_log(tmp_path: Path) -> None:
         out.seek(0, 2)
         out.write(b"\n" + b"".join(b"line %d\n" % n for n in range(1000)))
     before = psutil.Process().io_counters().read_chars
-    lines = attempt_logs.tail(path).split("\n")
+    lines = observe.tail(path).split("\n")
     assert psutil.Process().io_counters().read_chars - before < 1 << 20
     assert len(lines) == 60 and lines[-1] == "line 999"
 
@@ -261,12 +262,12 @@ def test_cut_log_keeps_its_tail(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(log, b"x" * (2 << 20) + b"\nlast")
-    attempt_logs.cut(path, 4 << 20)
+    attempt_module.cut(path, 4 << 20)
     assert path.stat().st_size > 2 << 20
-    attempt_logs.cut(path, 1 << 20)
+    attempt_module.cut(path, 1 << 20)
     os.write(log, b" and more")
     os.close(log)
-    assert path.stat().st_size < 128 << 10 and attempt_logs.tail(path).endswith("\nlast and more")
+    assert path.stat().st_size < 128 << 10 and observe.tail(path).endswith("\nlast and more")
 
 
 def test_tree_excludes_dead_processes() -> None:
@@ -291,12 +292,10 @@ def test_start_is_repeated_after_esrch(
         return real(*args, **named)
 
     monkeypatch.setattr("repro_matrix.launch.torchrun.subprocess.Popen", popen)
-    with open(tmp_path / "log", "ab") as log:
-        if starts:
-            assert torchrun._start([sys.executable, "-c", "pass"], {}, tmp_path, log).wait() == 0
-        else:
-            with pytest.raises(ProcessLookupError):
-                torchrun._start([sys.executable, "-c", "pass"], {}, tmp_path, log)
+    attempt = attempt_of(tmp_path / "a", "nothing")
+    prepare(attempt)
+    with contextlib.nullcontext() if starts else pytest.raises(ProcessLookupError):
+        assert torchrun._start([sys.executable, "-c", "pass"], {}, attempt).wait() == 0
 
 
 # --- samples at the deadline

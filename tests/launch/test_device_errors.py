@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from repro_matrix.launch.device_errors import classify_device_error
+from repro_matrix.launch.observe import classify_device_error
 
 INIT, BODY = "init_process_group", "body"
 SET, LAZY, TRAIN = ("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.nn.modules.linear", "forward")

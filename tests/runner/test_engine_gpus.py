@@ -15,7 +15,7 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.launch.device_errors import EITHER, classify_device_error
+from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.retry import plan_retry, resolve_repeated_error, with_gpu_failure

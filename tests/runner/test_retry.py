@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from observations import case, document, failed, observation, ok
-from repro_matrix.launch.device_errors import EITHER
+from repro_matrix.launch.observe import EITHER
 from repro_matrix.results import document as documents
 from repro_matrix.runner.retry import (
     GPU_FAILURE,

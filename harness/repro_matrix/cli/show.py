@@ -12,7 +12,7 @@ from repro_matrix.config.selection import expand
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.comparability import depends_on_capabilities
 from repro_matrix.grading.expectations import expected
-from repro_matrix.launch.command_line import torchrun_line
+from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped

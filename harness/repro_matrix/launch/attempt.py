@@ -1,11 +1,10 @@
-"""One attempt: what is launched, with which files, environment and time limits. Every launcher uses it.
+"""One attempt: what is launched, with which files, environment, time limits and command. Every launcher uses it.
 
 The files of an attempt (all under ``Attempt.directory``):
 
     settings.json        the settings of the script (``--settings``)
     spec.json            the input of a worker inside the stack (``Attempt.spec``)
-    launch.json          that worker's answer: {"ranks": [{"rank", "pid", "exit_code", "signal", "terminated_by"}],
-                         "error": null | {"kind", "message"}}; written when all ranks run, and again at the end
+    launch.json          that worker's answer, written when all ranks run, and again at the end: worker/elastic.py
     records/rank-N.json  repro_kit/record.py         records/stacks-N.txt  kit's faulthandler
     records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: the state of a running rank
     logs/rank-N.log      all output of a rank  logs/launcher.log     all output of the worker
@@ -17,14 +16,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
+from repro_matrix.config import project
 from repro_matrix.config.env_allowlist import inherited
 from repro_matrix.environment.gpus import RUN_TOKEN
 
@@ -34,6 +38,9 @@ ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an att
 PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
 
 _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
+MAX_LOG = 64 << 20  # bytes; a rank that prints without limit must not fill the disk
+KEPT_TAIL = 64 << 10
+CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
 STARTING = frozenset({"start", "init_process_group"})  # phases of a rank (repros/repro_kit/run.py) before its work
 
 
@@ -257,8 +264,11 @@ def environment(attempt: Attempt) -> dict[str, str]:
     return {**stack_environment(attempt), **private_environment(attempt)}
 
 
-def prepare(attempt: Attempt) -> None:
-    """Create the attempt's files. Remove an older folder of the same id first: no stale record may be read."""
+def prepare(attempt: Attempt, spec: Json | None = None) -> None:
+    """Create the attempt's files; ``spec``: the worker's input, where it is not the attempt's own.
+
+    An older folder of the same id is removed first: no stale record may be read.
+    """
     remove(attempt.directory)
     for folder in (attempt.records, attempt.logs, attempt.work, attempt.tmp, attempt.cache):
         folder.mkdir(parents=True, mode=0o700)
@@ -267,7 +277,7 @@ def prepare(attempt: Attempt) -> None:
     if attempt.keep:
         (attempt.directory / "keep").touch()
     attempt.settings_file.write_text(json.dumps(attempt.full_settings(), indent=1), encoding="utf-8")
-    attempt.spec_file.write_text(json.dumps(attempt.spec(), indent=1), encoding="utf-8")
+    attempt.spec_file.write_text(json.dumps(spec or attempt.spec(), indent=1), encoding="utf-8")
 
 
 def remove_files(attempt: Attempt) -> None:
@@ -285,10 +295,79 @@ def clear_directory(directory: Path) -> None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process ended, as the end of a sentence. None: it did not answer."""
+    """Return how a process ended, as the end of a sentence. None: unknown."""
     if code is not None and code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"was killed by signal {-code}"
-    return "did not answer" if code is None else f"ended with exit code {code}"
+    return "ended" if code is None else f"ended with exit code {code}"
+
+
+def cut(path: Path, limit: int = MAX_LOG) -> None:
+    """Cut a log that has grown too long down to its tail. The ranks append, so that they go on at its new end."""
+    try:
+        if path.stat().st_size > limit:
+            with open(path, "rb") as log:
+                log.seek(-KEPT_TAIL, os.SEEK_END)
+                end = log.read()
+            os.truncate(path, 0)
+            with open(path, "ab") as log:
+                log.write(CUT + end)
+    except OSError:
+        pass
+
+
+def read_launch(path: Path) -> dict[str, Any]:
+    """Return launch.json, or an empty answer where it is missing or damaged."""
+    try:
+        answer = json.loads(path.read_text(encoding="utf-8"))
+        answer["ranks"] = [entry for entry in answer["ranks"] if isinstance(entry["rank"], int)]
+        return dict(answer)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {"ranks": []}
+
+
+def torchrun_line(attempt: Attempt) -> str:
+    """Return the exact command, to be run from the root of the checkout or of the user's own repository."""
+    if attempt.by_hand is not None:
+        return attempt.by_hand
+    settings, script = attempt.settings, attempt.script
+    env = dict(attempt.env)
+    if attempt.kit is not None:
+        env["PYTHONPATH"] = private_environment(attempt)["PYTHONPATH"]
+    prefix = ["env", *(_assignment(name, value) for name, value in sorted(env.items()))] if env else []
+    same = os.path.abspath(attempt.python) == os.path.abspath(sys.executable)
+    words = ["torchrun"] if same else [attempt.python, "-m", "torch.distributed.run"]
+    words += ["--standalone", "--nproc-per-node", str(attempt.world_size), _from_root(script)]
+    names = {
+        "case": settings["case"], "model": settings["model"]["slug"], "strategy": settings["strategy"]["slug"],
+        **{group: _from_root(file) for group, file in attempt.files.items()},
+    }  # fmt: skip
+    if "case" in attempt.files or script.stem != settings["case"].replace("-", "_"):  # several cases share the script
+        words += ["--case", names["case"]]
+    words += ["--variant", settings["variant"], "--model", names["model"], "--strategy", names["strategy"]]
+    for name, default in (("scale", "tiny"), ("weights", "random")):
+        value = settings["model"].get(name, default)
+        words += [f"--{name}", value] if value != default else []
+    default_tp = attempt.world_size if settings["strategy"]["slug"] == "tp" else 1
+    words += ["--tp-size", str(settings["tp_size"])] if settings["tp_size"] != default_tp else []
+    words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
+    for name, value in settings["flags"].items():
+        # The script reads the value as YAML: write a plain string as it is, anything else as JSON.
+        plain = isinstance(value, str) and yaml.safe_load(value) == value
+        words += ["--flag", f"{name}={value if plain else json.dumps(value)}"]
+    return " ".join([*prefix, shlex.join(words)])
+
+
+def _assignment(name: str, value: str) -> str:
+    """Return a variable for the shell. Of PATH only the stack's own folder is written out: the reader's own follow."""
+    first, _, rest = value.partition(os.pathsep)
+    if name == "PATH" and rest and rest == os.environ.get("PATH"):
+        return f'PATH={shlex.quote(first)}{os.pathsep}"$PATH"'
+    return f"{name}={shlex.quote(value)}"
+
+
+def _from_root(file: Path) -> str:
+    root = project.current().folder
+    return str(file.relative_to(root) if file.is_relative_to(root) else file)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -23,85 +23,31 @@ from repro_matrix.environment.stacks.spec import Stack
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 LIMIT_S = 600
-# Other processes in such a folder (a shell) are not touched. Linux cuts names after 15 characters.
-_COMPILER = re.compile(r"ninja|cc1plus|.*c\+\+.*|.*g\+\+.*|.*gcc.*|clang.*|collect2|ld(\..+)?|as|nvcc|cicc|ptxas")
-
 CHECK_S = 1.0  # a holder closes the file just before it removes it: only a file that is closed twice is stale
 
-Identity = tuple[int, int, int]
+File = tuple[Path, int, int]  # path, inode and time of change: a later file of the same name is another one
 
 
-class StaleLocks:
-    """The lock files below a folder of extensions: a file that no process has open at two checks in a row is stale."""
+def remove_stale_locks(folder: Path, closed_before: set[File]) -> set[File]:
+    """Remove the lock files below ``folder`` that no process has open, now and at the last check, CHECK_S ago.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._free: set[Identity] = set()
-
-    def check(self) -> list[Path]:
-        """Remove the files that were free at the last check, too; return them. Checks are to be CHECK_S apart."""
-        paths = {identity: path for path in self.folder.glob("**/lock") if (identity := _identity(path))}
-        free = set(paths) - _open(set(paths)) if paths else set()
-        removed = []
-        for identity in free & self._free:
-            if _identity(paths[identity]) == identity:  # else another process has created a new one
-                paths[identity].unlink(missing_ok=True)
-                removed.append(paths[identity])
-        self._free = free
-        return removed
-
-    def clear(self) -> list[Path]:
-        """Do both checks at once."""
-        removed = self.check()
-        if self._free:
-            time.sleep(CHECK_S)
-            removed += self.check()
-        return removed
-
-
-def _identity(path: Path) -> Identity | None:
-    """Tell a file from a later one of the same name, which may have the same inode."""
-    try:
-        info = path.stat()
-    except OSError:
-        return None
-    return info.st_dev, info.st_ino, info.st_ctime_ns
-
-
-def _open(files: set[Identity]) -> set[Identity]:
-    """Return those of the files that some process has open."""
-    open_files = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            open_files |= files & {_identity(Path(fd.path)) for fd in os.scandir(f"/proc/{pid}/fd")}
-        except OSError:
-            continue  # ended meanwhile, or another user's
-    return open_files
-
-
-def clear(folder: Path) -> None:
-    """Remove what a killed compile left: the lock that torch would wait for, and compilers that still run.
-
-    (Ninja's own `.ninja_lock` locks nothing: it tells ninja the file system's time; ninja-build/ninja#2770.)
+    Return those that are closed now.
     """
-    import psutil  # only here: listing cells imports this module
-
-    StaleLocks(folder).clear()
-    orphans = [
-        process
-        for process in psutil.process_iter(["cwd", "name"])
-        if _COMPILER.fullmatch(process.info["name"] or "") and _orphan(process.info["cwd"] or "", folder)
-    ]
-    for process in orphans:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(orphans, timeout=10)
+    files = {(path, info.st_ino, info.st_ctime_ns) for path in folder.glob("**/lock") if (info := _stat(path))}
+    in_use = set()
+    for pid in filter(str.isdigit, os.listdir("/proc") if files else ()):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            in_use |= {os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")}
+    closed = {file for file in files if str(file[0].resolve()) not in in_use}
+    for path, *_ in closed & closed_before:
+        path.unlink(missing_ok=True)
+    return closed - closed_before
 
 
-def _orphan(cwd: str, folder: Path) -> bool:
-    """Return whether a process works on an extension without a lock: the process that started it is dead."""
-    inside = Path(cwd).is_relative_to(folder) and Path(cwd) != folder
-    return inside and not (folder / Path(cwd).relative_to(folder).parts[0] / "lock").exists()
+def _stat(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(OSError):
+        return path.stat()
+    return None
 
 
 def ready(stack: Stack) -> bool:
@@ -118,27 +64,36 @@ def prepare(stack: Stack, inherited: dict[str, str] | None = None) -> str | None
     if "deepspeed" not in stack.versions:
         return None
     folder = Path(stack.extensions_dir)
-    done = _done(stack)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".building"):
-        clear(folder)
-        if done.exists():
-            return None
-        base_env = building(inherited)
-        env = {**base_env, **stack.environment(base_env), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"OMP_NUM_THREADS": "1", "MAX_JOBS": env.get("MAX_JOBS") or "2"}
-        try:
-            built = subprocess.run(
-                [stack.python, "-c", _BUILD], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            clear(folder)  # only its Python was killed
-            return f"DeepSpeed's CPU op, which was not compiled within {LIMIT_S} s (the next run tries again)"
-        except OSError as error:
-            return f"DeepSpeed's CPU op cannot be compiled: {error}"
-        if built.returncode:
-            lines = [line for line in (built.stderr + built.stdout).splitlines() if line.strip()]
-            errors = [line for line in lines if "rror" in line]
-            return f"DeepSpeed's CPU op cannot be compiled (it needs a C++ compiler): {(errors or lines or ['?'])[-1]}"
-        done.touch()
-    return None
+        if closed := remove_stale_locks(folder, set()):  # of a compile that was killed
+            time.sleep(CHECK_S)
+            remove_stale_locks(folder, closed)
+        problem = None if ready(stack) else _compile(stack, folder, inherited)
+        if problem is None:
+            _done(stack).touch()
+    return problem
+
+
+def _compile(stack: Stack, folder: Path, inherited: dict[str, str] | None) -> str | None:
+    env = building(inherited)
+    env |= {**stack.environment(env), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env.setdefault("MAX_JOBS", "2")
+    try:
+        process = subprocess.Popen(
+            [stack.python, "-c", _BUILD], env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except OSError as error:
+        return f"DeepSpeed's CPU op cannot be compiled: {error}"
+    except BaseException as error:  # Ctrl-C, too
+        os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return f"DeepSpeed's CPU op was not compiled within {LIMIT_S} s. The next run tries again."
+    lines = [line for line in output.splitlines() if line.strip()]
+    error_lines = [line for line in lines if "rror" in line] or lines or ["?"]
+    failed = f"DeepSpeed's CPU op cannot be compiled (it needs a C++ compiler): {error_lines[-1]}"
+    return failed if process.returncode else None

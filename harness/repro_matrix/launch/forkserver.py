@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
 
-from repro_matrix.launch import observe
+from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import (
     ATTEMPT_TOKEN,
     Attempt,
@@ -29,7 +31,7 @@ from repro_matrix.launch.attempt import (
     private_environment,
     remove_files,
     stack_environment,
-)  # fmt: skip
+)
 from repro_matrix.launch.torchrun import TorchrunLauncher
 from repro_matrix.launch.watch import Watch
 
@@ -37,7 +39,6 @@ WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
 IMPORT_S = 300.0  # a stack on a slow disk takes long to import the first time; a hang there must not last for ever
 ANSWER_S = 60.0  # from the request to the fork
 END_S = 15.0
-MAX_GROWTH_MB = 256.0  # a server runs nothing itself: if it grows, something is wrong with it
 TOKEN_ROOM = 200  # bytes for an attempt's id: ranks overwrite the server's token in place
 
 MAX_IDLE = 10  # servers that stay although no attempt uses them: the next attempt of their kind costs no start
@@ -56,12 +57,10 @@ class ForkserverLauncher:
 
     def __init__(self) -> None:
         self._torchrun = TorchrunLauncher()
-        self._servers: dict[Key, Server] = {}
+        self._servers: dict[Key, Server] = {}  # the longest unused ones come first
         self._starting: dict[Key, threading.Lock] = {}
         self._refused: dict[Key, Refused] = {}
-        self._died: set[Key] = set()  # whose server died once before it was ready
         self._lock = threading.Lock()
-        self._ended_cpu_s = 0.0
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, or its port is taken, try it once more."""
@@ -86,33 +85,22 @@ class ForkserverLauncher:
         with self._lock:
             servers, self._servers = list(self._servers.values()), {}
         for server in servers:
-            self._end(server)
+            server.close()
         self._torchrun.close()
-
-    @property
-    def servers_cpu_s(self) -> float:
-        """CPU seconds of all servers so far (importing, serving), which no attempt's own figure includes."""
-        with self._lock:
-            return self._ended_cpu_s + sum(server.cpu_s for server in self._servers.values())
 
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         with self._server(attempt, stop) as server:
-            prepare(attempt)
-            request = server.run(attempt.id, spec_of(attempt), attempt.launch_file)
-            watch = Watch(attempt, root=request.pid, spare={server.pid} if server.pid else None)
-            result = watch.run(request.ended.wait, stop)
-            if not request.ended.wait(2.0):
-                server.end(attempt.id)
-                request.ended.wait(10.0)
-            result.cpu_s = round(max(result.cpu_s, request.cpu_s), 3)
-            observation = observe.observation(attempt, self.name, server.command, result, request.exit_code)
-            if request.problem and not result.interrupted:
-                observation["infra_error"] = request.problem
-            return observation
+            prepare(attempt, spec_of(attempt))
+            started = time.time()
+            with server.fork(attempt.spec_file) as forked:
+                if isinstance(forked, Supervisor):
+                    watched = Watch(attempt, root=forked.process).run(forked.wait, stop)
+                    return observe.observation(attempt, self.name, server.command, watched)
+                return observe.not_started(attempt, self.name, server.command, started, forked)
 
     @contextmanager
     def _server(self, attempt: Attempt, stop: threading.Event) -> Iterator[Server]:
-        """Yield a living server for the attempt; start one where there is none."""
+        """Yield a living server for the attempt; start one where there is none. Raises Refused."""
         env, folders = server_environment(attempt)
         key = (attempt.python, attempt.imports, tuple(sorted(env.items())), folders)
         with self._lock:
@@ -123,12 +111,8 @@ class ForkserverLauncher:
                 try:
                     server = Server(attempt.python, attempt.imports, env, attempt.directory.parent, folders, stop)
                 except Refused as refused:
-                    with self._lock:
-                        # A server that was killed during its start may succeed the next time, once.
-                        if refused.kind not in ("stopped", "died") or key in self._died:
-                            self._refused[key] = refused
-                        elif refused.kind == "died":
-                            self._died.add(key)
+                    if refused.kind != "stopped":
+                        self._refused[key] = refused
                     raise
                 with self._lock:
                     server.users += 1
@@ -139,37 +123,29 @@ class ForkserverLauncher:
             self._release(key, server)
 
     def _take(self, key: Key) -> Server | None:
+        if key in self._refused:
+            raise self._refused[key]
         with self._lock:
-            if key in self._refused:
-                raise self._refused[key]
             server = self._servers.pop(key, None)
-            if server is None:
-                return None
-            if not server.retired and server.alive:
-                server.users += 1
-                self._servers[key] = server  # last in the order: the longest unused ones come first
+            if server is None or server.usable:
+                if server is not None:
+                    server.users += 1
+                    self._servers[key] = server
                 return server
             idle = server.users == 0
         if idle:
-            self._end(server)  # else its last user ends it
+            server.close()  # else its last user closes it
         return None
 
     def _release(self, key: Key, server: Server) -> None:
-        ended = []
         with self._lock:
             server.users -= 1
-            if self._servers.get(key) is not server:  # it was replaced while this attempt still used it
-                ended += [server] if server.users == 0 else []
+            closed = [server] if server.users == 0 and self._servers.get(key) is not server else []  # it was replaced
             most = MAX_IDLE if psutil.virtual_memory().available > IDLE_FREE else 1
             idle = [name for name, other in self._servers.items() if other.users == 0]
-            ended += [self._servers.pop(name) for name in idle[: max(0, len(idle) - most)]]
-        for each in ended:
-            self._end(each)
-
-    def _end(self, server: Server) -> None:
-        server.close()
-        with self._lock:
-            self._ended_cpu_s += server.cpu_s
+            closed += [self._servers.pop(name) for name in idle[: max(0, len(idle) - most)]]
+        for each in closed:
+            each.close()
 
 
 def torchrun_reason(attempt: Attempt) -> str | None:
@@ -211,29 +187,31 @@ def spec_of(attempt: Attempt) -> Json:
 
 
 class Refused(Exception):
-    """The server did not start. ``kind``: import, thread, cuda, launch, died or stopped; ``module``: what it was
-    importing."""
+    """The server did not start. ``kind``: import, thread, cuda, launch, died or stopped."""
 
-    def __init__(self, kind: str, message: str, module: str = "") -> None:
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        self.module = module
 
 
-class Request:
-    """One attempt that the server was asked to run."""
+class Supervisor:
+    """The process, forked from a server, from which all of one attempt descends."""
 
-    def __init__(self) -> None:
-        self.started = threading.Event()
-        self.ended = threading.Event()  # also set when the server has ended
-        self.pid: int | None = None  # of the supervisor, from which all of the attempt descends
-        self.exit_code: int | None = None
-        self.cpu_s = 0.0
-        self.problem: Json | None = None  # {"kind", "message"}: why there is no attempt, or no end of it
+    def __init__(self, pid: int, life: int) -> None:
+        self.process = processes.process(pid)
+        self._life = life  # a pipe that it holds open
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether it has ended, after at most ``seconds``."""
+        if not wait([self._life], seconds):
+            return False
+        while self.process is not None and processes.alive(self.process):
+            time.sleep(0.001)  # it closes its files just before it ends
+        return True
 
 
 class Server:
-    """Thread-safe. A server may run several attempts at once."""
+    """A fork server (worker/fork_server.py). Thread-safe. It may run several attempts at once."""
 
     def __init__(
         self, python: str, imports: tuple[str, ...], env: dict[str, str], parent: Path,
@@ -247,145 +225,90 @@ class Server:
         parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="repro-forkserver-", dir=parent))
         self.command = [python, str(WORKER), *imports]
-        self.ready: Json = {}
-        self.attempts = 0
         self.users = 0  # attempts that hold it now; the launcher counts them
-        self.retired: str | None = None  # why it takes no more attempts
-        self.cpu_s = 0.0  # of the server itself: importing and serving
-        self._lock = threading.Lock()
-        self._up = threading.Event()
-        self._requests: dict[str, Request] = {}
+        self._answers = True
+        self._ready = False
         self._process: subprocess.Popen[bytes] | None = None
-        try:
-            self._start(env, folders)
-            self._await(stop or threading.Event())
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, env: dict[str, str], folders: tuple[str, ...]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {
             **env,
             **{name: str(self.folder / name.lower()) for name in folders},
             "TMPDIR": str(self.folder),
             ATTEMPT_TOKEN: "server".ljust(TOKEN_ROOM, "-"),
         }
-        with open(self.folder / "server.log", "ab") as log:
-            try:
+        try:
+            with theirs, open(self.folder / "server.log", "ab") as log:
                 self._process = subprocess.Popen(
-                    self.command, env=env, cwd=self.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                    self.command, env=env, cwd=self.folder, stdin=theirs.fileno(), stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
-            except OSError as error:
-                raise Refused("launch", f"{type(error).__name__}: {error}") from None
-        threading.Thread(target=self._listen, args=(self._process,), name="fork-server", daemon=True).start()
+            self._await(stop or threading.Event())
+        except OSError as error:
+            self.close()
+            raise Refused("launch", f"{type(error).__name__}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
 
     def _await(self, stop: threading.Event) -> None:
         limit = time.monotonic() + IMPORT_S
-        while not self._up.wait(0.1):
+        while not wait([self._socket], 0.1):
             if stop.is_set():
                 raise Refused("stopped", "the user stopped the run")
             if time.monotonic() > limit:
                 raise Refused("import", f"the fork server was not ready after {IMPORT_S:g} s")
-        if self.ready.get("event") != "ready":
-            message = self.ready.get("message") or self._describe_end()
-            raise Refused(self.ready.get("kind", "died"), message, self.ready.get("module", ""))
+        data = self._socket.recv(1 << 20)
+        if not data:
+            raise Refused("died", f"the fork server {self._describe_end()}")
+        answer = json.loads(data)
+        if not answer["ready"]:
+            raise Refused(answer["kind"], answer["message"])
+        self._ready = True
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+    def usable(self) -> bool:
+        """Return whether it can take another attempt."""
+        return self._answers and self._process is not None and self._process.poll() is None
 
-    def run(self, name: str, spec: Json, launch_file: Path) -> Request:
-        """Request an attempt; return when it was forked. ``Request.problem`` has the reason when it was not."""
-        request = Request()
-        with self._lock:
-            self._requests[name] = request
-            self.attempts += 1
-        self._send({"id": name, "spec": spec, "launch": str(launch_file)})
-        if not request.started.wait(ANSWER_S):
-            request.problem = {"kind": "launcher_died", "message": f"the fork server did not answer in {ANSWER_S:g} s"}
-            self.retired = self.retired or "it did not answer"
-            request.ended.set()
-        return request
-
-    def end(self, name: str) -> None:
-        """End an attempt; its launch.json then contains how its ranks ended."""
-        self._send({"end": name})
+    @contextmanager
+    def fork(self, spec_file: Path) -> Iterator[Supervisor | Json]:
+        """Start an attempt; yield its supervisor, or the reason ({"kind", "message"}) why there is none."""
+        life, theirs = os.pipe()
+        try:
+            try:
+                socket.send_fds(self._socket, [os.fsencode(spec_file)], [theirs])
+            except OSError:
+                pass  # the server has ended: the pipe has no other end
+            finally:
+                os.close(theirs)
+            answer: Json
+            if not wait([life], ANSWER_S):
+                answer = {"kind": "launcher_died", "message": f"the fork server did not answer in {ANSWER_S:g} s"}
+            elif line := os.read(life, 1 << 16):
+                answer = json.loads(line)
+            else:
+                answer = {"kind": "launcher_died", "message": f"the fork server {self._describe_end()}"}
+            self._answers = self._answers and answer.get("kind") != "launcher_died"
+            yield Supervisor(answer["pid"], life) if "pid" in answer else answer
+        finally:
+            os.close(life)
 
     def close(self) -> None:
         """End the server with all that it runs."""
+        self._socket.close()  # a server ends with its requests
         process = self._process
         if process is not None:
             try:
-                assert process.stdin is not None
-                process.stdin.close()  # a server ends with its requests
                 # One that still imports does not read its input yet, and has nothing to end in order.
-                process.wait(END_S if self.ready.get("event") == "ready" else 0)
-            except (OSError, subprocess.TimeoutExpired):
-                pass
-            if process.poll() is None:
+                process.wait(END_S if self._ready else 0)
+            except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _send(self, message: Json) -> None:
-        process = self._process
-        assert process is not None and process.stdin is not None
-        with self._lock:
-            try:
-                process.stdin.write(json.dumps(message).encode() + b"\n")
-                process.stdin.flush()
-            except (OSError, ValueError):
-                pass  # the server has ended: _listen reports it to all requests
-
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            event = json.loads(line)
-            if event["event"] in ("ready", "refused"):
-                self.ready = event
-                self.cpu_s = event.get("cpu_s", 0.0)
-                self._up.set()
-            else:
-                self._receive(event)
-        process.stdout.close()
-        process.wait()
-        self._up.set()
-        message = f"the fork server {self._describe_end()}"
-        self.retired = self.retired or message
-        with self._lock:
-            left, self._requests = self._requests, {}
-        for request in left.values():
-            request.problem = {"kind": "launcher_died", "message": message}
-            request.started.set()
-            request.ended.set()
-
-    def _receive(self, event: Json) -> None:
-        with self._lock:
-            request = self._requests.get(event["id"])
-            if event["event"] != "started":
-                self._requests.pop(event["id"], None)
-        if request is None:
-            return
-        if event["event"] == "started":
-            request.pid = event["pid"]
-        elif event["event"] == "failed":
-            request.problem = {"kind": event["kind"], "message": event["message"]}
-        else:
-            request.exit_code = os.waitstatus_to_exitcode(event["status"])
-            request.cpu_s = event["cpu_s"]
-            self.cpu_s = event["server_cpu_s"]
-            if event["threads"] > 1:
-                self.retired = f"it had {event['threads']} threads"
-            elif event["rss_mb"] > self.ready["rss_mb"] + MAX_GROWTH_MB:
-                self.retired = f"it had grown from {self.ready['rss_mb']} to {event['rss_mb']} MB"
-        request.started.set()
-        if event["event"] != "started":
-            request.ended.set()
 
     def _describe_end(self) -> str:
         try:

@@ -1,27 +1,45 @@
 """Build the observation of an attempt from the files it left: launch.json, the ranks' records and their logs.
 
 This module decides one question only: is the attempt evidence about the case at all, or did the machine (disk, memory,
-ports), the launcher or an import get in the way (``infra``)?
+ports, a device), the launcher or an import get in the way (``infra_error``)?
+
+Errors of a device have one of three kinds (``classify_device_error``):
+
+``gpu_failure``      the GPU has failed: no computation causes that
+``device``           it could not be used, or the machine failed under NCCL
+``gpu_or_program``   a failing GPU and a faulty kernel look the same: the attempt is repeated, on other GPUs where there
+                     are some; the same error again is the attempt's own (harness/repro_matrix/runner/retry.py)
+
+The evidence is structured: where the exception was raised, what the rank was doing, which code the driver returned.
+CUDA's text is used for torch releases without the code only, and only where torch and NCCL put it. Errors that a
+training can cause itself (out of memory in its own steps, an illegal address, an ordinal that does not exist) are no
+device failure once the script's body has begun.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt as Observed
 from repro_matrix.grading.observation import is_project_code
 from repro_matrix.grading.root_cause import portable_path
-from repro_matrix.launch.attempt import Attempt, Json, describe_exit
-from repro_matrix.launch.attempt_logs import read_launch, read_record, tail
-from repro_matrix.launch.command_line import torchrun_line
-from repro_matrix.launch.device_errors import classify_device_error
+from repro_matrix.launch.attempt import STARTING, Attempt, Json, describe_exit, read_launch, torchrun_line
 from repro_matrix.launch.watch import Watched
+from repro_matrix.records import validate
 from repro_matrix.records.observation import Observation
+from repro_matrix.records.rank import Record
 
+DeviceError = Literal["gpu_failure", "device", "gpu_or_program"]
+EITHER: DeviceError = "gpu_or_program"
+TAIL_LINES, TAIL_BYTES = 60, 8192
+
+_CONTROL = re.compile(r"[^\x20-\x7e\n\t\x85\xa0-\U0010ffff]")  # characters that break a terminal or an XML report
 _DISK = re.compile(r"No space left on device|Errno 28\b|Disk quota exceeded")
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|Unable to allocate|out of memory", re.IGNORECASE)
@@ -29,44 +47,70 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILI
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning)\b(:|$)")
 _IMPORT = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError)\b.*", re.MULTILINE)
 
+# cudaError_t: errors that no computation can cause. Numbers: CUDA runtime API, "Data types".
+_CUDA_ERRORS: dict[DeviceError, dict[int, str]] = {
+    "gpu_failure": {
+        214: "uncorrectable ECC error encountered",
+        220: "uncorrectable NVLink error detected during the execution",
+    },
+    "device": {
+        3: "initialization error",
+        35: "CUDA driver version is insufficient for CUDA runtime version",
+        46: "CUDA-capable device(s) is/are busy or unavailable",
+        100: "no CUDA-capable device is detected",
+        209: "no kernel image is available for execution on the device",
+        802: "system not yet initialized",
+        803: "system has unsupported display driver / cuda driver combination",
+        -1: "all CUDA-capable devices are busy or unavailable",  # the text of 46 in some releases
+    },
+    "gpu_or_program": {
+        226: "Invalid access of peer GPU memory over nvlink or a hardware error",
+        719: "unspecified launch failure",
+        999: "unknown error",
+    },
+}
+# CUDA's texts, where torch and NCCL put them.
+_CUDA_TEXTS = {
+    kind: re.compile(rf"(?:^CUDA error: |Cuda failure (?:\d+ )?')(?:{'|'.join(map(re.escape, texts.values()))})", re.M)
+    for kind, texts in _CUDA_ERRORS.items()
+}
+_CUDA_TYPES = {"RuntimeError", "AcceleratorError", "DistBackendError"}
+# Where torch initialises a device: nothing of the case has run on it yet.
+_INITIALISING = {("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.cuda", "init")}
+# ncclSystemError: a socket, shared memory, a device that is gone. Never what a program computes.
+_NCCL = re.compile(r"\bncclSystemError\b|\bunhandled system error\b")
+_FULL = re.compile(r"\bout of memory\b")
+
 
 def observation(
     attempt: Attempt, launcher: str, command: list[str], watched: Watched, worker_exit: int | None = None
 ) -> Json:
     """Return the observation of an attempt that has ended.
 
-    ``worker_exit``: the exit code of the process that launched its ranks.
+    ``worker_exit``: the exit code of the process that launched its ranks, where it is known.
     """
     launch = read_launch(attempt.launch_file)
-    entries = {int(entry["rank"]): entry for entry in launch["ranks"]}
-    ranks = [_rank(attempt, rank, entries.get(rank, {}), watched) for rank in range(attempt.world_size)]
-    result = {
-        "schema": 1,
-        "attempt": _attempt(attempt, launcher, command, watched),
-        "infra_error": None,
-        "ranks": ranks,
-    }
-    result["infra_error"] = _infra_error(launch, ranks, watched, attempt, worker_exit) or _slow(
-        cast(Observation, result)
-    )
+    result = _observed(attempt, launcher, command, watched, launch)
+    result["infra_error"] = _infra_error(launch, result["ranks"], watched, attempt, worker_exit)
+    if result["infra_error"] is None:
+        slow = timeout_without_hang(Observed(cast(Observation, result)))
+        result["infra_error"] = None if slow is None else _problem(*slow)
     return result
 
 
-def not_started(attempt: Attempt, launcher: str, command: list[str], started: float, problem: str | None) -> Json:
-    """Return the observation of an attempt of which nothing ran: ``problem`` is the reason; None: the user stopped."""
+def not_started(attempt: Attempt, launcher: str, command: list[str], started: float, problem: Json | None) -> Json:
+    """Return the observation of an attempt of which nothing ran.
+
+    ``problem``: {"kind", "message"}; None: the user stopped the run.
+    """
     watched = Watched(started=started, ended=time.time(), interrupted=problem is None)
-    ranks = [_rank(attempt, rank, {}, watched) for rank in range(attempt.world_size)]
-    infra_error = None if problem is None else {"kind": "launch", "message": problem}
-    return {
-        "schema": 1,
-        "attempt": _attempt(attempt, launcher, command, watched),
-        "infra_error": infra_error,
-        "ranks": ranks,
-    }
+    return {**_observed(attempt, launcher, command, watched, {"ranks": []}), "infra_error": problem}
 
 
-def _attempt(attempt: Attempt, launcher: str, command: list[str], watched: Watched) -> Json:
-    return {
+def _observed(attempt: Attempt, launcher: str, command: list[str], watched: Watched, launch: Json) -> Json:
+    entries = {int(entry["rank"]): entry for entry in launch["ranks"]}
+    hang = {"starting": watched.starting, "deadlock": watched.deadlock, "limit_s": round(watched.limit_s, 3)}
+    about = {
         "id": attempt.id,
         "launcher": launcher,
         "command": command,
@@ -76,24 +120,19 @@ def _attempt(attempt: Attempt, launcher: str, command: list[str], watched: Watch
         "started": watched.started,
         "ended": watched.ended,
         "wall_s": round(watched.ended - watched.started, 3),
-        "cpu_s": watched.cpu_s,
+        "cpu_s": max(watched.cpu_s, launch.get("cpu_s", 0.0)),  # the worker's own figure includes ended processes
         "deadline_s": attempt.deadline_s,
         "timed_out": watched.timed_out,
         "startup_s": watched.startup_s,
-        "hang": _hang(watched),
+        "hang": hang if watched.timed_out else None,  # why the launcher ended it
         "interrupted": watched.interrupted,
         "leaked_processes": list(watched.leaked_processes),
         "seed": attempt.settings.get("seed", 0),
         "settings": attempt.settings,
         **({"gpus": list(attempt.gpus)} if attempt.gpus else {}),  # which GPUs it had
     }
-
-
-def _hang(watched: Watched) -> Json | None:
-    """Return why the launcher ended an attempt that did not end by itself."""
-    if not watched.timed_out:
-        return None
-    return {"starting": watched.starting, "deadlock": watched.deadlock, "limit_s": round(watched.limit_s, 3)}
+    ranks = [_rank(attempt, rank, entries.get(rank, {}), watched) for rank in range(attempt.world_size)]
+    return {"schema": 1, "attempt": about, "infra_error": None, "ranks": ranks}
 
 
 def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
@@ -101,7 +140,10 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
     if rank in watched.running and entry.get("exit_code") != 0:
         terminated_by = "timeout" if watched.timed_out else "user"
     record, invalid = read_record(attempt.records / f"rank-{rank}.json")
-    return {
+    samples = watched.samples.get(rank, [])
+    stack = samples[-1].backtrace if samples else watched.stacks.get(rank)
+    crash = tail(attempt.records / f"stacks-{rank}.txt", lines=200)  # by faulthandler, when a signal ended the rank
+    result = {
         "rank": rank,
         "pid": entry.get("pid"),
         "exit_code": entry.get("exit_code"),
@@ -110,24 +152,15 @@ def _rank(attempt: Attempt, rank: int, entry: Json, watched: Watched) -> Json:
         "record": record,
         **({"validation_error": invalid} if invalid else {}),
         "log_tail": tail(attempt.logs / f"rank-{rank}.log"),
-        **_standing(attempt, rank, watched),
+        "stack": stack or (f"# faulthandler\n{crash}" if crash else None),
     }
-
-
-def _standing(attempt: Attempt, rank: int, watched: Watched) -> Json:
-    """Return the rank's last backtrace, and its samples where some were taken."""
-    samples = watched.samples.get(rank, [])
-    stack = samples[-1].backtrace if samples else watched.stacks.get(rank)
-    result: Json = {"stack": stack or _crash_stack(attempt.records / f"stacks-{rank}.txt")}
     if samples:
         result |= {"samples": [sample.state for sample in samples], "collectives": samples[-1].collectives}
     return result
 
 
-def _crash_stack(path: Path) -> str | None:
-    """Return the stack that faulthandler wrote when the rank crashed by a signal."""
-    text = tail(path, lines=200)
-    return f"# faulthandler\n{text}" if text else None
+def _problem(kind: str, message: str) -> Json:
+    return {"kind": kind, "message": message}
 
 
 def _infra_error(
@@ -138,30 +171,18 @@ def _infra_error(
         return None
     error = launch.get("error")
     if error:
-        return {"kind": str(error.get("kind", "launch")), "message": str(error.get("message", ""))}
+        return _problem(str(error.get("kind", "launch")), str(error.get("message", "")))
     log = tail(attempt.logs / "launcher.log", lines=15)
+    worker = f"the launcher's worker {describe_exit(worker_exit)}"
     if not launch["ranks"]:
-        if watched.timed_out:
-            limit = watched.limit_s or attempt.deadline_s
-            return {"kind": "launch", "message": f"no rank was up at the deadline ({limit:g} s)\n{log}"}
-        return {
-            "kind": "launch",
-            "message": f"no rank was started; the launcher's worker {describe_exit(worker_exit)}\n{log}",
-        }
+        limit = f"no rank was up at the deadline ({watched.limit_s or attempt.deadline_s:g} s)"
+        return _problem("launch", f"{limit if watched.timed_out else f'no rank was started; {worker}'}\n{log}")
     if not launch.get("finished") and not watched.timed_out:
-        return {
-            "kind": "launcher_died",
-            "message": f"the launcher's worker {describe_exit(worker_exit)} before its ranks did\n{log}",
-        }
+        return _problem("launcher_died", f"{worker} before its ranks did\n{log}")
     problems = [(rank["rank"], problem) for rank in ranks if (problem := _of_rank(rank, attempt.device))]
     # A failed GPU makes the ranks on other GPUs fail as well: it comes first.
     number, problem = min(problems, key=lambda each: each[1][0] != "gpu_failure", default=(0, None))
-    return None if problem is None else {"kind": problem[0], "message": f"rank {number}: {problem[1]}"}
-
-
-def _slow(result: Observation) -> Json | None:
-    slow = timeout_without_hang(Observed(result))
-    return None if slow is None else {"kind": slow[0], "message": slow[1]}
+    return None if problem is None else _problem(problem[0], f"rank {number}: {problem[1]}")
 
 
 def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
@@ -169,9 +190,7 @@ def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
     if rank["signal"] == "SIGKILL" and rank["terminated_by"] == "self":
         return "memory", "killed (SIGKILL) and not by the harness: most likely the system was out of memory"
     if record is None:
-        if rank["exit_code"]:
-            return _of_log(rank["log_tail"])
-        return None
+        return _of_log(rank["log_tail"]) if rank["exit_code"] else None
     error = record["exception"]
     if error is None and rank["exit_code"] and record.get("ended") is None and _DISK.search(rank["log_tail"]):
         return "disk", "its record could not be written: no space left on the device"
@@ -185,14 +204,10 @@ def _of_log(text: str) -> tuple[str, str] | None:
     frames = list(_FRAME.finditer(text))
     error = next((line for line in reversed(text.splitlines()) if _ERROR.match(line)), None)
     if frames and error and is_project_code("", frames[-1]["file"]):
-        return (
-            "script_error",
-            f"the script itself fails: {portable_path(frames[-1]['file'])}:{frames[-1]['line']} {error}",
-        )
+        place = f"{portable_path(frames[-1]['file'])}:{frames[-1]['line']}"
+        return "script_error", f"the script itself fails: {place} {error}"
     imports = list(_IMPORT.finditer(text))
-    if imports:
-        return "import", imports[-1].group(0)
-    return None
+    return ("import", imports[-1].group(0)) if imports else None
 
 
 def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | None:
@@ -208,3 +223,56 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
     if kind in ("MemoryError", "OutOfMemoryError") or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message)):
         return "memory", first
     return None
+
+
+def classify_device_error(error: Mapping[str, Any], phase: str) -> DeviceError | None:
+    """Return the kind of device failure that this exception of a rank on a GPU (as in record.py) is, or None."""
+    message, kind = str(error.get("message") or ""), str(error.get("type") or "")
+
+    def reported(as_kind: DeviceError) -> bool:
+        text = kind in _CUDA_TYPES and _CUDA_TEXTS[as_kind].search(message)
+        return error.get("error_code") in _CUDA_ERRORS[as_kind] or bool(text)
+
+    innermost = (error.get("frames") or [{}])[-1]
+    unusable = (
+        (str(innermost.get("module")), str(innermost.get("function"))) in _INITIALISING
+        or reported("device")
+        or (kind == "DistBackendError" and _NCCL.search(message))
+    )
+    if phase in STARTING:  # before the first step: other processes use the missing memory, or NCCL cannot start
+        full = kind in {*_CUDA_TYPES, "OutOfMemoryError"} and _FULL.search(message)
+        unusable = unusable or kind == "DistBackendError" or full
+    if reported("gpu_failure"):
+        return "gpu_failure"
+    if unusable:
+        return "device"
+    return EITHER if reported(EITHER) else None
+
+
+def tail(path: Path, lines: int = TAIL_LINES, size: int = TAIL_BYTES) -> str:
+    """Return the last lines of a log as clean text, whatever it contains and however long it is."""
+    try:
+        with open(path, "rb") as source:
+            source.seek(max(0, source.seek(0, 2) - size))
+            data = source.read(size)
+    except OSError:
+        return ""
+    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", data.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+    return "\n".join(text.split("\n")[-lines - 1 :]).rstrip("\n")
+
+
+def read_record(path: Path) -> tuple[Record | None, str]:
+    """Return a rank's record, and the validation error of one that is invalid: graders rely on its type.
+
+    A missing or damaged file is no record.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None, ""
+    if not (isinstance(data, dict) and "done" in data and "exception" in data):
+        return None, ""
+    try:
+        return validate.record(data), ""
+    except ValueError as error:
+        return None, str(error)

@@ -1,21 +1,48 @@
-"""The reference launcher: each attempt in fresh interpreters, started by torchrun's own code."""
+"""Cold starts, each attempt in fresh interpreters: by torchrun's own code (the reference), or by a user's own command.
+
+A user's command (torchrun, accelerate, deepspeed, python) runs with the recording hooks (worker/hooks/sitecustomize.py)
+in its processes. Its ranks keep what they would have had: the working directory, the user's environment, the script's
+arguments. Added are the stack's overlay, a TMPDIR of the attempt, and the hooks' folder on PYTHONPATH.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-from repro_matrix.launch import observe
-from repro_matrix.launch.attempt import PARENT_TOKEN, Attempt, Json, environment, prepare, remove_files
+from repro_matrix.config.adhoc import INFINITE
+from repro_matrix.config.env_allowlist import set_by_launch
+from repro_matrix.launch import observe, processes
+from repro_matrix.launch.attempt import (
+    CUT,
+    PARENT_TOKEN,
+    Attempt,
+    Json,
+    UserCommand,
+    environment,
+    prepare,
+    private_environment,
+    read_launch,
+    remove_files,
+)
 from repro_matrix.launch.watch import Watch
+from repro_matrix.records.rank import Exception_, Frame
+from repro_matrix.text import ESCAPE
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
+HOOKS = WORKER.with_name("hooks")
+KEPT_LINES = 200  # of those that the definition of the failure looks for
+LINE, SEARCHED = 1000, 1 << 20  # characters of a line that are kept, and searched
+SPAWNED = {"ProcessRaisedException"}  # of torch.multiprocessing: its message is the child's traceback
 
 
 class TorchrunLauncher:
@@ -23,10 +50,11 @@ class TorchrunLauncher:
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; once more if another process took its port meanwhile."""
+        command = [attempt.python, str(WORKER), str(attempt.spec_file)]
         try:
-            observation = self._once(attempt, stop)
+            observation = run_worker(attempt, self.name, command, command, environment(attempt), stop)
             if (observation["infra_error"] or {}).get("kind") == "port" and not stop.is_set():
-                observation = self._once(attempt, stop)
+                observation = run_worker(attempt, self.name, command, command, environment(attempt), stop)
                 observation["attempt"]["retried"] = "port"
             return observation
         finally:
@@ -35,9 +63,28 @@ class TorchrunLauncher:
     def close(self) -> None:
         pass
 
-    def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
-        command = [attempt.python, str(WORKER), str(attempt.spec_file)]
-        return run_worker(attempt, self.name, command, command, environment(attempt), stop)
+
+class CommandLauncher:
+    name = "command"
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+        """Run a user's command; return the observation with ``printed`` and ``command_exit``."""
+        command = attempt.command
+        assert command is not None
+        argv = [attempt.python, *command.argv]
+        spec = {
+            "command": argv, "cwd": os.getcwd(), "env": {}, "record_dir": str(attempt.records),
+            "world_size": attempt.world_size, "plain": command.plain,
+        }  # fmt: skip
+        worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
+        try:
+            observation = run_worker(attempt, self.name, argv, worker, user_environment(attempt, command), stop, spec)
+            return complete(observation, attempt, command) if attempt.logs.exists() else observation
+        finally:
+            remove_files(attempt)
+
+    def close(self) -> None:
+        pass
 
 
 def run_worker(
@@ -51,58 +98,169 @@ def run_worker(
     started = time.time()
     if stop.is_set():  # nothing may start any more: the run may have lost its devices
         return observe.not_started(attempt, launcher, command, started, None)
-    prepare(attempt)
-    if spec is not None:
-        attempt.spec_file.write_text(json.dumps(spec), encoding="utf-8")
+    prepare(attempt, spec)
     try:
-        with open(attempt.logs / "launcher.log", "ab") as log:
-            process = Reaped(_start(worker, {**env, PARENT_TOKEN: str(os.getpid())}, attempt.work, log))
+        process = _start(worker, {**env, PARENT_TOKEN: str(os.getpid())}, attempt)
     except OSError as error:  # the interpreter does not exist or does not run
-        return observe.not_started(attempt, launcher, command, started, f"{type(error).__name__}: {error}")
-    watched = Watch(attempt, root=process.pid).run(process.wait, stop)
-    process.wait(1.0)
-    watched.cpu_s = round(max(watched.cpu_s, process.cpu_s), 3)
-    return observe.observation(attempt, launcher, command, watched, process.exit_code)
+        problem = {"kind": "launch", "message": f"{type(error).__name__}: {error}"}
+        return observe.not_started(attempt, launcher, command, started, problem)
 
-
-def _start(command: list[str], env: dict[str, str], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start the process. Try again if exec fails with ESRCH, which Linux 6.18 did once in some 10,000 starts."""
-
-    def start() -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
-        return subprocess.Popen(
-            command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-
-    try:
-        return start()
-    except ProcessLookupError:
-        return start()
-
-
-class Reaped:
-    """A child process whose CPU time, with that of all the descendants it waited for, is known at its end."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.pid = process.pid
-        self.exit_code: int | None = None
-        self.cpu_s = 0.0
-        self._process = process
-
-    def wait(self, seconds: float) -> bool:
-        """Return whether it has ended, after at most ``seconds``."""
-        limit = time.monotonic() + seconds
-        while self.exit_code is None:
-            try:
-                pid, status, usage = os.wait4(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                self.exit_code = self._process.returncode = 255
-                break
-            if pid:
-                self.cpu_s = usage.ru_utime + usage.ru_stime
-                self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
-                break
-            if time.monotonic() > limit:
-                return False
-            time.sleep(0.02)
+    def ended(seconds: float) -> bool:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
         return True
+
+    watched = Watch(attempt, processes.process(process.pid)).run(ended, stop)
+    ended(1.0)
+    return observe.observation(attempt, launcher, command, watched, process.returncode)
+
+
+def _start(command: list[str], env: dict[str, str], attempt: Attempt) -> subprocess.Popen[Any]:
+    """Start the process. Try again if exec fails with ESRCH, which Linux 6.18 did once in some 10,000 starts."""
+    with open(attempt.logs / "launcher.log", "ab") as log:
+        # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+        start = partial(
+            subprocess.Popen, command, env=env, cwd=attempt.work, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return start()
+        except ProcessLookupError:
+            return start()
+
+
+def user_environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
+    """Return the user's own environment, without what a launch sets anew."""
+    env = {
+        name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES" or not set_by_launch(name)
+    }
+    env.pop("PYTHONHOME", None)
+    private = private_environment(attempt)
+    own_values = {name: private[name] for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")}
+    added = {name: value for name, value in attempt.env.items() if name != "PYTHONPATH"}
+    if attempt.gpus:
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
+    paths = (str(HOOKS), *map(str, attempt.overlay), os.environ.get("PYTHONPATH", ""))
+    hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
+    return {
+        **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
+        **added, **own_values, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }  # fmt: skip
+
+
+def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
+    """Add what only the attempt's files hold, while they are there."""
+    code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
+    ranks = observation["ranks"]
+    begun = [rank for rank in ranks if rank["record"] or rank["pid"] is not None]
+    if code == 0 and 0 < len(begun) < len(ranks) and not observation["attempt"]["timed_out"]:
+        # accelerate starts one process where it sees one device: then that is what was measured.
+        ranks = observation["ranks"] = begun
+        observation["attempt"]["world_size"] = len(begun)
+    for rank in ranks:
+        record = rank["record"]
+        if record is None:
+            continue
+        record["done"] = rank["exit_code"] == 0
+        raised = record["exception"]
+        if raised and raised["type"] in SPAWNED:
+            inner = tracebacks(raised["message"])
+            record["exception"] = {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
+    logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]
+    observation["printed"] = printed([*logs, (-1, attempt.logs / "launcher.log")], command)
+    for item in observation["printed"]["log"]:  # a line that was printed counts as one that was logged
+        record = next((rank["record"] for rank in ranks if item["rank"] in (rank["rank"], -1) and rank["record"]), None)
+        if record is not None:
+            record["logs"].append({"logger": "printed", "message": item["line"], "file": "", "code_location": ""})
+    return observation
+
+
+def printed(logs: list[tuple[int, Path]], command: UserCommand) -> Json:
+    """Return the lines of all ranks (-1: the launcher's own) that the definition looks for, and if a log was cut."""
+    result: Json = {"log": [], "metric": [], "cut": False}
+    for rank, path in logs:
+        for line in _lines(path, result) if command.log or command.metric else ():
+            if command.log and re.search(command.log, line):
+                result["log"].append({"rank": rank, "line": line[:LINE]})
+            value = metric_in(line, command) if command.metric else None
+            if value is not None:
+                result["metric"].append({"rank": rank, "value": value, "line": line[:LINE]})
+    if result["metric"]:
+        result["by_rank"] = {str(item["rank"]): item["value"] for item in result["metric"] if item["rank"] >= 0}
+        first = result["metric"][0]["rank"]  # the first rank that prints it counts for the attempt
+        result["metric"] = [item for item in result["metric"] if item["rank"] == first]
+    return {**result, "log": result["log"][-KEPT_LINES:], "metric": result["metric"][-KEPT_LINES:]}
+
+
+def _lines(path: Path, result: Json) -> Iterator[str]:
+    """Yield a log's lines without colours; what a progress bar overwrites is several lines."""
+    try:
+        with open(path, "rb") as source:
+            for raw in source:
+                text = ESCAPE.sub("", raw.decode("utf-8", errors="replace").rstrip("\r\n"))
+                result["cut"] = result["cut"] or CUT.strip() in raw or len(text) > SEARCHED
+                yield from (line[:SEARCHED] for line in text.split("\r"))
+    except OSError:
+        return
+
+
+def metric_in(line: str, command: UserCommand) -> float | None:
+    """Return the number in a line: a JSON object's value, or what the expression finds."""
+    if line.lstrip().startswith("{"):
+        try:
+            data = json.loads(line)
+        except ValueError:
+            data = None
+        if isinstance(data, Mapping) and command.metric_name in data:
+            value = data[command.metric_name]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            return _storable(float(value)) if number else None
+    matches = list(re.finditer(command.metric, line, re.IGNORECASE))
+    try:
+        return _storable(float(matches[-1][1])) if matches else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _storable(number: float) -> float:
+    """JSON has no infinity."""
+    return math.copysign(INFINITE, number) if math.isinf(number) else number
+
+
+# --- a traceback that is only there as text, in a log or in another process's error
+
+_PREFIX = re.compile(r"^(?:\[?(?:rank|default)?\s*\d+\]?:\s?)+", re.MULTILINE)  # torchrun's [rank0]: and [default0]:
+_TRACEBACK = re.compile(
+    r"^[ \t]*Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n|\n)+)(?P<type>[A-Za-z_][\w.]*)"
+    # A message ends before an empty line, or one that begins something else.
+    r"(?:: (?P<message>.*(?:\n(?!Traceback |\[|\d|[WIE]\d{4} )[^\S\n]*\S.*){0,20}))?$",
+    re.MULTILINE,
+)
+_FRAME = re.compile(
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?(?=\n(?P<code>.*))', re.MULTILINE
+)
+_INSTALLED = re.compile(r"/(?:(?:site|dist)-packages|lib(?:64)?/python3[\d.]*)/")
+
+
+def tracebacks(text: str) -> list[Exception_]:
+    """Return each whole traceback of a text, in the shape of repro_kit/record.py's ``describe_exception``."""
+    clean = _PREFIX.sub("", ESCAPE.sub("", text).replace("\r\n", "\n"))
+    errors: list[Exception_] = []
+    for found in _TRACEBACK.finditer(clean):
+        module, _, name = found["type"].rpartition(".")
+        frames = [_frame(each) for each in _FRAME.finditer(found["frames"])]
+        if frames:
+            message = (found["message"] or "").rstrip()
+            error: Exception_ = {"type": name, "module": module, "bases": [], "message": message, "frames": frames,
+                                 "cause": None}  # fmt: skip
+            errors.append(error)
+    return errors
+
+
+def _frame(found: re.Match[str]) -> Frame:
+    frame: Frame = {"file": found["file"], "line": int(found["line"]), "function": found["function"] or "",
+                    "module": "", "code": found["code"].strip()}  # fmt: skip
+    # An installed file is placed by its path; any other is the user's own, which is no package's.
+    return frame if _INSTALLED.search(found["file"]) else {**frame, "code_location": ""}

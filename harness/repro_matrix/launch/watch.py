@@ -20,9 +20,8 @@ import psutil
 
 from repro_matrix.grading.hangs import attempt_progress, find_deadlock
 from repro_matrix.launch import processes, sampling
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, STARTING, Attempt, environment
-from repro_matrix.launch.attempt_logs import cut, read_launch
-from repro_matrix.launch.extensions import StaleLocks
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, STARTING, Attempt, cut, environment, read_launch
+from repro_matrix.launch.extensions import File, remove_stale_locks
 from repro_matrix.launch.sampling import Sample
 
 POLL_S = 0.05
@@ -57,19 +56,19 @@ class Watched:
 class Watch:
     """One attempt under watch. ``root``: the process from which all of it descends, where there is one."""
 
-    def __init__(self, attempt: Attempt, root: int | None = None, spare: set[int] | None = None) -> None:
+    def __init__(self, attempt: Attempt, root: psutil.Process | None = None) -> None:
         self.attempt = attempt
-        self.spare = spare or set()  # pids that outlive attempts: a fork server
         self.result = Watched(started=time.time())
-        self.root = processes.process(root)
-        self.known: set[psutil.Process] = {self.root} if self.root else set()
+        self.root = root
+        self.known: set[psutil.Process] = {root} if root else set()
         self.memory: set[str] = set()
         self._cpu: dict[psutil.Process, float] = {}
         self._began = self._checked = time.monotonic()
         self._ranks: dict[int, psutil.Process] = {}
         self._announced = 0
         self._alone = False  # whether the worker, which adopts all orphans, reports that it has no descendant any more
-        self._locks = StaleLocks(Path(environment(attempt)["TORCH_EXTENSIONS_DIR"]))
+        self._extensions = Path(environment(attempt)["TORCH_EXTENSIONS_DIR"])
+        self._closed_locks: set[File] = set()
         self._working: float | None = None  # when (monotonic) every rank was past its start
         self._quiet: float | None = None  # since when (monotonic) no rank has used CPU time
         self._used = 0.0
@@ -226,7 +225,8 @@ class Watch:
         self.memory |= processes.shared_memory_of(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
-        self._locks.check()  # a rank of this attempt may wait for the lock of a dead one
+        # A rank of this attempt may wait for the lock of a dead one.
+        self._closed_locks = remove_stale_locks(self._extensions, self._closed_locks)
 
     def _note_quiet(self, used: float) -> None:
         """Note since when the attempt has been quiet. Checking its processes costs none of their CPU time."""
@@ -251,7 +251,7 @@ class Watch:
         return self._ranks
 
     def _living(self) -> set[psutil.Process]:
-        return {target for target in self.known if target.pid not in self.spare and processes.alive(target)}
+        return set(filter(processes.alive, self.known))
 
     def _find(self) -> set[psutil.Process]:
         self.known |= processes.tree(self.known)

@@ -20,8 +20,8 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
-from repro_matrix.launch.command import CommandLauncher
-from repro_matrix.launch.device_errors import classify_device_error
+from repro_matrix.launch.observe import classify_device_error
+from repro_matrix.launch.torchrun import CommandLauncher
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.base import InfraErrorKind

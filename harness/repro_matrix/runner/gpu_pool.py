@@ -23,8 +23,7 @@ from filelock import FileLock, Timeout
 
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, Seen, stranger, unseen
 from repro_matrix.launch import processes
-from repro_matrix.launch.attempt import clear_directory
-from repro_matrix.launch.attempt_logs import read_launch
+from repro_matrix.launch.attempt import clear_directory, read_launch
 
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
 LEFTOVER_MB = 256  # a context alone takes more; the driver's part varies by less

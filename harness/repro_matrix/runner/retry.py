@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from repro_matrix.launch.device_errors import EITHER
+from repro_matrix.launch.observe import EITHER
 from repro_matrix.records.observation import Again, Attempt, InfraError, Observation
 
 GPU_FAILURE: Final = "gpu_failure"  # the kind of infrastructure error of a failed GPU

@@ -9,7 +9,7 @@ its processes, records which of them are ranks and how they ended.
 Elastic starts ``python elastic.py --rank SCRIPT SETTINGS LOGS`` for each rank. That prepares the process and replaces
 itself with ``python -u SCRIPT --settings SETTINGS``, so that the rank is a direct child with a plain command line.
 
-The other workers import their process helpers from here.
+The fork server (worker/fork_server.py) imports its process helpers from here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterable
+from typing import Any, Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
 TERM_GRACE_S = 3.0  # for the ranks that elastic ends because another one failed; its own limit is 30 s
@@ -137,19 +137,8 @@ def kill_stragglers() -> None:
                 pass
 
 
-def kill(pid: int) -> None:
-    """Send SIGKILL to a process that may have ended meanwhile."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except OSError:
-        pass
-
-
-def descendants(root: int, exclude: Iterable[int] = ()) -> dict[int, str]:
-    """Return the living descendants (pid -> name) of ``root``, without ``exclude`` and their descendants.
-
-    A child subreaper also has the orphans of its descendants as children.
-    """
+def descendants(root: int) -> dict[int, str]:
+    """Return the living descendants (pid -> name) of ``root``, which as a child subreaper has adopted all orphans."""
     children: dict[int, list[int]] = {}
     names = {}
     for entry in os.listdir("/proc"):
@@ -165,22 +154,25 @@ def descendants(root: int, exclude: Iterable[int] = ()) -> dict[int, str]:
                 names[int(entry)] = name
     pids = [root]
     for pid in pids:
-        pids += [child for child in children.get(pid, ()) if child not in exclude]
+        pids += children.get(pid, ())
     return {pid: names[pid] for pid in pids[1:] if pid in names}
 
 
 def kill_orphans() -> list[str]:
     """KILL the processes that the ranks left behind; return their names."""
+    if no_children():
+        return []
     limit = time.monotonic() + ORPHAN_GRACE_S
-    left = descendants(os.getpid())
-    while left and time.monotonic() < limit:
+    while (left := descendants(os.getpid())) and time.monotonic() < limit:
         time.sleep(0.02)
-        left = descendants(os.getpid())
     killed = [f"{name}({pid}) killed" for pid, name in sorted(left.items())]
     limit = time.monotonic() + 5
     while left and time.monotonic() < limit:
         for pid in left:
-            kill(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass  # it has ended meanwhile
         time.sleep(0.02)
         left = descendants(os.getpid())
     for process in ranks.values():
@@ -205,8 +197,11 @@ def blank_answer() -> dict[str, Any]:
 
 def write(path: Path, answer: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(answer), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(answer), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:  # the disk is full, or the folder was removed: end the ranks in order all the same
+        print(f"the launch cannot be recorded: {error}", file=sys.stderr)
 
 
 def no_children() -> bool:
@@ -223,7 +218,12 @@ def finish(path: Path, answer: dict[str, Any], reaper: bool) -> None:
     write(path, answer)
     answer["leaked_processes"] = kill_orphans()
     answer["alone"] = reaper and no_children()
+    if ranks:
+        answer["ranks"] = rank_entries()  # a rank that elastic did not end was killed as an orphan
+    usage = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    answer["cpu_s"] = round(sum(each.ru_utime + each.ru_stime for each in usage), 3)
     answer["finished"] = True
+    write(path, answer)
 
 
 def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
@@ -266,11 +266,8 @@ def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
     except Exception as error:  # whatever torchrun's code raises is an error of the launch, not of a rank
         kind = "port" if PORT_TAKEN.search(str(error)) else "import" if isinstance(error, ImportError) else "launch"
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
-    # Processes that outlive the ranks are leaked; a rank that elastic did not end is an error of its own.
     answer["ranks"] = rank_entries()
     finish(answer_file, answer, reaper)
-    answer["ranks"] = rank_entries()
-    write(answer_file, answer)
 
 
 def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, Any]]:
@@ -320,7 +317,6 @@ def run_command(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
         message = f"the command ended with exit code {process.returncode} before any rank started\n{quoted}"
         answer["error"] = {"kind": "launch", "message": message}
     finish(answer_file, answer, reaper)
-    write(answer_file, answer)
 
 
 def main() -> None:

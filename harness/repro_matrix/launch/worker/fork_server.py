@@ -1,43 +1,50 @@
-"""The fork server: import a stack's packages once, and fork the processes of each attempt from what is imported.
+"""The fork server: import a stack's packages once, and fork the ranks of each attempt from what is imported.
 
     python fork_server.py [PACKAGE ...]
 
-Requests arrive on stdin, replies go to stdout, one JSON object a line:
+Its standard input is a socket of the controller (harness/repro_matrix/launch/forkserver.py). It sends one message, in
+JSON: {"ready": true}, or {"ready": false, "kind": "import"|"thread"|"cuda", "message": ...}. Each message that it
+receives is the path of an attempt's spec.json, with a pipe. The supervisor of that attempt, a process forked from the
+server, writes one line into the pipe, {"pid": ...} or {"kind": ..., "message": ...}, and holds it open until it ends.
+How the ranks ended is in launch.json. The server ends when the socket is closed; its supervisors then end their ranks.
 
-    <- {"event": "ready", ...} | {"event": "refused", "kind": "import"|"thread"|"cuda", "module": ..., "message": ...}
-    -> {"id": ID, "spec": {...}, "launch": FILE}   (spec: that of harness/repro_matrix/launch/attempt.py, and "cwd")
-    <- {"event": "started", "id": ID, "pid": ...}, and after all of it has ended {"event": "ended", "id": ID, ...}
-    -> {"end": ID}   ends the attempt as a failed rank would
-
-It runs inside the stack's environment (standard library, torch, and the packages named) and ends with its stdin. It
-never runs an operation and keeps one thread: a fork copies only the thread that calls it, so that a lock which another
-thread holds would stay locked in every rank. A stack that cannot be imported in this way is refused; the controller
-starts its attempts with torchrun.
+It runs inside the stack's environment (Python 3.9, standard library, torch, and the packages named), never runs an
+operation, and keeps one thread: a fork copies only the thread that calls it, so that a lock which another thread holds
+would stay locked in every rank. A stack that cannot be imported in this way is refused; the controller starts its
+attempts with torchrun. docs/concepts/launching.md lists how forked ranks differ from those of torchrun.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
 import importlib
 import json
 import os
-import select
+import random
 import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from typing import Any
+import types
+from pathlib import Path
+from typing import Any, NoReturn
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, FOLDER)
 import elastic  # noqa: E402
-import fork_attempt  # noqa: E402
 
 # No rank's import may find the files beside this one.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
+
+TOKEN = "REPRO_ATTEMPT"
+PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
+CONSTANT_SEED = 67280421310721  # torch's default generator, in the releases that do not seed it from the system
 
 # What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); parts that an
 # older torch lacks are left out. A case whose failure depends on the order of imports has to start with torchrun.
@@ -67,68 +74,51 @@ LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
 COMPUTED_ONCE = [("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")]  # 900 expressions
 
 
+# --- the server
+
+
 class Refused(Exception):
-    def __init__(self, kind: str, module: str, message: str) -> None:
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
-        self.reply = {"event": "refused", "kind": kind, "module": module, "message": message}
+        self.kind = kind
 
 
-def preload(packages: list[str]) -> list[str]:
-    """Import torch's usual parts and ``packages``. Return the parts that this release does not have.
-
-    Raises Refused for an import after which ranks cannot be forked.
-    """
+def preload(packages: list[str]) -> None:
+    """Import torch's usual parts and ``packages``. Raises Refused for an import after which ranks cannot be forked."""
     wanted = [(name, name == "torch") for name in BASE]
     for package in packages:
         wanted += [(package, True), *((name, False) for name in LAZY.get(package, []))]
-    missing = []
     for name, required in wanted:
         try:
             importlib.import_module(name)
         except BaseException as error:  # packages raise anything at import, SystemExit too
             if required:
-                raise Refused("import", name, f"{type(error).__name__}: {error}") from error
-            missing.append(name)
-            # A part that does not import here fails in the rank, if a rank needs it, with its own error.
+                raise Refused("import", f"{name}: {type(error).__name__}: {error}") from error
+            # This release may not have the part. One that fails does so in the rank, with its own error.
             if not (isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name))):
                 traceback.print_exc()
             continue
-        check_threads(name)
-        check_cuda(name)
+        check_forkable(name)
     for name, function, argument in COMPUTED_ONCE:
         try:
             getattr(sys.modules[name], function)(argument)
-        except (KeyError, AttributeError):
-            continue  # not imported, or another release
-        except Exception:  # it fails in the rank, if a rank needs it, with its own error
-            traceback.print_exc()
-        check_threads(name)
-    return missing
+        except Exception:  # not imported, or another release; else it fails in the rank, with its own error
+            continue
+        check_forkable(name)
 
 
-def check_threads(module: str) -> None:
-    count = thread_count()
-    if count > 1:
-        frames = sys._current_frames()
-        started = [
-            f"{thread.name} in {frames[thread.ident].f_code.co_filename}"
-            for thread in threading.enumerate()
-            if thread is not threading.main_thread() and thread.ident in frames
-        ]
-        names = "; ".join(started) or f"{count - 1} not started by Python"
-        raise Refused(
-            "thread", module, f"importing {module} started a thread ({names}): ranks cannot be forked from it"
-        )
+def check_forkable(module: str) -> None:
+    """Raise Refused if the import of ``module`` started a thread or initialised CUDA."""
+    if thread_count() > 1:
+        names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        names = names or ["not started by Python"]
+        raise Refused("thread", f"importing {module} started a thread ({', '.join(names)}): no rank can be forked")
+    if sys.modules["torch"].cuda.is_initialized() or driver_initialised():
+        raise Refused("cuda", f"importing {module} initialised CUDA: a forked rank could not use it")
 
 
 def thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def check_cuda(module: str) -> None:
-    torch: Any = sys.modules["torch"]
-    if torch.cuda.is_initialized() or driver_initialised():
-        raise Refused("cuda", module, f"importing {module} initialised CUDA: ranks forked from here could not use it")
 
 
 def driver_initialised() -> bool:
@@ -141,147 +131,322 @@ def driver_initialised() -> bool:
         return False
 
 
-def rss_mb() -> float:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return round(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
-
-
-def children() -> set[int]:
-    """Return the children of this process, zombies included."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return {int(pid) for pid in file.read().split()}
-    except OSError:  # a kernel without that file: the controller finds leaked processes by their token
-        return set()
-
-
-class Server:
-    def __init__(self, requests: int, replies: int) -> None:
-        self.requests, self.replies = requests, replies
-        self.mark = fork_attempt.Mark()
-        self.running: dict[int, dict[str, Any]] = {}  # the read end of a supervisor's life line -> its id and pid
-        self.buffer = b""
-
-    def reply(self, **event: Any) -> None:
-        data = json.dumps(event).encode() + b"\n"
-        while data:
-            data = data[os.write(self.replies, data) :]
-
-    def serve(self) -> None:
-        """Serve until the requests end."""
-        while True:
-            ready, _, _ = select.select([self.requests, *self.running], [], [])
-            for fd in ready:
-                if fd in self.running:
-                    self.ended(fd)
-                elif not self.read():
-                    return
-
-    def read(self) -> bool:
-        data = os.read(self.requests, 65536)
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        for line in lines:
-            request = json.loads(line)
-            if "end" not in request:
-                self.start(request)
-                continue
-            for child in self.running.values():
-                if child["id"] == request["end"]:
-                    os.kill(child["pid"], signal.SIGTERM)  # not reaped yet: the pid is still its own
-        return bool(data)
-
-    def start(self, request: dict[str, Any]) -> None:
-        receive, send = os.pipe()
-        fds = [self.requests, self.replies, receive, *self.running]
-        server = os.getpid()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            os.close(receive)
-            os.close(send)
-            self.reply(event="failed", id=request["id"], kind="memory", message=f"no process: {error}")
+def serve(requests: socket.socket) -> None:
+    """Fork a supervisor for each request until the socket is closed."""
+    mark, server = Mark(), os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors, and orphans of killed ones, leave no zombies
+    while True:
+        data, fds, _, _ = socket.recv_fds(requests, 65536, 1)
+        if not data:
             return
-        if pid == 0:
-            try:
-                fork_attempt.Supervisor(request["spec"], request["launch"], server, send, fds, self.mark).run()
-            finally:
-                os._exit(70)  # the supervisor must never return into the server's loop
-        os.close(send)
-        self.running[receive] = {"id": request["id"], "pid": pid}
-        self.reply(event="started", id=request["id"], pid=pid)
-
-    def ended(self, fd: int) -> None:
-        child = self.running.pop(fd)
-        os.close(fd)
-        _, status, usage = os.wait4(child["pid"], 0)
-        self.kill_orphans()
-        times = os.times()
-        self.reply(
-            event="ended", id=child["id"], status=status, cpu_s=round(usage.ru_utime + usage.ru_stime, 4),
-            rss_mb=rss_mb(), threads=thread_count(), server_cpu_s=round(times.user + times.system, 3),
-        )  # fmt: skip
-
-    def kill_orphans(self) -> None:
-        """KILL what a killed supervisor left behind: this process has adopted it."""
-        running = {child["pid"] for child in self.running.values()}
-        for attempt in range(100):
-            orphans = children() - running  # running ones are reaped when their life line ends
-            if not orphans:
-                return
-            if attempt:
-                time.sleep(0.01)
-            for pid in elastic.descendants(os.getpid(), running):
-                elastic.kill(pid)
-            for pid in orphans:
-                os.waitpid(pid, os.WNOHANG)
-
-    def close(self) -> None:
-        """End the attempts in order, then everything that is left: the controller has ended."""
-        for child in self.running.values():
-            os.kill(child["pid"], signal.SIGTERM)
-        for child in self.running.values():
-            os.waitpid(child["pid"], 0)
-        self.running.clear()
-        self.kill_orphans()
-
-
-def take_streams() -> tuple[int, int]:
-    """Return the file descriptors of requests and replies, which imported packages can no longer read or write."""
-    requests, replies = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
+        answer: dict[str, Any] = {}
+        try:
+            if thread_count() > 1:
+                raise RuntimeError("the fork server has a second thread")
+            pid = os.fork()
+        except (OSError, RuntimeError) as error:
+            kind = "memory" if isinstance(error, OSError) else "launcher_died"
+            answer = {"kind": kind, "message": f"no process: {error}"}
+        else:
+            if pid == 0:
+                try:
+                    Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno(), mark).run()
+                finally:
+                    os._exit(70)  # the supervisor must never return into the server's loop
+            answer = {"pid": pid}
+        try:
+            os.write(fds[0], json.dumps(answer).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # the supervisor ends when the controller does not want it any more
+        os.close(fds[0])
 
 
 def main(packages: list[str]) -> int:
-    server = Server(*take_streams())
-    began = time.perf_counter()
+    # Imported packages can no longer read the requests, and their output goes to the log.
+    requests = socket.socket(fileno=os.dup(0))
+    redirect_input()
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C in the terminal
     gc.disable()  # imports make hardly any garbage, and looking for it takes a fifth of their time
     try:
-        missing = preload(packages)
+        preload(packages)
     except Refused as refused:
         traceback.print_exc()
-        server.reply(**refused.reply)
+        requests.send(json.dumps({"ready": False, "kind": refused.kind, "message": str(refused)}).encode())
         return 1
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in every rank
     gc.enable()
-    times = os.times()
-    server.reply(
-        event="ready", pid=os.getpid(), missing=missing, rss_mb=rss_mb(),
-        wall_s=round(time.perf_counter() - began, 3), cpu_s=round(times.user + times.system, 3),
-    )  # fmt: skip
     try:
-        server.serve()
+        requests.send(json.dumps({"ready": True}).encode())
+        serve(requests)
+    except OSError:
+        pass  # the controller was killed
     finally:
-        server.close()
         folder = os.environ.get("TMPDIR", "")
         if os.path.basename(folder).startswith("repro-forkserver-"):  # a killed controller cannot remove it
             shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+# --- one attempt
+
+
+class Mark:
+    """The attempt's token, where other processes look for it: /proc/PID/environ.
+
+    That file shows the block of memory in which the *server* was started, whatever is set later; a forked process
+    would carry the server's token. The server is started with a token long enough to be overwritten in place.
+    """
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        libc.getenv.restype = ctypes.c_void_p
+        self.room = len(os.environ.get(TOKEN, ""))
+        self.address = libc.getenv(TOKEN.encode()) if self.room else None
+
+    def write(self, token: str) -> None:
+        data = token.encode()
+        if self.address is not None and len(data) <= self.room:
+            ctypes.memmove(self.address, data.ljust(self.room, b"\0"), self.room)
+
+
+class Supervisor:
+    """Run one attempt in its own process; ``run`` is called right after the fork and ends the process.
+
+    The order matters: the server has one thread, the supervisor forks every rank while it still has one, and only then
+    starts the ranks' store, whose threads no rank inherits. The ranks wait for the store's port on a pipe.
+    ``life`` is the pipe whose end reports that this process has ended; no rank may hold it.
+    """
+
+    def __init__(self, spec_file: Path, server: int, life: int, requests: int, mark: Mark) -> None:
+        self.spec = json.loads(spec_file.read_text(encoding="utf-8"))
+        self.launch_file, self.mark = spec_file.with_name("launch.json"), mark
+        self.server, self.life, self.requests = server, life, requests
+        self.ranks: list[dict[str, Any]] = []
+        self.reaper = False  # whether this process adopts the attempt's orphans
+        self.answer: dict[str, Any] = {**elastic.blank_answer(), "ranks": self.ranks}
+        self.by_launcher = False  # whether a rank that ends now was ended by the launcher
+
+    def run(self) -> NoReturn:
+        try:
+            self._start()
+            self._wait()
+        except BaseException as error:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+            self.answer["error"] = self.answer["error"] or {"kind": "launch", "message": message}
+        finally:
+            try:
+                self._end_ranks()
+                elastic.finish(self.launch_file, self.answer, self.reaper)
+            finally:
+                os._exit(0)
+
+    def _start(self) -> None:
+        self.reaper = elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
+        elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGTERM)  # when the server dies: end the ranks in order
+        if os.getppid() != self.server:
+            os._exit(1)
+        os.setsid()
+        self.mark.write(self.spec["env"].get(TOKEN, ""))
+        redirect_output(os.path.join(self.spec["log_dir"], "launcher.log"))
+        os.close(self.requests)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+        ports: list[int] = []
+        supervisor = os.getpid()
+        for rank in range(self.spec["world_size"]):
+            receive, send = os.pipe()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self.answer["error"] = {"kind": "memory", "message": f"no process for rank {rank}: {error}"}
+                raise
+            if pid == 0:
+                run_rank(self.spec, rank, supervisor, receive, [*ports, send, self.life])
+            os.close(receive)
+            ports.append(send)
+            self.ranks.append({"rank": rank, "pid": pid, "exit_code": None, "signal": None, "terminated_by": None})
+        elastic.write(self.launch_file, self.answer)
+        from torch.distributed import TCPStore
+
+        try:
+            # The daemon's threads start here, after the last fork.
+            self.store = TCPStore("127.0.0.1", self.spec.get("port") or 0, None, True, wait_for_workers=False)
+        except Exception as error:
+            self.answer["error"] = {"kind": "port", "message": f"the rendezvous store did not start: {error}"}
+            raise
+        self.answer["port"] = self.store.port
+        for send in ports:
+            try:
+                os.write(send, str(self.store.port).encode())
+            except BrokenPipeError:
+                pass  # that rank has already ended; it is reaped below
+            os.close(send)
+
+    def _running(self) -> list[int]:
+        return [rank["pid"] for rank in self.ranks if rank["terminated_by"] is None]
+
+    def _wait(self) -> None:
+        """Wait until every rank has ended, TERM arrives, or a rank failed and the others have had their grace."""
+        limit: float | None = None
+        while self._reap() and self._running():
+            if limit is None and any(rank["exit_code"] or rank["signal"] for rank in self.ranks):
+                limit = time.monotonic() + PEER_GRACE_S
+            if limit is not None and time.monotonic() >= limit:
+                return
+            seconds = 60.0 if limit is None else max(limit - time.monotonic(), 0.001)
+            received = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, seconds)
+            if received is not None and received.si_signo == signal.SIGTERM:
+                if os.getppid() != self.server:
+                    self.answer["error"] = {"kind": "launcher_died", "message": "the fork server ended"}
+                return
+
+    def _reap(self) -> bool:
+        """Collect every process that has ended. Return whether a child is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            for rank in self.ranks:
+                if rank["pid"] == pid:
+                    code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                    rank.update(elastic.rank_entry(rank["rank"], pid, code, self.by_launcher))
+
+    def _end_ranks(self) -> None:
+        """Send TERM, then KILL, to the ranks that still run."""
+        self._reap()
+        self.by_launcher = True
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            limit = time.monotonic() + elastic.TERM_GRACE_S
+            for pid in self._running():
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)  # a stopped process acts on SIGKILL alone
+            while self._running() and time.monotonic() < limit:
+                signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+                self._reap()
+
+
+# --- one rank
+
+
+def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, others: list[int]) -> NoReturn:
+    """Be one rank, from the fork to its end: its process is what torchrun would have started.
+
+    Environment, working folder, signals, standard streams and random seeds are set before any line of the script runs.
+    """
+    code = 1
+    try:
+        elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        elastic.allow_debugging_and_no_core()
+        os.setsid()
+        for fd in others:
+            os.close(fd)
+        redirect_output(os.path.join(spec["log_dir"], f"rank-{rank}.log"))
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for name, value in {**spec["env"], **torchrun_variables(rank, spec["world_size"], spec["env"][TOKEN])}.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        os.chdir(spec["cwd"])
+        reset_state()
+        port = os.read(receive, 16).decode()
+        os.close(receive)
+        if not port:
+            os._exit(1)  # no store: the supervisor has reported the reason
+        os.environ["MASTER_PORT"] = port
+        code = run_script(spec["script"], ["--settings", spec["settings"]])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def redirect_input() -> None:
+    """Read standard input from nothing; send standard output to the same place as errors."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+
+
+def redirect_output(log: str) -> None:
+    """Append standard output and error to a file.
+
+    The Python streams stay the same objects: libraries that took hold of one at import write to the right place.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def torchrun_variables(rank: int, world_size: int, run_id: str) -> dict[str, str]:
+    """Return what torchrun puts into a rank's environment (MASTER_PORT follows when the store is up)."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def reset_state() -> None:
+    """Reset the state that a fork inherits and that fresh processes would not have in common."""
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    torch: Any = sys.modules["torch"]
+    if torch.default_generator.initial_seed() != CONSTANT_SEED:
+        torch.default_generator.seed()
+    tempfile.tempdir = None
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_script(script: str, arguments: list[str]) -> int:
+    """Run the script as ``python script arguments`` would. It is read now, so that an edit takes effect."""
+    sys.argv = [script, *arguments]
+    added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:0] = [os.path.dirname(os.path.abspath(script)), *added]  # entries that the server was started without
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    with open(script, "rb") as source:
+        code = compile(source.read(), script, "exec")
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
     return 0
 
 
