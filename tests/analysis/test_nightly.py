@@ -25,9 +25,7 @@ from repro_matrix.analysis.regressions import (
 )
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ResultsError
-from repro_matrix.report.issue import issue
-from repro_matrix.report.strips import history as strips_of
-from repro_matrix.report.strips import run_of_history
+from repro_matrix.report.formats import to_issue
 from repro_matrix.results import quarantine, runs
 from results_by_hand import BOOM, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
 
@@ -94,7 +92,7 @@ def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     now = cell({"unfixed": REPRODUCED, "fix": text, "other": HOLDS}, started=2.0, versions={"torch": "2.14.0"})
     then = [replace(row, versions={"torch": "2.13.0"}) for row in A]
     (changed,) = compare_to_last_passing(now, [make_run("passing", then, 0)]).changed
-    made = issue([changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
+    made = to_issue([changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
     assert made.title == "c: fix_stopped_working" and made.markdown.startswith(f"# {made.title}\n")
     for part in (
         "torch: 2.13.0 -> 2.14.0",
@@ -106,7 +104,7 @@ def test_issue_lists_changes_and_escapes_foreign_text() -> None:
         assert part in made.body
     assert all("@everyone" not in line or line.count("`") == 2 for line in made.body.splitlines())
     assert made.markdown.rstrip().endswith(f"change={changed.digest} -->")
-    assert len(issue([replace(changed, changes=changed.changes * 2000)], "tonight").markdown.encode()) < 65_536
+    assert len(to_issue([replace(changed, changes=changed.changes * 2000)], "tonight").markdown.encode()) < 65_536
 
 
 # -- missing results
@@ -230,9 +228,6 @@ def test_history_stores_runs_without_loss(one: Rows, other: Rows, tmp_path_facto
     for run in [*made[::-1], made[0]]:  # one that comes late, and one that is stored again
         history.store_run(folder, run)
     assert history.load_history(folder, []) == sorted(made, key=lambda run: (run.started, run.run_id))
-    strips = strips_of([run_of_history(run) for run in made]).strips
-    assert all(len(strip.answers) == 2 for strip in strips)
-    assert {(s.key[0], s.key[4]) for s in strips} == {(row.case, row.variant) for run in made for row in run.rows}
 
 
 @pytest.mark.parametrize(

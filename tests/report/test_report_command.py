@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from junitparser import JUnitXml
-from report_cells import stored_cell
+from report_cells import rows, stored_cell
+from repro_matrix.analysis import history
+from repro_matrix.analysis.inputs import from_row
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.load import source_names, write_site
+from repro_matrix.report.page_model import cells_of
 from repro_matrix.results import runs
 from repro_matrix.results.store import write_json
 
@@ -100,21 +103,20 @@ def test_report_of_an_interrupted_run_says_how_to_continue(folder: Path, capsys:
     assert "repro matrix --resume results=" in capsys.readouterr().out.replace("\\", "")
 
 
-def test_report_of_several_folders_compares_them_and_three_are_a_history(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "two", "three")]
-    for number, one in enumerate(folders):
-        store(one, model="m" if number < 2 else "n")
+def test_report_of_several_folders_names_the_folder_of_each_cell(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for one in folders:
+        store(one)
     target = tmp_path / "page.html"
-    assert main(["report", *map(str, folders[:2]), "--output", str(target)]) == 0
-    text = target.read_text(encoding="utf-8")
-    assert 'id="compared"' in text and 'id="history"' not in text
     assert main(["report", *map(str, folders), "--output", str(target)]) == 0
-    assert 'id="history"' in target.read_text(encoding="utf-8")
+    text = target.read_text(encoding="utf-8")
+    assert 'data-results="one"' in text and 'data-results="two"' in text
 
 
-def test_report_takes_earlier_runs_from_a_folder(folder: Path, tmp_path: Path) -> None:
-    store(tmp_path / "nights" / "monday")
-    assert main(["report", str(folder), "--history", str(tmp_path / "nights")]) == 0
+def test_report_shows_the_history_of_nightly_runs(folder: Path, tmp_path: Path) -> None:
+    stored = cells_of(rows(stored_cell("NOT_FIXED", case=SLUG)))
+    history.store_run(tmp_path, history.make_run("monday", [from_row(row) for one in stored for row in one.rows]))
+    assert main(["report", str(folder), "--history", str(tmp_path)]) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert "monday" in text and "these results" in text
 

@@ -13,8 +13,15 @@ from repro_matrix.environment.machine import Machine, no_ptrace, shm_mb, unwrita
 from repro_matrix.environment.profiles import HardwareError, Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import cache_dir
-from repro_matrix.report import listing
-from repro_matrix.report.terminal import columns, named, print_json, print_lines, print_table, print_wrapped
+from repro_matrix.report.terminal import (
+    columns,
+    doctor_lines,
+    named,
+    print_json,
+    print_lines,
+    print_table,
+    print_wrapped,
+)
 from repro_matrix.results import local
 from repro_matrix.runner import session
 from repro_matrix.runner.probe import Prober
@@ -91,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
             table.append([case, row["model"], row["strategy"], runs, row["reason"] or "; ".join(skipped)])
         print_table("", ["case", "model", "strategy", "runs here", "reason"], table, narrow=("reason",))
     else:
-        print_lines([*listing.runs_here(rows, columns()), ""])
+        print_lines([*doctor_lines(rows, columns()), ""])
     print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run here")
     return 3 if problems else 0
 

@@ -9,8 +9,15 @@ from typing import Any
 from repro_matrix.planning.memory import GIB, MemoryPlan, Phase
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.document import Document
-from repro_matrix.report import listing
-from repro_matrix.report.terminal import columns, named, print_json, print_lines, print_table
+from repro_matrix.report.terminal import (
+    columns,
+    named,
+    plan_lines,
+    print_json,
+    print_lines,
+    print_table,
+    skipped_lines,
+)
 from repro_matrix.results import local
 from repro_matrix.runner import schedule, session
 from repro_matrix.runner.session import Session
@@ -38,7 +45,7 @@ def show_plan(prepared: Session, as_json: bool, every_variant: bool) -> int:
     else:
         cells = [plan.cell for plan in prepared.plans for _ in plan.variants]
         keys = [{"cell": repr((cell.hardware, cell.stack, cell.key))} for cell in cells]
-        print_lines(listing.planned([item | key for item, key in zip(items, keys)], columns()))
+        print_lines(plan_lines([item | key for item, key in zip(items, keys)], columns()))
     for why, count in prepared.elsewhere.items():
         print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
     return 0
@@ -117,7 +124,7 @@ def _print_memory(
         cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
         table.append([*cells, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
     print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,))
-    print_lines(listing.not_launched(hidden, columns()))
+    print_lines(skipped_lines(hidden, columns()))
     print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} variants skipped")
 
 

@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.analysis import nightly
     from repro_matrix.analysis.inputs import load_folder
-    from repro_matrix.report.issue import issue
+    from repro_matrix.report.formats import to_issue
     from repro_matrix.report.terminal import print_notes, print_wrapped
     from repro_matrix.results import quarantine
     from repro_matrix.runner import session
@@ -63,8 +63,8 @@ def main(args: argparse.Namespace) -> int:
     target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
-        made = issue(changes, report.run_id, args.page, reports)
-        print(f"{made.title}: {nightly.write_issue(target, case, made.markdown)}")
+        issue = to_issue(changes, report.run_id, args.page, reports)
+        print(f"{issue.title}: {nightly.write_issue(target, case, issue.markdown)}")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
     return report.exit_code
 

@@ -19,21 +19,20 @@ FORMATS = ("html", "junit", "markdown", "json", "csv")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "exit codes: 0; 2 usage; 3 evidence that cannot be read (everything else is reported)"
+    parser.epilog = "Exit codes: 0; 2 usage error; 3 some evidence cannot be read, everything else is reported."
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="RESULTS",
-        help="results folders (default: the last run), several side by side; case=qwen15-* model= strategy= stack= "
-        "hardware= select a part")  # fmt: skip
-    add("--baseline", action="store_true", help="the published results, alone or beside the others")
-    add("--history", metavar="DIR", help="earlier runs (nights.jsonl or folders), to show what changed")
+    help_text = "folders of results (default: the last run); case=, model=, strategy=, stack=, hardware= select a part"
+    add("overrides", nargs="*", metavar="RESULTS|OVERRIDE", help=help_text)
+    add("--baseline", action="store_true", help="the published results, alone or with the others")
+    add("--history", metavar="DIR", help="a folder with nights.jsonl: show what changed over the nightly runs")
     add("--format", choices=FORMATS, default="html", help="default: html, one self-contained file")
-    add("--output", metavar="PATH", help="the file to write; - is stdout (the default except for html)")
+    add("--output", metavar="FILE", help="the file to write; - is stdout, the default of all formats but html")
     add("--site", metavar="DIR", help="write a static site: an index, and a page for each case")
 
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.config import project
-    from repro_matrix.report import formats, html, load
+    from repro_matrix.report import html, load
     from repro_matrix.report.terminal import print_notes
 
     gc.freeze()
@@ -47,29 +46,19 @@ def main(args: argparse.Namespace) -> int:
     if args.site and (args.output or args.format != "html"):
         raise ConfigError("--site writes its own files: remove --output and --format")
     target = _target(args, folders, results_root)
-    found = load.load_results(folders, _selection(args.overrides))
+    selection = _selection(args.overrides)
+    found = load.load_results(folders, selection)
     if not found.cells and not found.remarks.incomplete:
-        _refuse_nothing(args, folders, found)
+        _refuse_nothing(selection, folders, found)
+    history = Path(args.history).expanduser() if args.history else None
+    if args.site:
+        site = html.render_site(load.page(found, folders, history))
+        load.write_site(Path(args.site), site)
+        print(f"{len(site)} pages: {Path(args.site) / 'index.html'}")
+        return _exit_code(found)
     if args.format != "html":
         print_notes(found.remarks.all)  # the page shows them itself
-    if args.format == "json":
-        text = formats.to_json(
-            found.cells, found.claims, [str(folder) for folder in folders], load.created_line(folders), found.remarks
-        )
-    elif args.format == "csv":
-        text = formats.to_csv(found.cells)
-    elif args.format == "junit":
-        text = formats.to_junit(found.cells, found.remarks)
-    elif args.format == "markdown":
-        text = formats.to_markdown(found.cells, load.title(folders), "", found.remarks)
-    else:
-        page = load.page(found, folders, Path(args.history).expanduser() if args.history else None)
-        if args.site:
-            files = html.render_site(page)
-            load.write_site(Path(args.site), files)
-            print(f"{len(files)} pages: {Path(args.site) / 'index.html'}")
-            return _exit_code(found)
-        text = html.render_file(page)
+    text = load.render(args.format, found, folders, history)
     if target is None:
         sys.stdout.write(text)
     else:
@@ -88,16 +77,13 @@ def _exit_code(found: Results) -> int:
     return TOO_LITTLE
 
 
-def _refuse_nothing(args: argparse.Namespace, folders: list[Path], found: Results) -> None:
+def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found: Results) -> None:
     """Raise ResultsError: nothing was selected, or no folder holds results. A run that measured nothing has a page."""
-    from repro_matrix.report import load
-
-    selected = [word for word in args.overrides if "=" in word]
-    if selected:
-        cases = _selection(selected).get("case", [])
-        hint = "".join(nearest(one, found.stored_cases) for one in cases)
-        raise ResultsError(f"{' '.join(selected)}: selects no stored cell{hint}")
-    if args.output is None and not any(load.is_results(folder) for folder in folders):
+    if selection:
+        words = " ".join(f"{axis}={','.join(patterns)}" for axis, patterns in selection.items())
+        hint = "".join(nearest(one, found.stored_cases) for one in selection.get("case", ()))
+        raise ResultsError(f"{words}: selects no stored cell{hint}")
+    if not any((folder / ".lock").exists() or runs.read(folder) for folder in folders):
         reason = f": {found.remarks.all[0]}" if found.remarks.all else ""
         raise ResultsError(f"{', '.join(map(str, folders))}: no results{reason}. Name a folder of results.")
 
@@ -106,8 +92,7 @@ def _selection(words: list[str]) -> dict[str, list[str]]:
     from repro_matrix.report.load import AXES
 
     found = {}
-    for word in words:
-        axis, equals, value = word.partition("=")
+    for axis, equals, value in (word.partition("=") for word in words):
         if equals and axis not in AXES:
             raise unknown("axis", axis, AXES)
         if equals:
@@ -117,14 +102,13 @@ def _selection(words: list[str]) -> dict[str, list[str]]:
 
 def _target(args: argparse.Namespace, folders: list[Path], root: Path) -> Path | None:
     """Return the file to write, or None for stdout. Raise ResultsError: it cannot be, or is among the evidence."""
-    if args.output in ("-", "/dev/stdout") or (args.output is None and args.format != "html"):
+    if args.output == "-" or (args.output is None and args.format != "html"):
         return None
     if args.output is None:
-        folder = root / "scratch" if args.baseline or not folders else folders[0]
-        return folder / ("baseline.html" if args.baseline and len(folders) == 1 else "report.html")
+        return root / "scratch" / "baseline.html" if args.baseline else folders[0] / "report.html"
     target = Path(args.output).expanduser()
     if not target.parent.is_dir():
-        raise ResultsError(f"{target.parent}: there is no such folder. Create it first.")
+        raise ResultsError(f"{target.parent}: no such folder. Create it first.")
     if target.is_dir():
         raise ResultsError(f"{target}: is a folder. --output takes a file.")
     inside = any(target.resolve().is_relative_to(folder.resolve()) for folder in folders)

@@ -1,4 +1,4 @@
-"""The same results for other programs: JUnit XML, Markdown, JSON and CSV. Pure: cells -> text."""
+"""Results for other programs and for GitHub: JUnit XML, Markdown, issues, JSON and CSV. Pure: cells -> text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import io
 import json
 import re
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from repro_matrix.analysis.claims import ClaimRow
+from repro_matrix.analysis.diff import KINDS, Change, describe_row
+from repro_matrix.analysis.regressions import ChangedCase
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.report.labels import Label, count_labels, label
 from repro_matrix.report.page_model import Cell, row_label
@@ -20,7 +22,8 @@ from repro_matrix.results.summary import Row
 from repro_matrix.text import block, counted, line
 
 SCHEMA = 1
-MOST = 65_000  # bytes of Markdown: what a comment or a job's summary takes
+MOST = 60_000  # bytes of Markdown: GitHub takes 65,536 for an issue or a comment
+MOST_LISTED, MOST_DETAILS = 40, 10  # items of a list, and of one with errors
 PACKAGES = ("python", *UPSTREAM, "numpy")  # a column each in a table
 
 
@@ -114,7 +117,8 @@ def to_junit(cells: Sequence[Cell], remarks: Remarks = NO_REMARKS) -> str:
     """Return a suite for each case and a test case for each variant.
 
     A variant that differs from its expectation is a failure, infrastructure and evidence that cannot be read are
-    errors, what was not measured or is quarantined is skipped. Remarks stand in the suite ``results``.
+    errors, what was not measured or is quarantined is skipped. The suite ``results`` has an error for each damaged file
+    and each interrupted run.
     """
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
@@ -123,15 +127,10 @@ def to_junit(cells: Sequence[Cell], remarks: Remarks = NO_REMARKS) -> str:
         suite = suites.setdefault(cell.row.case, TestSuite(cell.row.case))
         for row in cell.rows:
             suite.add_testcase(_test_case(cell, row))
-    if remarks.all:
-        suites["results"] = TestSuite("results")
-        for number, text in enumerate((*remarks.damaged, *remarks.incomplete), 1):
-            test = TestCase(f"damaged {number}", "results")
-            test.result = [Error(line(text, 1000), "damaged")]
-            suites["results"].add_testcase(test)
-        test = TestCase("notes", "results")
-        test.system_err = "\n".join(line(text, 1000) for text in remarks.all)
-        suites["results"].add_testcase(test)
+    for number, text in enumerate((*remarks.damaged, *remarks.incomplete), 1):
+        test = TestCase(f"damaged {number}", "results")
+        test.result = [Error(line(text, 1000), "damaged")]
+        suites.setdefault("results", TestSuite("results")).add_testcase(test)
     xml = JUnitXml("repro-matrix")
     for suite in suites.values():
         xml.add_testsuite(suite)
@@ -145,33 +144,31 @@ def _test_case(cell: Cell, row: Row) -> Any:
     name = f"{row.model}/{row.strategy} {cell.flags}".strip()
     group = f"{row.hardware.profile}.{line(row.stack.name)}.{row.case}"
     test = TestCase(f"{line(name)} {row.variant}", group, row.wall_s or 0.0)
-    verdict = row_label(row).name
-    reason = line(row.reason, 1000)
-    result: Any = None
+    verdict, reason, command = row_label(row).name, line(row.reason, 1000), shlex.join(row.command)
+    errors = "\n\n".join([_error_text(row, index) for index in range(len(row.errors))] + [block(command)])
     if not row.attempts:
-        result = Skipped(reason)
+        test.result = [Skipped(reason)]
     elif row.state == "quarantined":
-        result = Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))
+        test.result = [Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))]
     elif row.state == "unexpected":
-        expected = row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
-        result = Failure(f"expected {expected}, measured {verdict}: {reason}", verdict)
+        test.result = [Failure(f"expected {_expected(row)}, measured {verdict}: {reason}", verdict)]
+        test.result[0].text = errors
     elif row.no_evidence:
-        result = Error(reason, verdict)
-    if result is not None:
-        if row.attempts and not isinstance(result, Skipped):
-            errors = [_error_text(row, index) for index in range(len(row.errors))]
-            result.text = "\n\n".join([*errors, block(shlex.join(row.command))])
-        test.result = [result]
+        test.result = [Error(reason, verdict)]
+        test.result[0].text = errors
     checks = [
         f"{line(one.name)}: {one.state}, actual {one.actual}, expected {one.expected}"
         + (f", tolerance {one.tolerance}" if one.tolerance is not None else "")
         for one in row.checks
     ]
     out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}", f"reason: {reason}",
-           f"attempts: {row.outcome}", *checks, f"evidence: {row.evidence}",
-           f"command: {shlex.join(row.command)}"]  # fmt: skip
-    test.system_out = "\n".join(block(text) for text in out)
+           f"attempts: {row.outcome}", *checks, f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
+    test.system_out = "\n".join(map(block, out))
     return test
+
+
+def _expected(row: Row) -> str:
+    return row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
 
 
 def _error_text(row: Row, index: int) -> str:
@@ -190,85 +187,51 @@ def to_markdown(
 ) -> str:
     """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes. ``link``: the
     address of the page."""
-    out = _Limited(MOST - 200)
     rows = [(cell, row) for cell in cells for row in cell.rows]
-    by_state = {
-        name: [item for item in rows if item[1].state == name]
-        for name in ("unexpected", "differs_from_cpu", "quarantined")
-    }
-    new = [item for item in rows if item[1].state == "no_expectation" and item[1].attempts]
-    out.add(f"## {escape(title)}\n")
-    out.list([f"**{escape(text)}**\n" for text in (*remarks.incomplete, *remarks.expired)], "more")
-    if remarks.damaged:
-        out.add(f"**{counted(len(remarks.damaged), 'file')} of evidence cannot be read.**\n")
-        out.list([f"- {escape(text)}\n" for text in remarks.damaged], "more")
+    by_state: dict[str, list[tuple[Cell, Row]]] = defaultdict(list)
+    for cell, row in rows:
+        if row.attempts:
+            by_state[row.state or ""].append((cell, row))
     odd = len(by_state["unexpected"])
-    if not cells:
-        headline = "Nothing was measured: these results hold no cell."
-    elif odd:
-        differ = "variant differs from its expectation" if odd == 1 else "variants differ from their expectation"
-        headline = f"**{odd} {differ}.**"
-    else:
-        headline = "Nothing differs from its expectation."
-    out.add(f"{headline} {_numbers(cells)}\n")
-    if link:
-        out.add(f"[The page]({link})\n")
-    for state, heading in (
-        ("unexpected", "Differs from its expectation"),
-        ("differs_from_cpu", "Differs from the CPU"),
-    ):
-        if by_state[state]:
-            out.add(f"### {heading}\n")
-            out.list([_details(*item) for item in by_state[state]], "more variants")
-    if by_state["quarantined"]:
-        out.add("### Quarantined\n")
-        out.list([f"{_bullet(*item)}; {escape(item[1].quarantine or '')}" for item in by_state["quarantined"]], "more")
-    if new:
-        out.add("### No expectation yet\n")
-        out.list([_bullet(*item) for item in new], "more")
-    if cells:
-        out.add("### Cases\n\n| case | cells | variants |\n|---|---|---|")
-        by_case: dict[str, list[Cell]] = {}
-        for cell in cells:
-            by_case.setdefault(cell.row.case, []).append(cell)
-        lines = [f"| {escape(case)} | {len(members)} | {_numbers(members)} |" for case, members in by_case.items()]
-        out.list(lines, "more cases", "\n")
+    out = [f"## {escape(title)}"]
+    out += [f"**{escape(text)}**" for text in (*remarks.incomplete, *remarks.expired)][:MOST_LISTED]
+    if remarks.damaged:
+        out.append(f"**{counted(len(remarks.damaged), 'file')} of evidence cannot be read.**")
+        out.append(_list([f"- {escape(text)}" for text in remarks.damaged]))
+    headline = "Nothing differs from its expectation." if cells else "Nothing was measured: these results hold no cell."
+    if odd:
+        headline = f"**{odd} {'variant differs from its' if odd == 1 else 'variants differ from their'} expectation.**"
+    out.append(f"{headline} {_numbers(cells)}")
+    out += [f"[The page]({link})"] if link else []
+    for state, heading in {
+        "unexpected": "Differs from its expectation",
+        "differs_from_cpu": "Differs from the CPU",
+        "quarantined": "Quarantined",
+        "no_expectation": "No expectation yet",
+    }.items():
+        detailed = state in ("unexpected", "differs_from_cpu")
+        items = [_details(*item) if detailed else _bullet(*item) for item in by_state[state]]
+        out += [f"### {heading}", _list(items, MOST_DETAILS if detailed else MOST_LISTED)] if items else []
     missing = Counter(row.reason for _, row in rows if not row.attempts)
     if missing:
-        out.add("\n\n### Not measured\n")
-        out.list([f"- {count}: {code(reason)}" for reason, count in missing.most_common()], "more reasons")
-    return out.text
+        out += ["### Not measured", _list([f"- {count}: {code(reason)}" for reason, count in missing.most_common()])]
+    by_case: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        by_case[cell.row.case].append(cell)
+    if by_case:
+        table = [f"| {escape(case)} | {len(members)} | {_numbers(members)} |" for case, members in by_case.items()]
+        out += ["### Cases", "\n".join(["| case | cells | variants |", "|---|---|---|", *table])]
+    return _limited("\n\n".join(out) + "\n")
 
 
-class _Limited:
-    """Text of a limited size: what does not fit is counted."""
+def _list(items: Sequence[str], most: int = MOST_LISTED) -> str:
+    more = [f"- … and {len(items) - most} more"] if len(items) > most else []
+    return "\n".join([*items[:most], *more])
 
-    def __init__(self, most: int) -> None:
-        self.text = ""
-        self._left = most
 
-    def add(self, part: str) -> bool:
-        """Add a part if it fits. A heading stands apart from a list before it."""
-        part = "\n" + part if part.startswith("#") and self.text and not self.text.endswith("\n\n") else part
-        size = len(part.encode(errors="surrogatepass")) + 1
-        if size > self._left:
-            return False
-        self._left -= size
-        self.text += part + "\n"
-        return True
-
-    def list(self, parts: Sequence[str], rest: str, before: str = "") -> None:
-        """Add parts to at most half of what is left, so that what follows fits too."""
-        if not parts:
-            return
-        self.text = self.text.rstrip("\n") + "\n" + ("" if before else "\n")
-        reserve, self._left = self._left - self._left // 2, self._left // 2
-        for index, part in enumerate(parts):
-            if not self.add(part):
-                self._left += reserve
-                self.add(f"{before}… and {len(parts) - index} {rest}\n")
-                return
-        self._left += reserve
+def _limited(text: str) -> str:
+    short = text.encode(errors="replace")[:MOST].decode(errors="ignore")
+    return text if len(short) >= len(text) else f"{short}\n\n(truncated)\n"
 
 
 def _numbers(cells: Iterable[Cell]) -> str:
@@ -278,9 +241,11 @@ def _numbers(cells: Iterable[Cell]) -> str:
 
 
 def _bullet(cell: Cell, row: Row) -> str:
-    place = " ".join(filter(None, (f"{row.model}/{row.strategy}", cell.flags)))
+    place = f"{row.model}/{row.strategy} {cell.flags}".strip()
     where = f"({escape(row.hardware.profile)}, {escape(row.stack.name)})"
-    return f"- **{escape(row.case)}** {escape(place)}, variant {escape(row.variant)} {where}: {_mark(row_label(row))}"
+    quarantine = f"; {escape(row.quarantine)}" if row.quarantine else ""
+    result = f"{_mark(row_label(row))}{quarantine}"
+    return f"- **{escape(row.case)}** {escape(place)}, variant {escape(row.variant)} {where}: {result}"
 
 
 def _mark(one: Label) -> str:
@@ -289,12 +254,12 @@ def _mark(one: Label) -> str:
 
 def _details(cell: Cell, row: Row) -> str:
     expected = f"; expected {_mark(label(row.expected_verdict))}" if row.expected_verdict else ""
-    parts = [f"{_bullet(cell, row)}{expected}\n", f"  {code(row.reason)}\n"]
+    parts = [f"{_bullet(cell, row)}{expected}", f"  {code(row.reason)}"]
     if row.errors:
         text = block(_error_text(row, 0), 800)
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
-        parts.append("\n".join(f"  {one}" for one in (fence, *text.splitlines(), fence)) + "\n")
-    return "\n".join([*parts, f"  {code(shlex.join(row.command))}\n"])
+        parts.append("\n".join(f"  {one}" for one in (fence, *text.splitlines(), fence)))
+    return "\n\n".join([*parts, f"  {code(shlex.join(row.command))}"])
 
 
 def code(text: str) -> str:
@@ -305,3 +270,51 @@ def code(text: str) -> str:
 def escape(text: str) -> str:
     """Return a text in which nothing is Markdown."""
     return re.sub(r"([\\`*_{}\[\]<>|~#@!&])", r"\\\1", line(text, 200))
+
+
+# Issues
+
+
+@dataclass(frozen=True)
+class Issue:
+    title: str
+    body: str
+    digest: str
+
+    @property
+    def markdown(self) -> str:
+        """Return title, body, and a last line by which a closed issue acknowledges the change."""
+        return f"# {self.title}\n\n{self.body}\n\n<!-- repro-matrix change={self.digest} -->\n"
+
+
+def to_issue(
+    changed: Sequence[ChangedCase], run_id: str, link: str = "", bisections: Mapping[str, str] | None = None
+) -> Issue:
+    """Describe a case's changes on all stacks. ``bisections``: stack -> the report, or why there is none."""
+    case = changed[0].case
+    changes = sorted((change for each in changed for change in each.changes), key=lambda c: list(KINDS).index(c.kind))
+    title = f"{case}: {changes[0].kind}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
+    count = counted(len(changes), "result")
+    parts = [f"Nightly run {escape(run_id)}: {count} of **{escape(case)}** changed since the last passing run."]
+    parts += [f"[Full report]({link})"] if link else []
+    for each in changed:
+        stack, first = each.stack, each.changes[0]
+        parts.append(f"### Stack {escape(stack)}, compared with {escape(each.passing.run_id)}")
+        moved = [f"- {escape(name)}: {escape(was)} -> {escape(now)}" for name, (was, now) in each.versions.items()]
+        parts += ["Releases that changed:", "\n".join(moved)] if moved else ["No release of the stack changed."]
+        parts.append(_list(list(map(_change, each.changes))))
+        parts.append(f"Fixes that work in every measured cell: {', '.join(map(escape, each.working_fixes)) or 'none'}.")
+        parts += ["#### Bisection", bisections[stack]] if bisections and stack in bisections else []
+        words = ["repro", "run", case, *first.row.axes, *([f"stack={stack}"] if stack != "current" else [])]
+        parts.append(f"Reproduce: {code(shlex.join([*words, f'variants={first.variant}']))}")
+    return Issue(title, _limited("\n\n".join(parts)), " change=".join(each.digest for each in changed))
+
+
+def _change(change: Change) -> str:
+    row = change.row
+    return (
+        f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant **{escape(change.variant)}**: "
+        f"{change.kind} ({KINDS[change.kind].meaning})\n"
+        f"  - before: {code(describe_row(change.before))}\n"
+        f"  - now: {code(describe_row(change.after))}"
+    )

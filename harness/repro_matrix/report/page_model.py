@@ -1,23 +1,40 @@
-"""Summary rows -> what the page shows: cells, cases, the matrix, what needs attention, what was not measured. Pure."""
+"""Summary rows -> what the page shows: cells, cases, results by release and over time, what needs attention. Pure."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from packaging.version import InvalidVersion, Version
 
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.grading.expectations import as_expected
 from repro_matrix.report.labels import LABELS, TONES, Label, count_labels, label_of
-from repro_matrix.report.strips import History, ReleaseAxis, Run, history, parse_version, release_axes
 from repro_matrix.results.summary import Row
 
+if TYPE_CHECKING:
+    from repro_matrix.analysis.history import NightlyRun
+
 ATTENTION = ("unexpected", "differs_from_cpu")
-MOST_LISTED = 60  # variants that the page's headline lists
+MOST_RUNS, MOST_STRIPS = 40, 200  # columns and rows of the history
+NO_ANSWER = ("skipped", "absent", "infra_error", "INCONCLUSIVE")  # neither a change nor the end of one
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
+
+
+def parse_version(text: str) -> Version:
+    """Return the release; 0 for what is no version."""
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +73,9 @@ class Cell:
     @cached_property
     def groups(self) -> list[tuple[Label, list[str]]]:
         """Names of variants by label, the worst first."""
-        found: dict[Label, list[str]] = {}
+        found: dict[Label, list[str]] = defaultdict(list)
         for row, one in self.variants:
-            found.setdefault(one, []).append(row.variant)
+            found[one].append(row.variant)
         return sorted(found.items(), key=lambda item: TONES.index(item[0].tone))
 
     @cached_property
@@ -87,14 +104,111 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A variant that the compared results do not agree on. ``labels``: of each of the results, with the cell's
-    anchor."""
+class ReleaseStrip:
+    """One variant of one cell over the columns of an axis. ``entries``: a label, and the anchor of its cell."""
 
-    case: str
     cell: str
     variant: str
-    labels: tuple[tuple[Label, str] | None, ...]
+    entries: tuple[tuple[Label, str] | None, ...]
+
+    @property
+    def changes(self) -> list[tuple[int, int]]:
+        """Return (last column before, first column after) of each change."""
+        known = [(index, as_expected(entry[0].name)) for index, entry in enumerate(self.entries) if entry]
+        return [(i, j) for (i, before), (j, after) in pairwise(known) if before != after]
+
+
+@dataclass(frozen=True)
+class ReleaseAxis:
+    """Results over stacks, the oldest first. ``changes``: the column and the label before and after, and the variants
+    that changed. ``steady``: the number of variants that never change, which are left out."""
+
+    title: str
+    columns: tuple[str, ...]
+    strips: tuple[ReleaseStrip, ...]
+    changes: Mapping[tuple[str, Label, str, Label], Sequence[str]]
+    steady: int
+
+
+def release_axes(cells: Iterable[Cell]) -> Iterator[ReleaseAxis]:
+    """Yield the axes of one case's cells: for each stack the other releases of its packages, then all stacks."""
+    groups: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        stack, hardware = cell.row.stack.name, cell.row.hardware.profile
+        base = stack.partition("+")[0]  # base+package@release
+        groups[f"Releases on stack {base} ({hardware})"].append(cell)
+        if stack == base:
+            groups[f"Stacks ({hardware})"].append(cell)
+    axes = (_axis(title, groups[title]) for title in sorted(groups))
+    return (axis for axis in axes if len(axis.columns) > 1)
+
+
+def _axis(title: str, cells: Sequence[Cell]) -> ReleaseAxis:
+    """Build an axis. A column is the release of the only package that differs, else a stack."""
+    versions = {cell: [parse_version(cell.row.stack.versions.get(name, "0")) for name in UPSTREAM] for cell in cells}
+    differing = [name for index, name in enumerate(UPSTREAM) if len({found[index] for found in versions.values()}) > 1]
+
+    def column(cell: Cell) -> str:
+        stack = cell.row.stack
+        return f"{differing[0]} {stack.versions.get(differing[0])}" if len(differing) == 1 else stack.name
+
+    ordered = sorted(cells, key=lambda cell: versions[cell])
+    columns = list(dict.fromkeys(map(column, ordered)))
+    found: dict[tuple[str, str], list[tuple[Label, str] | None]] = defaultdict(lambda: [None] * len(columns))
+    for cell in ordered:
+        for row, one in cell.variants:
+            if one.name not in NO_ANSWER:
+                found[" ".join(row.axes), row.variant][columns.index(column(cell))] = (one, cell.id)
+    strips = [
+        ReleaseStrip(*key, tuple(entries)) for key, entries in found.items() if len(entries) - entries.count(None) > 1
+    ]
+    changing = [strip for strip in strips if strip.changes]
+    changes: dict[tuple[str, Label, str, Label], list[str]] = defaultdict(list)
+    for strip in changing:
+        for index, later in strip.changes:
+            before, after = strip.entries[index], strip.entries[later]
+            if before and after:
+                changes[columns[index], before[0], columns[later], after[0]].append(strip.variant)
+    return ReleaseAxis(title, tuple(columns), tuple(changing), changes, len(strips) - len(changing))
+
+
+@dataclass(frozen=True)
+class HistoryStrip:
+    """A variant over runs. ``last_change``: the index of the last run whose result differs from the one before."""
+
+    case: str
+    where: str  # the cell, its hardware and stack
+    variant: str
+    labels: tuple[Label, ...]
+    last_change: int
+
+
+@dataclass(frozen=True)
+class History:
+    """Runs, the oldest first, with a strip for each variant that changed. ``steady``: the number of the others."""
+
+    runs: tuple[str, ...]
+    strips: tuple[HistoryStrip, ...]
+    steady: int
+
+
+def history(runs: Sequence[NightlyRun]) -> History:
+    """Return the newest runs with the variants that changed, the latest change first."""
+    runs = runs[-MOST_RUNS:]
+    found: dict[tuple[str, ...], list[tuple[str, tuple[str, ...]]]] = defaultdict(lambda: [("absent", ())] * len(runs))
+    for index, run in enumerate(runs):
+        for row in run.rows:
+            usual = max(row.kinds, key=lambda kind: row.kinds[kind], default="skipped")
+            result = as_expected(row.verdict or usual), row.failure_ids
+            found[row.case, f"{' '.join(row.axes)}, {row.hardware}, {row.stack}", row.variant][index] = result
+    strips = []
+    for key, results in found.items():
+        known = [(index, result) for index, result in enumerate(results) if result[0] not in NO_ANSWER]
+        changed = [index for (_, before), (index, after) in pairwise(known) if before != after]
+        if changed:
+            strips.append(HistoryStrip(*key, tuple(LABELS[name] for name, _ in results), changed[-1]))
+    strips.sort(key=lambda strip: -strip.last_change)
+    return History(tuple(run.run_id for run in runs), tuple(strips[:MOST_STRIPS]), len(found) - len(strips))
 
 
 @dataclass(frozen=True)
@@ -110,7 +224,6 @@ class CaseView:
     by_strategy: Mapping[str, list[tuple[Label, int]]]  # numbers of variants
     axes: tuple[ReleaseAxis, ...]
     claims: tuple[ClaimRow, ...] = ()
-    history: History | None = None
 
     @property
     def attention(self) -> int:
@@ -127,16 +240,13 @@ class CaseView:
 
 @dataclass(frozen=True)
 class Page:
-    """``listed``: what needs attention, as much as fits; ``more``: the rest. ``missing``: reason, variants, cases."""
+    """All that the page shows."""
 
     title: str
     created: str
     cases: tuple[CaseView, ...]
-    sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     history: History | None = None
-    differences: tuple[Difference, ...] = ()
-    same: int = 0  # variants on which the compared results agree
     filters: Mapping[str, list[str]] = field(default_factory=dict)
 
     @cached_property
@@ -168,10 +278,10 @@ class Page:
     @cached_property
     def missing(self) -> list[tuple[str, int, list[str]]]:
         """Why variants were not measured, how many, and of which cases."""
-        found: dict[str, list[str]] = {}
+        found: dict[str, list[str]] = defaultdict(list)
         for row in self.rows:
             if not row.attempts:
-                found.setdefault(row.reason or "not run", []).append(row.case)
+                found[row.reason or "not run"].append(row.case)
         ordered = sorted(found.items(), key=lambda item: -len(item[1]))
         return [(reason, len(cases), list(dict.fromkeys(cases))) for reason, cases in ordered]
 
@@ -189,11 +299,9 @@ def row_label(row: Row) -> Label:
 
 def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
     """Group rows by cell, in their order."""
-    found: dict[tuple[str, str, str, str], list[Row]] = {}
+    found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        found.setdefault(
-            (row.hardware.profile, row.stack.label, row.stack.name, row.evidence or row.cell_id), []
-        ).append(row)
+        found[row.hardware.profile, row.stack.label, row.stack.name, row.evidence or row.cell_id].append(row)
     return [Cell(tuple(members), source) for members in found.values()]
 
 
@@ -203,47 +311,40 @@ def build_page(
     created: str,
     cases: Mapping[str, Case],
     *,
-    sources: Sequence[str] = (),
     notes: Sequence[str] = (),
     claims: Sequence[ClaimRow] = (),
-    runs: Sequence[Run] = (),
+    runs: Sequence[NightlyRun] = (),
 ) -> Page:
-    """Build the page of these cells. ``cases``: the catalogue's. ``sources``: names of the results that are compared,
-    where there are several. ``runs``: earlier runs and this one, the oldest first."""
-    cells = list(cells)
-    past = history(runs) if len(runs) > 1 else None
-    by_case: dict[str, list[Cell]] = {}
+    """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one, the oldest
+    first."""
+    by_case: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        by_case.setdefault(cell.row.case, []).append(cell)
+        by_case[cell.row.case].append(cell)
     views = [
-        case_view(members, cases.get(slug), [claim for claim in claims if claim.case == slug],
-                  past.of_case(slug) if past else None)
+        case_view(members, cases.get(slug), [claim for claim in claims if claim.case == slug])
         for slug, members in by_case.items()
-    ]  # fmt: skip
+    ]
     views.sort(key=lambda view: (-view.attention, view.is_control, bool(view.simulated), view.slug))
-    differences, same = _compare(cells, sources) if len(sources) > 1 else ([], 0)
-    return Page(title, created, tuple(views), tuple(sources), tuple(notes), past.changed() if past else None,
-                tuple(differences), same, filters([cell for view in views for cell in view.cells]))  # fmt: skip
+    shown = [cell for view in views for cell in view.cells]
+    past = history(runs) if len(runs) > 1 else None
+    return Page(title, created, tuple(views), tuple(notes), past, filters(shown))
 
 
-def case_view(
-    cells: Sequence[Cell], case: Case | None, claims: Sequence[ClaimRow] = (), past: History | None = None
-) -> CaseView:
-    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalogue."""
+def case_view(cells: Sequence[Cell], case: Case | None, claims: Sequence[ClaimRow] = ()) -> CaseView:
+    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalog."""
     ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
     ordered = sorted(ordered, key=lambda cell: cell.age, reverse=True)
     newest = [cell for cell in ordered if cell.age == ordered[0].age]
-    by_strategy: dict[str, list[Label]] = {}
+    by_strategy: dict[str, list[Label]] = defaultdict(list)
     for cell in ordered:
-        by_strategy.setdefault(cell.row.strategy, []).extend(cell.labels)
+        by_strategy[cell.row.strategy] += cell.labels
     status, shown, fixes = _status(newest)
     first = cells[0].row
-    references = case.references if case else first.references
     return CaseView(
         first.case, case.title if case else first.title, case.summary if case else "",
-        tuple(map(link, references)), tuple(sorted(ordered, key=lambda cell: -len(cell.attention))), status, shown,
-        fixes, {name: count_labels(found) for name, found in by_strategy.items()}, tuple(release_axes(cells)),
-        tuple(claims), past,
+        tuple(map(link, case.references if case else first.references)),
+        tuple(sorted(ordered, key=lambda cell: -len(cell.attention))), status, shown, fixes,
+        {name: count_labels(found) for name, found in by_strategy.items()}, tuple(release_axes(cells)), tuple(claims),
     )  # fmt: skip
 
 
@@ -258,10 +359,10 @@ def _status(cells: Sequence[Cell]) -> tuple[str, Label, tuple[str, ...]]:
         name = "skipped" if not measured else "PASSED" if passed == len(measured) else "FAILED"
         return f"{passed} of {len(measured)} cells pass{on}", LABELS[name], ()
     unfixed = [row for row in measured if row.first]
-    verdicts: dict[str, set[str | None]] = {}
+    verdicts: dict[str, set[str | None]] = defaultdict(set)
     for row in measured:
         if not row.first:
-            verdicts.setdefault(row.variant, set()).add(row.verdict)
+            verdicts[row.variant].add(row.verdict)
     fixes = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
     if not unfixed:
         return f"not measured{on}", LABELS["skipped"], ()
@@ -291,19 +392,3 @@ def link(reference: str) -> tuple[str, str]:
     """Return a reference with its address, which is "" unless it reads owner/repository#number."""
     found = _ISSUE.fullmatch(reference)
     return reference, f"https://github.com/{found[1]}/issues/{found[2]}" if found else ""
-
-
-def _compare(cells: Sequence[Cell], sources: Sequence[str]) -> tuple[list[Difference], int]:
-    """Put the same variants of several results side by side; of each results the newest measurement counts."""
-    found: dict[tuple[str, str, str], dict[str, tuple[Label, str]]] = {}
-    for cell in sorted(cells, key=lambda cell: cell.row.started):
-        for row, one in cell.variants:
-            found.setdefault((row.case, " ".join(row.axes), row.variant), {})[cell.source] = (one, cell.id)
-    differences, same = [], 0
-    for (case, axes, variant), by_source in found.items():
-        entries = tuple(by_source.get(source) for source in sources)
-        if None not in entries and len({entry[0] for entry in entries if entry}) == 1:
-            same += 1
-        else:
-            differences.append(Difference(case, axes, variant, entries))
-    return sorted(differences, key=lambda one: None in one.labels), same

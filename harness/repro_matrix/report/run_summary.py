@@ -8,16 +8,15 @@ for every variant instead.
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from repro_matrix.records.document import Document
 from repro_matrix.report.labels import label
-from repro_matrix.report.terminal import named, print_table
+from repro_matrix.report.terminal import by_reason, named, print_table
 from repro_matrix.results import identical_failures, unpaired
 from repro_matrix.results.local import results_folder
 from repro_matrix.results.rows import where_of
@@ -27,20 +26,13 @@ from repro_matrix.runner.session import Session, count_by_case
 from repro_matrix.text import WIDTH, counted, one_line, wrap
 
 LOG_LINES = 4
-MOST_LISTED = 16  # lines in which new results are listed by cell; more are counted by case
 DIFFERENCES = {
     "unexpected": "DIFFERENT FROM THEIR EXPECTATION",
     "differs_from_cpu": "DIFFERENT FROM WHAT A CPU SHOWED (news, not an error)",
 }
-# The order of attention: what differs from its expectation first, then what has none, then what is as expected.
-ATTENTION = {
-    "unexpected": 0,
-    "differs_from_cpu": 1,
-    "no_expectation": 2,
-    "quarantined": 3,
-    "matches_cpu": 4,
-    "expected": 5,
-}
+# The order of attention; all other states come last.
+ATTENTION = ("unexpected", "differs_from_cpu", "no_expectation")
+CellKey = tuple[str, str, str]
 
 
 # Counting rows
@@ -49,14 +41,14 @@ ATTENTION = {
 def by_attention(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of cells in which something differs first: from the expectation, then from what a CPU showed."""
     rows = list(rows)
-    worst: dict[tuple[str, str, str], int] = {}
+    rank = {state: place for place, state in enumerate(ATTENTION)}
+    worst: dict[CellKey, int] = {}
     for row in rows:
-        differs = min(ATTENTION.get(row.state or "", 9), ATTENTION["no_expectation"])
-        worst[_cell(row)] = min(worst.get(_cell(row), 9), differs)
+        worst[_cell(row)] = min(worst.get(_cell(row), 9), rank.get(row.state or "", ATTENTION.index("no_expectation")))
     return sorted(rows, key=lambda row: worst[_cell(row)])
 
 
-def _cell(row: Row) -> tuple[str, str, str]:
+def _cell(row: Row) -> CellKey:
     return row.cell_id, row.stack.name, row.hardware.profile
 
 
@@ -70,9 +62,7 @@ def figures(rows: Sequence[Row]) -> dict[str, int]:
     states = Counter(row.state for row in rows)
     return {
         "simulated": sum(bool(row.simulated and row.verdict) for row in rows),
-        "unexpected": states["unexpected"],
-        "quarantined": states["quarantined"],
-        "differs_from_cpu": states["differs_from_cpu"],
+        **{state: states[state] for state in ("unexpected", "quarantined", "differs_from_cpu")},
         "without_expectation": len(without_expectation(rows)),
     }
 
@@ -99,15 +89,10 @@ def totals(prepared: Session, summary: Summary, rows: Sequence[Row]) -> dict[str
         "hardware": [profile.name for profile in prepared.profiles],
         "profiles": profiles,
         "stacks": {stack.name: dict(stack.versions) for stack in prepared.stacks.values()},
-        "attempts": summary.attempts,
-        "reused": summary.reused,
+        **{key: getattr(summary, key) for key in ("attempts", "reused", "interrupted", "problem", "gpu_notes")},
         "cpu_s": round(summary.cpu_s, 1),
-        "cpu_s_per_attempt": round(_cpu_s_per_attempt(summary), 2),
         "wall_s": round(summary.wall_s, 1),
         "cold": dict(summary.cold),
-        "interrupted": summary.interrupted,
-        "problem": summary.problem,
-        "gpu_notes": summary.gpu_notes,
         "changed": prepared.changed(),
         "results": str(results_folder(prepared.settings)),
         "verdicts": count_verdicts(rows),
@@ -136,13 +121,10 @@ def lines(
     texts.append(describe_counts(rows))
     if summary.interrupted:
         texts.append(_describe_interruption(prepared, summary))
-    texts.append(
-        f"{counted(summary.attempts, 'attempt')} ({summary.reused} more reused), {summary.cpu_s:.0f} CPU-seconds "
-        f"({_cpu_s_per_attempt(summary):.2f} per attempt), {summary.wall_s:.0f} s"
-    )
-    first = prepared.profile.name
+    attempts = f"{counted(summary.attempts, 'attempt')} ({summary.reused} more reused)"
+    texts.append(f"{attempts}, {summary.cpu_s:.0f} CPU-seconds, {summary.wall_s:.0f} s")
     for reason, count in prepared.elsewhere.items():
-        texts.append(f"{counted(count, 'cell')} measured on another profile than {first}: {reason}")
+        texts.append(f"{counted(count, 'cell')} measured on another profile than {prepared.profile.name}: {reason}")
     if summary.not_started:
         limit = prepared.settings.time_limit
         texts.append(f"NOT MEASURED within time_limit={limit}: {count_by_case(summary.not_started)}")
@@ -168,46 +150,41 @@ def sections(documents: Sequence[Document], rows: Sequence[Row], width: int = WI
         for row in quarantined:
             measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.quarantine}"
             yield from wrap(f"{row.case} {row.model}/{row.strategy}, variant {row.variant}: {measured}", "  ", 4, width)
-    alone = unpaired.unshown(documents)
-    if alone:
-        count = f"{counted(len(alone), 'unfixed variant')} failed with an unexpected error"
-        yield from _title(f"NOT COMPARED: {count}. Run the whole case to compare them with their expectation.", width)
-        yield from _failures(alone, width)
-    identical = identical_failures.failing(documents)
-    if identical:
-        meaning = "every variant fails with the same error, which says nothing about the known failure or its fixes"
-        yield from _title(f"NO COMPARISON: in {counted(len(identical), 'cell')} {meaning}", width)
-        yield from _failures(identical, width)
+    failures = {
+        "NOT COMPARED: in {} only the unfixed variant was measured, and its error is unexpected. Run the whole case.":
+            unpaired.unshown(documents),
+        "NO COMPARISON: in {} every variant fails with the same error. This says nothing about the known failure.":
+            identical_failures.failing(documents),
+    }  # fmt: skip
+    for title, members in failures.items():
+        if members:
+            yield from _title(title.format(counted(len(members), "cell")), width)
+        for document, attempt in members:
+            yield from wrap(f"{where_of(document)}: {attempt['outcome']['reason']}", "  ", 4, width)
     unanswered = [row for row in rows if _is_unanswered(row)]
     if unanswered:
         yield from _title(f"NO RESULT: {_variants(unanswered)} ran and gave no evidence", width)
-        yield from _reasons(unanswered, width)
+        yield from by_reason(((row.reason, row.case) for row in unanswered), width)
     new = [row for row in without_expectation(rows) if not _is_unanswered(row)]
-    measured_rows = [row for row in rows if row.attempts]
-    entirely_new: set[str] = set()
     if new:
-        yield from _title(f"NEW: {_variants(new)} without an expectation (`repro accept` writes one)", width)
-        listed = list(_list_cells(new, width))
-        if len(listed) > MOST_LISTED:
-            entirely_new = _entirely_new(new, measured_rows)
-            listed = list(_count_cases(new, entirely_new, width))
-        yield from listed
+        hint = "marked + below. `repro accept` writes expectations"
+        yield from _title(f"NEW: {_variants(new)} without an expectation, {hint}", width)
+    measured_rows = [row for row in rows if row.attempts]
     if measured_rows:
-        yield from _title("CASES" + (" (+: all results are new)" if entirely_new else ""), width)
-        yield from _cases(measured_rows, entirely_new, width)
+        yield from _title("CASES", width)
+        yield from _cases(measured_rows, {row.case for row in new}, width)
     skipped = [row for row in rows if not row.attempts and row.reason]
     if skipped:
         yield from _title(f"NOT MEASURED: {_variants(skipped)}", width)
-        yield from _reasons(skipped, width)
+        yield from by_reason(((row.reason, row.case) for row in skipped), width)
 
 
 def describe_left_out(errors: Sequence[str], width: int = WIDTH) -> Iterator[str]:
     """Yield the errors of the files in conf/ and results/ that were left out for them."""
     if errors:
         yield f"LEFT OUT: {counted(len(errors), 'file')} with an error"
-        for text in errors:
-            for line in text.splitlines():
-                yield from wrap(line, "  ", 4, width)
+        for text in "\n".join(errors).splitlines():
+            yield from wrap(text, "  ", 4, width)
         yield ""
 
 
@@ -228,9 +205,9 @@ def _is_unanswered(row: Row) -> bool:
 
 def _same_reason(rows: Iterable[Row]) -> list[list[Row]]:
     """Group the variants of a cell that differ for the same reason, often an unfixed variant that fails differently."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        groups.setdefault((_cell(row), row.verdict, row.reason), []).append(row)
+        groups[_cell(row), row.verdict, row.reason, row.expected_verdict].append(row)
     return list(groups.values())
 
 
@@ -238,29 +215,13 @@ def _detail(rows: Sequence[Row], document: Document | None, width: int) -> Itera
     row, variants = rows[0], [each.variant for each in rows]
     heading = f"{row.case} {row.model}/{row.strategy}, variant{'s' * (len(variants) > 1)} {', '.join(variants)}"
     yield from wrap(heading, "  ", 4, width)
-    by_expectation: dict[str, list[str]] = {}
-    for each in rows:
-        by_expectation.setdefault(each.expected_verdict or "PASSED", []).append(each.variant)
-    expected = ", ".join(
-        f"expected {name}" + (f" ({', '.join(members)})" if len(by_expectation) > 1 else "")
-        for name, members in by_expectation.items()
-    )
     note = f" [{row.note}]" if row.note else ""
-    yield from wrap(f"{expected}, measured {row.verdict}: {row.reason}{note}", "    ", 3, width)
+    measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.reason}{note}"
+    yield from wrap(measured, "    ", 3, width)
     for line in _log(row.variant, document):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
-    yield from _command(replace(row, variant=",".join(variants)).command, width)
-
-
-def _command(words: Sequence[str], width: int) -> Iterator[str]:
-    """Yield a command that can be pasted as it is: a continued line ends with a backslash, no quoted word is split."""
-    line = "    $"
-    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", one_line(shlex.join(words))):
-        if len(line) + len(word) + 3 > width and line.strip() not in ("", "$"):
-            yield f"{line} \\"
-            line = " " * 8
-        line += f" {word}"
-    yield line
+    command = replace(row, variant=",".join(variants)).command
+    yield f"    $ {one_line(shlex.join(command))}"  # one line, however long: it can be pasted
 
 
 def _log(variant: str, document: Document | None) -> list[str]:
@@ -276,84 +237,28 @@ def _log(variant: str, document: Document | None) -> list[str]:
     return []
 
 
-def _failures(failures: Iterable[tuple[Document, Mapping[str, Any]]], width: int) -> Iterator[str]:
-    for document, attempt in failures:
-        yield from wrap(f"{where_of(document)}: {attempt['outcome']['reason']}", "  ", 4, width)
-
-
-def _list_cells(rows: Iterable[Row], width: int) -> Iterator[str]:
-    """Yield the variants of each cell by verdict; cells with the same results share a line."""
-    by_cell: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for row in rows:
-        cell = " ".join([f"{row.model}/{row.strategy}", *row.overrides])
-        by_cell.setdefault((row.case, cell), {}).setdefault(str(row.verdict), []).append(row.variant)
-    by_result: dict[str, list[tuple[str, str]]] = {}
-    for where, verdicts in by_cell.items():
-        result = "; ".join(f"{name}: {', '.join(variants)}" for name, variants in verdicts.items())
-        by_result.setdefault(result, []).append(where)
-    for result, places in by_result.items():
-        first = places[0][0]
-        cells = ", ".join(cell for case, cell in places if case == first)
-        cells += "".join(f"; {case} {cell}" for case, cell in places if case != first)
-        yield from wrap(f"{first} {cells}: {result}", "  ", 4, width)
-
-
-def _entirely_new(new: Iterable[Row], measured: Iterable[Row]) -> set[str]:
-    """Return the cases all of whose verdicts are new."""
-    verdicts = Counter(row.case for row in measured if row.verdict)
-    return {case for case, count in Counter(row.case for row in new).items() if count == verdicts[case]}
-
-
-def _count_cases(new: Iterable[Row], entirely_new: set[str], width: int) -> Iterator[str]:
-    """Count new results by case; of cases that are entirely new only their number."""
-    if entirely_new:
-        count = counted(len(entirely_new), "case")
-        yield from wrap(f"all of {count}, marked + below; `--all` lists every variant", "  ", 4, width)
-    for case, rows in _by_case(new).items():
-        if case not in entirely_new:
-            cells = counted(len({_cell(row) for row in rows}), "cell")
-            yield from wrap(f"{case} in {cells}: {_count_labels(rows)}", "  ", 4, width)
-
-
-def _by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    cases: dict[str, list[Row]] = {}
-    for row in rows:
-        cases.setdefault(row.case, []).append(row)
-    return cases
-
-
 def _count_labels(rows: Iterable[Row]) -> str:
     verdicts = Counter(row.verdict for row in rows if row.verdict)
     return ", ".join(label(name).count(count) for name, count in verdicts.most_common())
 
 
-def _cases(rows: Sequence[Row], entirely_new: set[str], width: int) -> Iterator[str]:
+def _cases(rows: Sequence[Row], new: set[str], width: int) -> Iterator[str]:
     """Yield a line for each case: what its unfixed variants did, and the verdicts of the others."""
-    by_case = _by_case(rows)
+    by_case: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_case[row.case].append(row)
     names = max(map(len, by_case))
     for case, members in by_case.items():
         outcomes = Counter(row.outcome for row in members if not row.verdict)
         unfixed = ", ".join(
             name if count == outcomes.total() else f"{name} in {count}" for name, count in outcomes.items()
         )
-        differs = any(row.state in DIFFERENCES for row in members)
-        mark = "!" if differs else "+" if case in entirely_new else " "
+        mark = "!" if any(row.state in DIFFERENCES for row in members) else "+" if case in new else " "
         cells = counted(len({_cell(row) for row in members}), "cell")
         head = f"{mark} {case.ljust(names)}  {cells:>8}  "
         parts = [f"unfixed {unfixed}" if unfixed else "", _count_labels(members)]
         simulated = " [simulated]" if members[0].simulated else ""
         yield from wrap(head + "; ".join(filter(None, parts)) + simulated, "", min(len(head), width // 2), width)
-
-
-def _reasons(rows: Sequence[Row], width: int) -> Iterator[str]:
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        by_reason.setdefault(row.reason, []).append(row.case)
-    for reason, cases in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        names = list(dict.fromkeys(cases))
-        yield from wrap(
-            f"{len(cases):4}  {reason} [{names[0] if len(names) == 1 else f'{len(names)} cases'}]", "", 6, width
-        )
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -377,16 +282,19 @@ def print_rows(rows: Sequence[Row]) -> None:
 def describe_counts(rows: Sequence[Row]) -> str:
     """Return the numbers of a run in one line."""
     numbers, new = figures(rows), without_expectation(rows)
-    unexpected, unpaired_cells = numbers["unexpected"], unpaired.uncompared(rows)
     places = ", ".join(sorted({f"{row.hardware.profile} with stack {row.stack.name}" for row in new}))
+    unfixed: dict[str, bool] = {}
+    for row in rows:
+        if row.first and row.attempts and row.kind != "control":
+            unfixed[row.case] = unfixed.get(row.case, False) or row.counts.most_common(1)[0][0] == "reproduced"
+    alone = unpaired.uncompared(rows)
     parts = [
+        f"{sum(unfixed.values())} of {counted(len(unfixed), 'known failure')} reproduced" if unfixed else "",
         ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),
         f"{numbers['simulated']} of these verdicts are simulated" if numbers["simulated"] else "",
-        _describe_differences(unexpected) if unexpected else "nothing unexpected",
-        f"{counted(unpaired_cells, 'cell')}: only the unfixed variant was measured, so there is no verdict"
-        if unpaired_cells
-        else "",
-        f"{numbers['muted']} quarantined" if numbers["quarantined"] else "",
+        _describe_differences(numbers["unexpected"]) if numbers["unexpected"] else "nothing unexpected",
+        f"{counted(alone, 'cell')} without a verdict: only the unfixed variant was measured" if alone else "",
+        f"{numbers['quarantined']} quarantined" if numbers["quarantined"] else "",
         f"{counted(numbers['differs_from_cpu'], 'variant')} differ from the CPU" if numbers["differs_from_cpu"] else "",
         f"{counted(len(new), 'variant')} without expectation on {places}" if new else "",
     ]
@@ -399,23 +307,18 @@ def _describe_differences(count: int) -> str:
 
 def describe_exit(code: int, rows: Sequence[Row], summary: Summary, differences: int = 0) -> str:
     """Return the last line: the exit code and its reason. ``differences``: from the results of ``--compare-to``."""
-    unexpected = figures(rows)["unexpected"]
+    unexpected, left = figures(rows)["unexpected"], len(summary.not_started)
     different = [_describe_differences(unexpected)] if unexpected else []
     different += [f"{counted(differences, 'result')} changed since the compared run"] if differences else []
-    reason = {
+    reasons = {
         0: "nothing unexpected",
         1: "; ".join(different) or "a result differs",
         2: "a quarantine entry has expired: see above",
         3: "less was measured than requested: see above, and `repro doctor`",
-    }.get(code)
-    left = summary.not_started
-    parts = [reason] if reason else []
-    parts += [f"not started within the time limit: {counted(len(left), 'cell')}"] if left else []
-    return f"exit code {code}" + (f": {'; '.join(parts)}" if parts else "")
-
-
-def _cpu_s_per_attempt(summary: Summary) -> float:
-    return summary.cpu_s / summary.attempts if summary.attempts else 0.0
+    }
+    parts = [reasons[code]] if code in reasons else []
+    parts += [f"not started within the time limit: {counted(left, 'cell')}"] if left else []
+    return ": ".join(filter(None, (f"exit code {code}", "; ".join(parts))))
 
 
 def _describe_interruption(prepared: Session, summary: Summary) -> str:

@@ -1,6 +1,7 @@
-"""Print for people: tables and lines with rich, notes on stderr; ``print_json`` for programs.
+"""Print for people: tables, lists and paragraphs on stdout, notes on stderr; ``print_json`` for programs.
 
-On a terminal lines fit its width and states have a colour. Elsewhere nothing is cut or coloured: a row is a line.
+On a terminal lines fit its width and verdicts have a color. Elsewhere nothing is cut or colored: a row is a line.
+The lists of `claims`, `list`, `doctor` and `matrix --dry-run` are pure: values -> lines of at most ``width`` columns.
 """
 
 from __future__ import annotations
@@ -9,16 +10,24 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.report.labels import STYLES, VERDICTS, label, style
-from repro_matrix.text import WIDTH, one_line, wrap
+from repro_matrix.text import WIDTH, counted, one_line, wrap
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from repro_matrix.analysis.claims import ClaimRow
+
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
+MOST_NAMES = 8  # that are listed beside a reason
+STATUSES = ("refuted", "mixed", "supported", "untested")
+DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}
+GROUPS = ("known failures", "simulated (no device takes part)", "controls (must train as a single process does)")
 
 
 def console(stderr: bool = False) -> Console:
@@ -51,8 +60,6 @@ def print_notes(texts: Sequence[str], most: int = 10) -> None:
 
 def print_wrapped(*texts: str) -> None:
     """Print a paragraph each; a path longer than a line stays in one piece."""
-    import textwrap
-
     for text in texts:
         lines = textwrap.wrap(
             one_line(text), columns(), subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
@@ -68,16 +75,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
     out = console()
     texts = [["" if value is None else one_line(str(value)) for value in row] for row in rows]
-    below = [index for index, name in enumerate(columns) if name in narrow]
-    if out.is_terminal and out.width < WIDTH and below:
+    if out.is_terminal and out.width < WIDTH and narrow:
+        print_lines([title] if title else [])
         for row in texts:
-            head = Text("  ").join(
-                Text(text, style=style(text)) for index, text in enumerate(row) if text and index not in below
-            )
-            out.print(head)
-            for index in below:
-                if row[index]:
-                    print_lines(wrap(f"{columns[index]}: {row[index]}", "    ", width=out.width))
+            cells = [(name, text) for name, text in zip(columns, row) if text]
+            out.print(Text("  ").join(Text(text, style=style(text)) for name, text in cells if name not in narrow))
+            for name, text in cells:
+                if name in narrow:
+                    print_lines(wrap(f"{name}: {text}", "    ", width=out.width))
         return
     table = Table(
         title=title or None, title_justify="left", title_style="bold", box=None, header_style="bold", pad_edge=False
@@ -86,17 +91,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         table.add_column(name, overflow="fold")
     for row in texts:
         table.add_row(*(Text(text, style=style(text)) for text in row))
-    if out.is_terminal:
-        out.print(table)
-        return
-    out.width = 100_000
+    if not out.is_terminal:
+        out.width = 100_000
     with out.capture() as capture:
         out.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are; on a terminal titles (three capitals) are bold, and verdicts have their colour."""
+    """Print lines as they are; on a terminal titles (three capitals) are bold, and verdicts have their color."""
     out = console()
     if not out.is_terminal:
         for line in lines:
@@ -113,6 +116,135 @@ def print_lines(lines: Iterable[str]) -> None:
         out.print(text, soft_wrap=True)
 
 
+# Lists
+
+
 def named(case: str, simulated: Any) -> str:
     """Return a case's name as tables show it: with a mark where no device takes part."""
     return f"{case} [simulated]" if simulated else case
+
+
+def by_reason(items: Iterable[tuple[Any, str]], width: int) -> Iterator[str]:
+    """Yield each reason with the number of its items and their names, the most frequent reason first."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for reason, name in items:
+        found[str(reason)].append(name)
+    for reason, members in sorted(found.items(), key=lambda item: -len(item[1])):
+        names = list(dict.fromkeys(members))
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        text = f"{len(members):4}  {reason} [{', '.join(names[:MOST_NAMES])}{more}]"
+        yield from wrap(text, "", 6, width, most=None)
+
+
+def claim_lines(rows: Sequence[ClaimRow], width: int, simulated: Sequence[str] = ()) -> Iterator[str]:
+    """Yield for each claim its status, its text and when it holds, under its case. ``simulated``: names of cases."""
+    for case in dict.fromkeys(row.case for row in rows):
+        yield named(case, case in simulated)
+        for row in rows:
+            if row.case == case:
+                yield from wrap(f"{label(row.status).text:<9}  {row.id}: {row.text}", "  ", 11, width)
+                yield from wrap(row.brief or row.detail, " " * 13, 0, width)
+        yield ""
+    counts = Counter(str(row.status) for row in rows)
+    parts = ", ".join(f"{counts[name]} {label(name).text}" for name in STATUSES if counts[name])
+    yield from wrap(f"{counted(len(rows), 'claim')}: {parts or 'none'}. Evidence: repro claims ID", width=width)
+
+
+def evidence_lines(row: ClaimRow, width: int) -> Iterator[str]:
+    """Yield one claim with its measurements, those that decide it first."""
+    yield from wrap(f"{row.id}: {row.text}", width=width)
+    yield from wrap(f"case {row.case}; source: {row.source or 'none, tried beside the other variants'}", "  ", 2, width)
+    yield from wrap(f"{label(row.status).text}: {row.detail}", "  ", 2, width)
+    for decision, title in DECISIONS.items():
+        items = [item for item in row.evidence if item.holds is decision]
+        if items:
+            yield from ("", f"{title}: {len(items)}")
+        if decision is None:
+            yield from by_reason(((item.measured, item.variant) for item in items), width)
+            continue
+        for item in items:
+            when = f" ({item.when})" if item.when else ""
+            place = f"{item.variant}{when}: {item.model}/{item.strategy}, {item.ranks}, {item.hardware}, {item.stack}"
+            yield from wrap(f"- {place}", "  ", 2, width)
+            yield from wrap(f"{item.measured} (predicted: {item.predicted})", "    ", 2, width)
+            yield f"    {one_line(item.document)}"  # in one piece, to be copied
+
+
+def case_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Yield failures, then simulated ones, then controls. ``rows``: a cell each, with case, title, kind, simulated,
+    variants, model and strategy."""
+    cells: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        cells[row["case"]].append(row)
+    width_of_names = max(map(len, cells), default=0)
+    for index, title in enumerate(GROUPS):
+        members = [of for of in cells.values() if _group(of[0]) == index]
+        if members:
+            yield title
+        for of in members:
+            size = f"{counted(len(of), 'cell')}, {counted(len(of[0]['variants']), 'variant')}: {_axes(of)}"
+            yield from wrap(f"{of[0]['case']:<{width_of_names}}  {size}", "  ", width_of_names + 2, width)
+            yield from wrap(of[0]["title"], "      ", 0, width)
+        if members:
+            yield ""
+
+
+def _group(row: Mapping[str, Any]) -> int:
+    return 2 if row["kind"] == "control" else 1 if row["simulated"] else 0
+
+
+def _axes(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Return the models and strategies of cells, or their numbers where there are many."""
+    cells = list(cells)
+    values = {name: sorted({cell[name] for cell in cells}) for name in ("model", "strategy")}
+    plural = {"model": "models", "strategy": "strategies"}
+    return " / ".join(
+        ", ".join(names) if len(names) < 3 else f"{len(names)} {plural[name]}" for name, names in values.items()
+    )
+
+
+def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Yield a line for each case that would be launched, then what would not, by reason. ``items``: case, cell, model,
+    strategy, attempts and skipped (the reason, or None) of each variant."""
+    launched: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for item in items:
+        if not item["skipped"]:
+            launched[item["case"]].append(item)
+    names = max(map(len, launched), default=0)
+    for case, variants in launched.items():
+        yield from wrap(f"{case:<{names}}  {_size(variants)}: {_axes(variants)}", "", names + 2, width)
+    yield from skipped_lines(items, width)
+    if items:
+        every = [item for variants in launched.values() for item in variants]
+        yield from ("", *wrap(f"{_size(every)}; --all lists every variant", width=width))
+
+
+def _size(variants: Sequence[Mapping[str, Any]]) -> str:
+    cells, attempts = len({item["cell"] for item in variants}), sum(item["attempts"] for item in variants)
+    return f"{counted(cells, 'cell')}, {counted(len(variants), 'variant')}, {counted(attempts, 'attempt')}"
+
+
+def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Yield the reasons of skipped variants, each with its number and its cases. ``items`` as for ``plan_lines``."""
+    skipped = [(item["skipped"], item["case"]) for item in items if item["skipped"]]
+    if skipped:
+        yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
+        yield from by_reason(skipped, width)
+
+
+def doctor_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Yield the cases that run, then cells and variants that do not, by reason. ``rows``: case, simulated, runs,
+    reason, skipped_variants (name -> reason)."""
+    partly = {row["case"] for row in rows if not row["runs"] or row["skipped_variants"]}
+    whole = dict.fromkeys(named(row["case"], row["simulated"]) for row in rows if row["case"] not in partly)
+    if whole:
+        yield from ("", *wrap(f"All variants run here: {', '.join(whole)}", width=width, most=None))
+    skipped = {
+        "These cells cannot run here:": [(row["reason"], row["case"]) for row in rows if not row["runs"]],
+        "These variants cannot run here:": [
+            (reason, f"{row['case']}/{name}") for row in rows for name, reason in row["skipped_variants"].items()
+        ],
+    }
+    for title, items in skipped.items():
+        if items:
+            yield from ("", title, *by_reason(items, width))
