@@ -195,7 +195,8 @@ class History:
 def history(runs: Sequence[NightlyRun]) -> History:
     """Return the newest runs with the variants that changed, the latest change first."""
     runs = runs[-MOST_RUNS:]
-    found: dict[tuple[str, ...], list[tuple[str, tuple[str, ...]]]] = defaultdict(lambda: [("absent", ())] * len(runs))
+    Result = tuple[str, tuple[str, ...]]  # a verdict or outcome, and failure ids
+    found: dict[tuple[str, str, str], list[Result]] = defaultdict(lambda: [("absent", ())] * len(runs))
     for index, run in enumerate(runs):
         for row in run.rows:
             usual = max(row.kinds, key=lambda kind: row.kinds[kind], default="skipped")
