@@ -74,7 +74,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("run", "qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
         (("show", "nothing"), "unknown case 'nothing'"),
         (("matrix", "model=qwen-7"), "did you mean 'qwen-7b'"),
-        (("matrix", "hardware=gpu2"), "hardware=gpu2 needs 2 GPUs"),
+        (("matrix", "hardware=gpu2"), "hardware=gpu2: needs 2 GPUs"),
         (("matrix", "repat=3"), "did you mean 'repeat'"),
         (("matrix", "jobs=0"), "jobs=0: must be at least 1"),
         (("matrix", "deadline=0"), "must be more than 0"),
