@@ -1,207 +1,215 @@
-"""Reducing parameters: minimal, no question twice, within the attempts, resumed from stored answers."""
+"""Reducing parameters and statements: minimal, no question twice, and what is known when no probes are left."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from repro_matrix.search import parameters
-from repro_matrix.search.parameters import Config, Parameter, Response, Spent, Trail, arguments_of, least
-from repro_matrix.search.releases import ddmin
-
-NAMES = "abcdefghij"
-
-
-class Oracle:
-    """Answers from a function, and complains when it is asked the same twice."""
-
-    def __init__(self, says: Callable[..., Response]) -> None:
-        self.says = says
-        self.asked: list[object] = []
-
-    def __call__(self, question: object) -> tuple[Response, int]:
-        assert question not in self.asked, f"asked twice: {question}"
-        self.asked.append(question)
-        return self.says(question), 1
-
-
-# -- sets of things
-
-
-@st.composite
-def monotone(draw: st.DrawFn) -> tuple[list[str], list[frozenset[str]]]:
-    """Things, and some groups of them: it reproduces where one whole group is there."""
-    things = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=10))
-    groups = draw(st.lists(st.frozensets(st.sampled_from(things or ["-"]), max_size=4), min_size=1, max_size=3))
-    return things, [group & frozenset(things) for group in groups]
-
-
-@given(monotone())
-def test_what_is_left_fires_and_nothing_of_it_can_be_left_out(made: tuple[list[str], list[frozenset[str]]]) -> None:
-    things, groups = made
-    trail: Trail[tuple[str, ...]] = Trail(Oracle(lambda kept: any(group <= set(kept) for group in groups)))
-    found = ddmin(things, trail.reproduced)
-    assert frozenset(found) in groups  # of a monotone failure a minimal set is one of its groups, whole
-    assert list(found) == [thing for thing in things if thing in found]  # in their own order
-
-
-@given(st.integers(1, 8), st.randoms(use_true_random=False))
-def test_one_minimal_whatever_the_failure_is(count: int, random: object) -> None:
-    """Answers that follow no rule, some of them unknown: what is left reproduces, and without any one thing it does
-    not."""
-    answers: dict[frozenset[int], Response] = {}
-
-    def says(kept: tuple[int, ...]) -> Response:
-        choices = [True, False, None]
-        return answers.setdefault(frozenset(kept), len(kept) == count or random.choice(choices))  # type: ignore[attr-defined]
-
-    trail: Trail[tuple[int, ...]] = Trail(Oracle(says))
-    found = ddmin(range(count), trail.reproduced)
-    assert says(found) is True
-    assert all(trail.answers[tuple(x for x in found if x != thing)] is not True for thing in found)
-
-
-@given(st.integers(1, 200), st.data())
-def test_least_stands_beside_one_that_does_not_fire(count: int, data: st.DataObject) -> None:
-    says = [*data.draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1)), True]
-    trail: Trail[int] = Trail(Oracle(lambda value: says[value]))
-    found = least(range(count), lambda value: value == count - 1 or trail.reproduced(value))
-    assert says[found] and (found == 0 or not says[found - 1])
-    assert trail.cost <= 2 * count.bit_length()
-    assert count == 1 or next(iter(trail.answers)) == 0  # from below
-
-
-# -- parameters
-
-
-def number(name: str, given_: int, least_: int = 1) -> Parameter:
-    return Parameter(name, given_, least_, tuple(range(least_, 2 * given_ + 1)), ordered=True)
-
-
-FEW = (
-    Parameter("mixed", "bf16", None, (None, "bf16")),
-    Parameter("call", "inner", "inner", ("inner", "root", "summon")),
-    Parameter("wrap", "size", "layer", ("layer", "size", "none")),
-    number("layers", 24),
-    number("hidden", 16),
-    number("ranks", 2),
+from repro_matrix.search import bisect as module
+from repro_matrix.search.algorithms import NoMoreProbes, Trail
+from repro_matrix.search.parameters import (
+    OUT,
+    Config,
+    Parameter,
+    Reduced,
+    Source,
+    arguments_of,
+    needed,
+    reduce,
+    reduce_statements,
+    replaced,
 )
 
+Answers = Callable[[Config], bool | None]
+
+
+def number(name: str, most: int) -> Parameter:
+    return Parameter(name, most, tuple(range(1, most + 1)), number=True)
+
+
+PARAMETERS = (
+    Parameter("mixed", "bf16", (None, "bf16")),
+    Parameter("call", "inner", ("inner", "root", "summon")),
+    Parameter("wrap", "size", ("layer", "size", "none")),
+    number("layers", 24),
+    number("hidden", 16),
+    Parameter("--n", 4, (OUT, 1, 2, 4), number=True),
+)
+GIVEN: Config = tuple(parameter.given for parameter in PARAMETERS)
+
 
 @st.composite
-def failures(draw: st.DrawFn) -> Callable[[Config], Response]:
-    """One that needs certain values of choices and at least so much of numbers; some configurations are no question."""
-    rules: list[Callable[[object], bool]] = []
-    for parameter in FEW:
+def failures(draw: st.DrawFn) -> Answers:
+    """A failure that needs certain values of choices and a least value of numbers; some configurations are invalid."""
+    rules: list[Callable[[Any], bool]] = []
+    for parameter in PARAMETERS:
         if not draw(st.booleans()):
             rules.append(lambda value: True)
-        elif parameter.ordered:
-            floor = draw(st.integers(1, parameter.given))
-            top = draw(st.integers(parameter.given, parameter.values[-1]))
-            rules.append(lambda value, floor=floor, top=top: floor <= value <= top)  # type: ignore[misc]
+        elif parameter.number:
+            floor = draw(st.sampled_from(parameter.values))
+            values = parameter.values[parameter.values.index(floor) :]
+            rules.append(lambda value, values=values: value in values)  # type: ignore[misc]
         else:
             allowed = draw(st.sets(st.sampled_from(parameter.values))) | {parameter.given}
             rules.append(lambda value, allowed=allowed: value in allowed)  # type: ignore[misc]
     odd = draw(st.booleans())
 
-    def says(config: Config) -> Response:
+    def answer(config: Config) -> bool | None:
         if odd and config[4] != 1 and config[4] % 2:  # an odd hidden size is no model
             return None
         return all(rule(value) for rule, value in zip(rules, config))
 
-    return says
+    return answer
 
 
-GIVEN: Config = tuple(parameter.given for parameter in FEW)
+def reduced(answer: Answers, most: int | None = None) -> tuple[Reduced, Trail[Config, bool | None]]:
+    asked: list[Config] = []
 
+    def probe(config: Config) -> bool | None:
+        assert config not in asked
+        if len(asked) == most:
+            raise NoMoreProbes
+        asked.append(config)
+        return answer(config)
 
-def reduced(says: Callable[[Config], Response], **how: object) -> tuple[parameters.Reduced, Trail[Config]]:
-    trail: Trail[Config] = Trail(Oracle(says), **how)  # type: ignore[arg-type]
-    assert trail.ask(GIVEN) is True
-    return parameters.reduce(FEW, trail), trail
+    trail = Trail(probe, {GIVEN: True})
+    return reduce(PARAMETERS, trail), trail
 
 
 @given(failures())
-def test_a_minimal_configuration_and_what_it_needs(says: Callable[[Config], Response]) -> None:
-    found, _ = reduced(says)
-    assert found.done and says(found.config) is True
-    for index, (parameter, each) in enumerate(zip(FEW, found.ranges)):
-        value = found.config[index]
-        with_ = {v: says((*found.config[:index], v, *found.config[index + 1 :])) for v in parameter.values}
-        assert all(each.answers[v] == with_[v] for v in each.answers)  # nothing is told that was not asked
+def test_reduce_result_is_minimal_and_every_need_is_tested(answer: Answers) -> None:
+    found, trail = reduced(answer)
+    assert found.done and answer(found.config) is True
+    for at, (parameter, value) in enumerate(zip(PARAMETERS, found.config)):
+        configs = {other: replaced(found.config, at, other) for other in parameter.values}
+        asked = {other: trail.answers[config] for other, config in configs.items() if config in trail.answers}
         if value != parameter.simplest:
-            assert each.answers[parameter.simplest] is not True  # leaving it out makes it go, and that was asked
-            if parameter.ordered:
-                lower = parameter.values[parameter.values.index(value) - 1]
-                assert each.answers[lower] is not True
-        if parameter.ordered:
-            assert each.reproducing[0] == value and with_[each.reproducing[-1]] is True
-            above = [v for v in parameter.values if v > each.reproducing[-1]]
-            assert not above or each.answers[above[0]] is not True
-        else:
-            assert set(each.answers) == set(parameter.values)
-            assert (
-                each.needed == all(with_[v] is False for v in parameter.values if v != value)
-                or value != parameter.simplest
-            )
+            assert asked[parameter.simplest] is not True
+            if parameter.number:
+                assert asked[parameter.values[parameter.values.index(value) - 1]] is not True
+        if not parameter.number:
+            assert set(asked) == set(parameter.values)
+        need = needed(parameter, value, asked)
+        truth = [answer(configs[other]) for other in asked if other != value]
+        if need is True:
+            assert truth and (answer(configs[parameter.simplest]) is False or not any(truth))
+        elif need is None:
+            assert None in truth
 
 
-def test_a_failure_that_needs_nothing() -> None:
+def test_reduce_failure_without_needs_is_the_simplest() -> None:
     found, trail = reduced(lambda config: True)
-    assert found.config == (None, "inner", "layer", 1, 1, 1)
-    assert not any(each.needed for each in found.ranges)
-    assert trail.cost <= 12
+    assert found.config == (None, "inner", "layer", 1, 1, OUT) and len(trail.answers) <= 12
 
 
 @given(failures(), st.integers(1, 40))
-def test_a_budget_is_kept_and_the_same_search_goes_on(says: Callable[[Config], Response], budget: int) -> None:
-    whole, asked = reduced(says)
-    part, trail = reduced(says, max_attempts=budget)
-    assert trail.cost <= budget and says(part.config) is True
-    assert part.done == (asked.cost <= budget)
-    assert list(asked.answers)[: trail.cost] == list(trail.answers)  # the same questions in the same order
-    rest, more = reduced_again(says, trail.answers)
-    assert (rest.config, [r.answers for r in rest.ranges]) == (whole.config, [r.answers for r in whole.ranges])
-    assert not set(more.oracle_asked) & set(trail.answers) and len(more.oracle_asked) == asked.cost - trail.cost
+def test_reduce_without_more_probes_still_fails(answer: Answers, most: int) -> None:
+    _, asked = reduced(answer)
+    part, trail = reduced(answer, most)
+    assert answer(part.config) is True and part.done == (len(asked.answers) - 1 <= most)
+    assert list(asked.answers)[: len(trail.answers)] == list(trail.answers)  # the same probes in the same order
 
 
-def reduced_again(
-    says: Callable[[Config], Response], stored: dict[Config, Response]
-) -> tuple[parameters.Reduced, Resumed]:
-    check = Oracle(says)
-    trail: Trail[Config] = Trail(check, answers=dict(stored))
-    trail.ask(GIVEN)
-    return parameters.reduce(FEW, trail), Resumed(check.asked)
+@pytest.mark.parametrize(
+    ("parameter", "value", "answers", "need"),
+    [
+        (number("n", 3), 2, {1: False}, True),
+        (number("n", 3), 2, {1: None}, None),
+        (number("n", 3), 1, {}, False),
+        (PARAMETERS[1], "inner", {"root": False, "summon": False}, True),
+        (PARAMETERS[1], "inner", {"root": False, "summon": True}, False),
+        (PARAMETERS[1], "inner", {"root": False, "summon": None}, None),
+        (PARAMETERS[1], "inner", {"root": False}, None),
+    ],
+)
+def test_needed(parameter: Parameter, value: Any, answers: dict[Any, Any], need: bool | None) -> None:
+    assert needed(parameter, value, answers) is need
 
 
-class Resumed:
-    def __init__(self, asked: list[object]) -> None:
-        self.oracle_asked = asked
-
-
-def test_a_parameter_without_its_own_values_is_refused() -> None:
-    with pytest.raises(ValueError, match="among"):
-        Parameter("x", 3, 1, (1, 2), ordered=True)
-    with pytest.raises(ValueError, match="ascend"):
-        Parameter("x", 2, 1, (2, 1), ordered=True)
-
-
-def test_no_question_after_the_budget() -> None:
-    trail: Trail[int] = Trail(lambda question: (True, 2), max_attempts=3, least=2)
-    assert trail.ask(1) is True
-    with pytest.raises(Spent):
-        trail.ask(2)
-    assert trail.ask(1) is True  # what is answered stays
-
-
-def test_arguments_are_options_with_their_values() -> None:
-    words = arguments_of(["train", "--lr", "1e-4", "--layers=24", "--bf16", "--sizes", "1", "2", "--n", "8"])
-    assert [word.parts for word in words] == [
-        ("train",), ("--lr", "1e-4"), ("--layers=24",), ("--bf16",), ("--sizes", "1", "2"), ("--n", "8"),
+def test_arguments_of_are_options_with_their_values() -> None:
+    words = arguments_of(
+        ["train", "--lr", "1e-4", "--layers=24", "--bf16", "--sizes", "1", "2", "--n", "8", "--n", "1"]
+    )
+    assert [(each.parameter.name, each.words(each.parameter.given)) for each in words] == [
+        ("train", ["train"]), ("--lr", ["--lr", "1e-4"]), ("--layers", ["--layers=24"]), ("--bf16", ["--bf16"]),
+        ("--sizes", ["--sizes", "1", "2"]), ("--n", ["--n", "8"]), ("--n (2)", ["--n", "1"]),
     ]  # fmt: skip
-    assert [word.number.values for word in words if word.number] == [(1, 2, 4, 8, 16, 24), (1, 2, 4, 8)]
-    assert words[2].to_args({"value of --layers": 2}) == ["--layers=2"]
-    assert words[5].to_args({"value of --n": 4}) == ["--n", "4"]
-    assert words[2].to_args({"--layers": "(left out)"}) == [] and words[3].to_args({}) == ["--bf16"]
+    values = {each.parameter.name: each.parameter.values for each in words if each.parameter.number}
+    assert values == {"--layers": (OUT, 1, 2, 4, 8, 16, 24), "--n": (OUT, 1, 2, 4, 8), "--n (2)": (OUT, 1)}
+    assert words[2].words(2) == ["--layers=2"] and words[5].words(4) == ["--n", "4"] and words[2].words(OUT) == []
+
+
+# -- statements
+
+BLOCKS = '''"""Text."""
+import os, sys  # two
+@staticmethod
+def unused():
+    if True: return 1; pass
+for step in range(3):
+    if step == 2:
+        x = 1; y = 2
+    elif step == 1:
+        print("one")
+    else:
+        print("two")
+try:
+    1 / 1
+except (OSError, ValueError) as error:
+    print(error)
+else:
+    y = 2
+match sys.argv:
+    case [first, *rest]:
+        print(first, rest)
+'''
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([BLOCKS, Path(module.__file__).read_text(encoding="utf-8")]), st.data())
+def test_source_any_subset_is_valid_python_with_the_rest(text: str, data: st.DataObject) -> None:
+    source = Source(text)
+    assert ast.dump(ast.parse(source.only(source.everything) or "")) == ast.dump(ast.parse(text))
+    kept = source.closed(frozenset(data.draw(st.sets(st.sampled_from(sorted(source.everything))))))
+    left = source.only(kept)
+    statements = [node for node in ast.walk(ast.parse(left or "")) if isinstance(node, ast.stmt)]
+    assert left is None or len(statements) - len(kept) == left.split().count("pass") - _passes(source, kept)
+
+
+def _passes(source: Source, kept: frozenset[int]) -> int:
+    statements = [node for node in ast.walk(ast.parse(source.text)) if isinstance(node, ast.stmt)]
+    return sum(isinstance(statements[at], ast.Pass) for at in kept)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_reduce_statements_keeps_exactly_what_is_needed(data: st.DataObject) -> None:
+    source = Source(BLOCKS)
+    wanted = frozenset(data.draw(st.sets(st.sampled_from(sorted(source.everything)), max_size=3)))
+    for at in wanted:
+        while (at := source.parents[at]) >= 0:
+            wanted |= {at}
+    trail = Trail(lambda kept: wanted <= kept)
+    assert reduce_statements(source, trail) == (wanted, True)
+    stopped = Trail(lambda kept: wanted <= kept, max_probes=3)
+    kept, done = reduce_statements(source, stopped)
+    assert wanted <= kept and done == (stopped.ended is None)
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        (0, None),  # print(os) would only raise NameError
+        (1, "import os\n\ndef f():\n    global g\n    g = os\nprint(__file__, os)\n"),
+        (2, "import os\nx = os\nprint(__file__, os)\n"),
+        (3, "import os\nx = os\n\ndef f():\n    global g\n    g = os\n"),
+    ],
+)
+def test_source_only_is_none_with_undefined_names(out: int, text: str | None) -> None:
+    source = Source("import os\nx = os\ndef f():\n    global g\n    g = os\nprint(__file__, os)\n")
+    assert source.only(source.everything - {out}) == text

@@ -13,9 +13,9 @@ from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.records.document import Document
 from repro_matrix.runner.request import Request
-from repro_matrix.search.bisect import Bisector, Culprits, Roles, changed_packages
-from repro_matrix.search.labels import PASSED, REPRODUCED, Answer
-from repro_matrix.search.prober import Prober, Target
+from repro_matrix.search.algorithms import Culprits
+from repro_matrix.search.bisect import Bisector, Roles, changed_packages
+from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, Prober, Target
 
 WORSE = ("new_failure", "fix_stopped_working", "reproduces_now")
 NOT_SEARCHED = ("became_flaky", "became_steady")

@@ -17,9 +17,10 @@ from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.runner.request import ask
 from repro_matrix.search import report
+from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import Search, is_release
 from repro_matrix.search.commits import open_clone
-from repro_matrix.search.prober import Prober, Stopped, one_case
+from repro_matrix.search.prober import Prober, one_case
 from repro_matrix.text import log
 
 EPILOG = (
@@ -41,11 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--bad", required=True, help="a release with the failure, or a stack")
     add("--package", help="search its releases (default: transformers); with two stacks: search this package only")
     add("--variant", help="default: the first variant")
-    find = parser.add_mutually_exclusive_group()
-    text = "search for the fix: good and bad may be given in either order"
-    find.add_argument("--find-fix", dest="find", action="store_const", const="fix", default="failure", help=text)
-    text = "search for any change of the result"
-    find.add_argument("--any-change", dest="find", action="store_const", const="change", help=text)
+    text = "search for any change of the result, not only of this failure"
+    add("--any-change", action="store_true", help=text)
     add("--repo", metavar="DIR", help="a local git clone of the package, to find the commit; the clone is only read")
     add("--max-probes", type=arguments.number(3), metavar="N", help="at most N probes in each search")
     arguments.releases(parser)
@@ -56,17 +54,17 @@ def main(args: argparse.Namespace) -> int:
     prober, variant, base = _of_script(args) if script_options.is_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
     clone = open_clone(args.repo, package or "transformers") if args.repo else None
-    search = Search(prober, variant, args.find, clone, args.max_probes, args.yanked, args.pre)
+    search = Search(prober, variant, args.any_change, clone, args.max_probes, args.yanked, args.pre)
     with workspace.interruptible(prober.stop, log), prober:
         try:
             search.run(args.good, args.bad, package, base)
         except Stopped as stopped:
-            return _stopped(stopped)
+            return script_options.stopped(stopped)
     data = report.bisection(search, shlex.join(["repro", "bisect", *args.words]))
-    text = report.render(data)
+    text = report.render("bisect", data)
     print_json({**data, "report": text}) if args.json else print(text)
     if search.stopped:
-        return _stopped(search.stopped)
+        return script_options.stopped(search.stopped)
     return 0 if search.stages else 3
 
 
@@ -115,8 +113,3 @@ def _check_ends(good: str, bad: str) -> None:
         except StackError as error:
             takes = "a release (4.45.2), a stack, an interpreter (python:PATH), or a lock file"
             raise ConfigError(f"--{side} {text}: {error}; --{side} takes {takes}") from None
-
-
-def _stopped(stopped: Stopped) -> int:
-    log(f"stopped: {stopped}. The probes are stored; the same command continues.")
-    return stopped.exit_code

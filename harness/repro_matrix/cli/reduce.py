@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import shlex
 import threading
-from typing import Any
+from dataclasses import replace
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import script_options
+from repro_matrix.environment import stacks
+from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.adhoc_case import in_shell
-from repro_matrix.report.terminal import print_json, print_lines
+from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.runner.request import ask
-from repro_matrix.search import reduce
+from repro_matrix.search import report
+from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.prober import one_case
+from repro_matrix.search.reduce import CaseReduction, Reduction, ScriptReduction, output_path
 from repro_matrix.text import log
 
 EPILOG = (
@@ -38,15 +42,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     stop = threading.Event()
-    if script_options.is_script(args):
-        search, data = _script(args, stop)
-    else:
-        search, data = _case(args, stop)
-    data["command_line"] = shlex.join(["repro", "reduce", *args.words])
-    print_json(data) if args.json else print_lines(list(reduce.lines(data)))
+    search = _script(args, stop) if script_options.is_script(args) else _case(args, stop)
+    with workspace.interruptible(stop, log), search:
+        try:
+            data = search.run()
+        except Stopped as error:
+            return script_options.stopped(error)
+    print_json(data) if args.json else print(
+        report.render("reduce", {**data, "command_line": shlex.join(data["command"])})
+    )
     if search.stopped:
-        log(f"stopped: {search.stopped}. The probes are stored; the same command continues.")
-        return search.stopped.exit_code
+        return script_options.stopped(search.stopped)
     if data["unsure"]:
         log(f"Unknown whether these can be left out: {', '.join(data['unsure'])}. Run the same command again.")
     elif not data["done"]:
@@ -54,30 +60,26 @@ def main(args: argparse.Namespace) -> int:
     return 0 if data["done"] else 3
 
 
-def _case(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Search, dict[str, Any]]:
+def _case(args: argparse.Namespace, stop: threading.Event) -> Reduction:
     script_options.refuse(args)
     if args.out:
         raise ConfigError("--out is for a script of your own; the reduced cell of a case is a command.")
     spec, texts = arguments.one_stack(args, {"variants": "reduce one variant with --variant NAME"})
-    case = one_case(args.case)
-    stack = reduce.resolve_stack(spec or case.requires.stack or "current", log)
+    stack = _stack(spec or one_case(args.case).requires.stack or "current")
     request = ask([f"case={args.case}", *texts])
-    subject = reduce.open_case(args.variant, request, stack, log, stop)
-    search = reduce.Search(subject, args.max_probes, request.settings.repeat or case.repeat)
-    with workspace.interruptible(stop, log):
-        return search, reduce.reduce_case(subject, search, args.variant or subject.first)
+    return CaseReduction(args.variant, request, stack, args.max_probes, log, stop)
 
 
-def _script(args: argparse.Namespace, stop: threading.Event) -> tuple[reduce.Search, dict[str, Any]]:
+def _script(args: argparse.Namespace, stop: threading.Event) -> Reduction:
     if args.variant:
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     if getattr(args, "command", None):
         raise ConfigError("Name the script and its --args: repro reduce ./train.py --nproc 2 --args '...'")
     script, spec, settings = script_options.script_of(args, "only a bisection can find the limit itself")
-    file = script.command.script
-    out = reduce.output_path(file, args.out) if file else None
-    stack = in_shell(reduce.resolve_stack(spec, log))
-    subject = reduce.open_script(script, args.case, args.module, args.script_args, stack, log, stop)
-    search = reduce.Search(subject, args.max_probes, settings.repeat or 1)
-    with workspace.interruptible(stop, log):
-        return search, reduce.reduce_script(subject, search, out)
+    out = output_path(script.command.script, args.out) if script.command.script else None
+    stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
+    return ScriptReduction(script, args.case, args.script_args, out, stack, repeat, args.max_probes, log, stop)
+
+
+def _stack(spec: str) -> Stack:
+    return replace(stacks.resolve(spec, say=log), name=spec)

@@ -11,6 +11,8 @@ from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case as adhoc
 from repro_matrix.external import command_line
 from repro_matrix.external.log_scan import LogError, lines
+from repro_matrix.search.algorithms import Stopped
+from repro_matrix.text import log
 
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
 KINDS = {"error": adhoc.error, "log": adhoc.log, "exit": adhoc.exit_code, "hang": adhoc.hang, "metric": adhoc.metric}
@@ -56,6 +58,12 @@ def given(args: argparse.Namespace) -> list[str]:
     """Return the options of a script that were given."""
     names = [name for name in (*KINDS, "same_failure_as", "nproc") if getattr(args, name) is not None]
     return [name.replace("_", "-") for name in names] + (["args"] if args.script_args else [])
+
+
+def stopped(error: Stopped) -> int:
+    """Print why a search ended early, and return its exit code."""
+    log(f"stopped: {error}. The probes are stored; the same command continues.")
+    return error.exit_code
 
 
 def refuse(args: argparse.Namespace) -> None:

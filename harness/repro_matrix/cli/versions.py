@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import script_options
@@ -15,13 +14,13 @@ from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.index import Release
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import MeasureError, ReproError
-from repro_matrix.report.terminal import print_json, print_table
+from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.runner.request import ask
-from repro_matrix.search import report
-from repro_matrix.search.prober import Point, Prober, Stopped, Target, one_case
-from repro_matrix.search.releases import maps
-from repro_matrix.text import log, printable
+from repro_matrix.search import algorithms, report
+from repro_matrix.search.algorithms import Label, Stopped, Trail
+from repro_matrix.search.prober import Point, Prober, Target, one_case
+from repro_matrix.text import log
 
 EPILOG = (
     "and variants=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
@@ -37,8 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--package", default="transformers", help="map its releases (default: transformers)")
     text = "such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)"
     add("--range", metavar="FIRST..LAST", help=text)
-    text = "releases to probe first (default: at least 8); every change is then narrowed to neighbours"
-    add("--samples", type=arguments.number(1), metavar="N", help=text)
+    text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
+    add("--samples", type=arguments.number(2), metavar="N", default=8, help=text)
     add("--exhaustive", action="store_true", help="probe every release")
     add("--max-probes", type=arguments.number(1), metavar="N", help="at most N probes")
     arguments.releases(parser)
@@ -51,31 +50,26 @@ def main(args: argparse.Namespace) -> int:
     if not prober.variants:
         raise ReproError(f"{args.case}: the variants run on stacks of their own: {', '.join(prober.own_stack)}")
     first, last = index.parse_between(args.range or "..")
-    stack = prober.base(base)
-    every = index.releases(package, yanked=args.yanked, pre=args.pre)
-    listed = index.between(every, first if args.range else _oldest(package, stack, every), last)
-    targets = [Target(release.version, stacks.with_release(base, package, release.version)) for release in listed]
+    stack = stacks.resolve(base, say=log)
+    available = index.releases(package, yanked=args.yanked, pre=args.pre)
+    listed = index.between(available, first if args.range else _oldest(package, stack, available), last)
+    names = [release.version for release in listed]
     points: dict[int, Point] = {}
-    known: dict[int, Mapping[str, Any]] = {}
 
-    def probe(at: int) -> dict[str, Any]:
-        points[at] = prober.probe(targets[at])
+    def probe(at: int) -> Mapping[str, Label]:
+        points[at] = prober.probe(Target(names[at], stacks.with_release(base, package, names[at])))
         return {variant: answer.label for variant, answer in points[at].variants.items()}
 
-    stopped: Stopped | None = None
+    trail = Trail(probe, max_probes=args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:
-        how = {"samples": args.samples, "exhaustive": args.exhaustive, "max_probes": args.max_probes}
-        try:
-            found = maps(len(targets), prober.variants, probe, known, **how)
-        except Stopped as error:
-            stopped = error
-            found = maps(len(targets), prober.variants, probe, known, samples=1, max_probes=0)
-    data = report.version_maps(prober, base, package, listed, found, points)
+        samples = len(names) if args.exhaustive else args.samples
+        algorithms.version_map(trail, len(names), prober.variants, samples)
+    stopped = trail.ended if isinstance(trail.ended, Stopped) else None
+    data = report.version_map(prober, base, package, names, trail, points)
     data["stopped"] = str(stopped) if stopped else None
-    print_json(data) if args.json else _show(data, script_options.is_script(args))
+    print_json(data) if args.json else print(report.render("versions", data))
     if stopped:
-        log(f"stopped: {stopped}. The probes are stored; the same command continues.")
-        return stopped.exit_code
+        return script_options.stopped(stopped)
     if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release in the range has a result. The reasons are listed above.")
     return 0
@@ -94,19 +88,11 @@ def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
     return prober, given or case.requires.stack or "current"
 
 
-def _oldest(package: str, stack: Stack, every: Sequence[Release]) -> str | None:
+def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> str | None:
     """Return the oldest release that the base or a shipped stack's lock has."""
     pinned = [stack.versions.get(package)]
     for slug, definition in spec.definitions().items():
         path = spec.lock_path(slug)
         if definition.kind == "lock" and path.exists():
             pinned.append(locks.read(path).pins.get(package))
-    return next((release.version for release in every if release.version in pinned), None)
-
-
-def _show(data: dict[str, Any], script: bool) -> None:
-    cell = data["case"] if script else f"{data['case']} {data['model']} {data['strategy']}"
-    title = f"{cell}: {data['package']} on stack {data['stack']}"
-    print_table(title, ["variant", "releases", "probed", "answer"], report.map_rows(data))
-    for line in report.map_notes(data):
-        print(printable(line))
+    return next((release.version for release in available if release.version in pinned), None)

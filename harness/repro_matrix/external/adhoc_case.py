@@ -35,8 +35,8 @@ from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Made
+from repro_matrix.results.summary import comparable_text
 from repro_matrix.runner.request import Request
-from repro_matrix.search.labels import plain
 
 DEADLINE_S = 300.0
 MAX_IMPORTS = 1000  # files in the script's folder that are hashed
@@ -181,7 +181,7 @@ def _exact_failure(raised: RaisedException, text: str, option: tuple[str, ...]) 
 
 def normal(message: str) -> str:
     """Return a message's first line without its numbers: sizes and counts differ between releases."""
-    return re.sub(r"\d+", "#", plain(message))
+    return re.sub(r"\d+", "#", comparable_text(message))
 
 
 # -- the case

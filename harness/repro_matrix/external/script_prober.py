@@ -24,9 +24,8 @@ class ScriptProber(Prober):
         self.script = script
         super().__init__(script.request(repeat=repeat), say, stop)
 
-    def settle(self, target: Target) -> tuple[Stack, Target]:
-        stack, settled = super().settle(target)
-        return in_shell(stack), settled
+    def resolve(self, target: Target) -> Stack:
+        return in_shell(super().resolve(target))
 
     def use(self, failure: Failure) -> None:
         """Use another definition of the failure. Stored attempts are graded again, not launched again."""
@@ -59,7 +58,7 @@ class ScriptProber(Prober):
             self._find_limit(good, bad)
 
     def _failure_of(self, end: Target) -> Failure | None:
-        for made in self.documents(end, self.repeat)["variants"][VARIANT]["attempts"]:
+        for made in self.document(end, self.repeat)["variants"][VARIANT]["attempts"]:
             outcome = Outcome.from_json(made["outcome"])
             if outcome.outcome == "other_failure":
                 return learned(outcome, made)
@@ -83,7 +82,7 @@ class ScriptProber(Prober):
         self.notes.append(text)
 
     def _values(self, end: Target) -> list[float]:
-        attempts = self.documents(end, max(self.repeat, REPEAT))["variants"][VARIANT]["attempts"]
+        attempts = self.document(end, max(self.repeat, REPEAT))["variants"][VARIANT]["attempts"]
         printed = [made["observation"].get("printed") for made in attempts]
         for made, each in zip(attempts, printed):
             if not each or not each["metric"]:

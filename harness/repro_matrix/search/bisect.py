@@ -1,6 +1,6 @@
 """Bisect releases, packages and commits: find the neighbours between which the answer changes.
 
-The two endpoints are verified first; they define which answer is good and which is bad. Any other answer in between
+The two ends are verified first; they define which answer is good and which is bad. Any other answer in between
 (another error, a hang, a release that cannot be installed) is unknown: it is skipped and reported.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -19,13 +19,10 @@ from repro_matrix.environment.stacks import Stack, StackError, differences, inde
 from repro_matrix.environment.stacks.build import too_heavy
 from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
-from repro_matrix.search import releases, report
+from repro_matrix.search import algorithms, report
+from repro_matrix.search.algorithms import Boundary, Culprits, Side, Stopped, Trail
 from repro_matrix.search.commits import Clone
-from repro_matrix.search.labels import PASSED, REPRODUCED, Answer
-from repro_matrix.search.prober import Point, Prober, Stopped, Target
-from repro_matrix.search.releases import NO, YES, Bisection, Culprits
-
-Find = Literal["failure", "fix", "change"]
+from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, Point, Prober, Target
 
 
 @dataclass(frozen=True)
@@ -36,121 +33,105 @@ class Roles:
     bad: str
     exact: bool = False  # any change: only these two texts; another passing run is unknown
 
-    def label(self, answer: Answer) -> releases.Label | None:
-        """Return YES (bad), NO (good), or None (unknown)."""
+    def side(self, answer: Answer) -> Side:
         label = answer.whole if self.exact else answer.label
-        if label is None:
-            return None
         if label == self.bad:
-            return YES
-        return NO if label == self.good or (not self.exact and label == PASSED) else None
+            return Side.BAD
+        return Side.GOOD if label == self.good or (not self.exact and label == PASSED) else Side.UNKNOWN
 
 
 @dataclass(frozen=True)
-class BisectionResult:
-    """``targets`` from the good end to the bad one; ``points`` by their index."""
+class Bisection:
+    """``targets`` from the good end to the bad one; ``points`` by their index, in the order of probing."""
 
     variant: str
     roles: Roles
     targets: tuple[Target, ...]
-    result: Bisection
     points: dict[int, Point] = field(hash=False)
+    boundary: Boundary
     stopped: Stopped | None = None
 
     @property
     def good(self) -> Point:
-        return self.points[self.result.boundary.before if self.result.boundary else 0]
+        return self.points[self.boundary.before]
 
     @property
     def bad(self) -> Point:
-        return self.points[self.result.boundary.after if self.result.boundary else len(self.targets) - 1]
+        return self.points[self.boundary.after]
 
     @property
     def unknown(self) -> list[Point]:
-        return [self.points[i] for i in (self.result.boundary.unknown if self.result.boundary else ())]
+        return [self.points[i] for i in self.boundary.unknown]
 
     @property
     def unprobed(self) -> list[Target]:
-        return [self.targets[i] for i in (self.result.boundary.unprobed if self.result.boundary else ())]
+        return [self.targets[i] for i in self.boundary.unprobed]
 
     @property
     def exact(self) -> bool:
-        return self.result.boundary is not None and self.result.boundary.exact
+        return self.boundary.exact
 
 
 class Bisector:
-    """Probes of one variant; a flaky one is repeated as often as its failure rate requires."""
+    """Bisections of one variant; a flaky one is repeated as often as its failure rate requires."""
 
     def __init__(self, prober: Prober, variant: str) -> None:
         self.prober, self.variant = prober, variant
         self.repeats = prober.repeat
 
     def ask(self, target: Target) -> Point:
+        """Probe a target, and a flaky failure as often as its rate requires. Raises Stopped."""
         point = self.prober.probe(target)
         answer = point.variants[self.variant]
         if not answer.flaky and answer.label not in (None, REPRODUCED) and answer.counted < self.repeats:
             point = self.prober.probe(target, self.repeats)  # one passing attempt of a flaky failure is no proof
             answer = point.variants[self.variant]
         if answer.flaky:
-            self.repeats = max(self.repeats, releases.repeats_for(answer.fired, answer.counted))
+            self.repeats = max(self.repeats, algorithms.repeats_for(answer.fired, answer.counted))
         return point
 
-    def endpoints(self, good: Target, bad: Target, find: Find, bad_is_older: bool | None) -> tuple[Roles, bool]:
-        """Return the roles of the two endpoints, and whether they have to change places.
-
-        ``bad_is_older``: None for two stacks. Raises MeasureError: an end has no answer; ConfigError: wrong ends.
-        """
+    def roles(self, good: Target, bad: Target, any_change: bool = False) -> Roles:
+        """Verify the two ends. Raises MeasureError: an end has no answer; ConfigError: wrong ends."""
         worse, better = self.ask(bad).variants[self.variant], self.ask(good).variants[self.variant]
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
             if answer.label is None:
                 reason = f"variant {self.variant} has no result: {answer.detail}"
                 raise MeasureError(f"Cannot bisect: on {target.name} ({side}), {reason}")
-        exact = find == "change"
         ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
-        if (worse.whole == better.whole) if exact else (worse.label == better.label):
+        if (worse.whole == better.whole) if any_change else (worse.label == better.label):
             raise ConfigError(
-                f"Cannot bisect: {good.name} (good) and {bad.name} (bad) give the same result "
-                f"({'; '.join(dict.fromkeys(map(str, (better, worse))))}). Use `repro versions` to see the result of "
+                f"Cannot bisect: both ends give the same result ({ends}). Use `repro versions` to see the result of "
                 "every release, or describe the failure more precisely."
             )
-        if exact:
-            return Roles(str(better.whole), str(worse.whole), True), False
-        if REPRODUCED not in (worse.label, better.label):
+        if any_change:
+            return Roles(str(better.whole), str(worse.whole), True)
+        if better.label == REPRODUCED:
+            raise ConfigError(f"Cannot bisect: good and bad are swapped ({ends}). Swap them.")
+        if worse.label != REPRODUCED:
             raise ConfigError(
                 f"Cannot bisect: the failure occurs at neither end ({ends}). Use --any-change to find where the result "
                 "changes."
             )
-        swapped = better.label == REPRODUCED
-        fixing = bad_is_older if not swapped else (None if bad_is_older is None else not bad_is_older)
-        if swapped and find != "fix":
-            how = "Swap them." if fixing is False else "Search for the fix with --find-fix, or swap them."
-            raise ConfigError(f"Good and bad are swapped: {ends}. {how}")
-        if find == "fix" and fixing is False:
-            raise ConfigError(f"--find-fix: the failure begins between {good.name} and {bad.name}. Leave it out.")
-        reproducing, other = (better, worse) if swapped else (worse, better)
-        return Roles(str(other.label), str(reproducing.label)), swapped
+        return Roles(str(better.label), REPRODUCED)
 
-    def search(self, targets: Sequence[Target], roles: Roles, max_probes: int | None = None) -> BisectionResult:
-        """Bisect ``targets``, in order from the good end to the bad one. Both ends are measured."""
+    def search(self, targets: Sequence[Target], roles: Roles, max_probes: int | None = None) -> Bisection:
+        """Bisect ``targets``, in order from the good end to the bad one. Raises ConfigError where the ends are not
+        good and bad; Stopped before both ends are measured."""
         points: dict[int, Point] = {}
         last = len(targets) - 1
 
-        def probe(at: int) -> releases.Label | None:
+        def probe(at: int) -> Side:
             points[at] = self.ask(targets[at])
-            return roles.label(points[at].variants[self.variant])
+            return roles.side(points[at].variants[self.variant])
 
-        known = {last: probe(last), 0: probe(0)}
-        left = None if max_probes is None else max(0, max_probes - 2)
-        try:
-            result = releases.bisect(len(targets), probe, known=known, max_probes=left, confirm=probe)
-        except Stopped as stopped:
-            known = {at: roles.label(point.variants[self.variant]) for at, point in points.items()}
-            result = releases.bisect(len(targets), probe, known=known, max_probes=0)
-            return BisectionResult(self.variant, roles, tuple(targets), result, points, stopped)
-        if result.status != "found":
+        trail = Trail(probe, {last: probe(last), 0: probe(0)}, max_probes)
+        valid = (trail.answers[0], trail.answers[last]) == (Side.GOOD, Side.BAD)
+        boundary = algorithms.bisect(trail, 0, last, confirm=probe) if valid else None
+        if boundary is None:
             ends = "; ".join(f"{targets[at].name}: {points[at].variants[self.variant]}" for at in (0, last))
-            raise ConfigError(f"Cannot bisect: with more attempts, the two ends no longer differ ({ends}).")
-        return BisectionResult(self.variant, roles, tuple(targets), result, points)
+            raise ConfigError(f"Cannot bisect: the two ends do not differ as expected ({ends}).")
+        stopped = trail.ended if isinstance(trail.ended, Stopped) else None
+        return Bisection(self.variant, roles, tuple(targets), points, boundary, stopped)
 
     # -- which packages
 
@@ -161,33 +142,34 @@ class Bisector:
         changed = changed_packages(good, bad)
         tried: dict[str, str] = {}
 
-        def probe(taken: frozenset[str]) -> releases.Label | None:
-            chosen = [name for name in changed if name in taken]
-            words = [f"{name} {changed[name][1]}" for name in chosen]
-            replaced = with_versions(spec, ((name, changed[name][1]) for name in chosen))
-            answer = self.ask(Target(" + ".join(["the good stack", *words]), replaced, fixed=_fixed(chosen))).variants[
-                self.variant
-            ]
+        def probe(taken: frozenset[str]) -> Side:
+            chosen = {name: changed[name][1] for name in changed if name in taken}
+            words = [f"{name} {version}" for name, version in chosen.items()]
+            target = Target(
+                " + ".join(["the good stack", *words]), _with_versions(spec, chosen.items()), fixed=_fixed(chosen)
+            )
+            answer = self.ask(target).variants[self.variant]
             tried[" + ".join(words) or "nothing"] = str(answer)
-            return roles.label(answer)
+            return roles.side(answer)
 
         culprits = Culprits(None)
         for items in _candidates(list(changed), only):
-            culprits = releases.find_culprits(items, probe)
+            culprits = algorithms.find_culprits(items, probe)
             if culprits.members is not None:
                 break
-        return replace(culprits, changed=changed, notes=_notes(good, bad), tried=tuple(tried.items()))
+        return replace(culprits, changed=changed, notes=_untested(good, bad), tried=tuple(tried.items()))
 
     def release_of(
         self, roles: Roles, spec: str, culprits: Culprits, package: str, max_probes: int | None = None
-    ) -> BisectionResult | str:
-        """Return in which release the culprit package changed the answer (the other culprits stay as in the bad stack),
-        or the reason why that is unknown."""
+    ) -> Bisection | str:
+        """Return in which release the culprit package changed the answer, or the reason why that is unknown.
+
+        The other culprits stay as in the bad stack."""
         others = [(name, culprits.changed[name][1]) for name in culprits.members or () if name != package]
         try:
             fixed = _fixed([package, *(name for name, _ in others)])
-            base = with_versions(spec, others)
-            targets = release_line(package, base, *culprits.changed[package], unchanged=True, fixed=fixed)
+            ends = culprits.changed[package]
+            targets = release_line(package, _with_versions(spec, others), *ends, unchanged=True, fixed=fixed)
             return self.search(targets, roles, max_probes)
         except (StackError, InvalidVersion, ReproError) as error:
             return f"The release of {package} could not be found: {error}"
@@ -200,8 +182,7 @@ def changed_packages(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
     return dict(sorted(pairs.items(), key=lambda item: rank.get(item[0], len(rank))))
 
 
-def with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
-    """Return the stack's specification with these packages replaced."""
+def _with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
     return reduce(lambda text, item: stacks.with_release(text, *item), versions, spec)
 
 
@@ -222,7 +203,8 @@ def _candidates(changed: list[str], only: Sequence[str]) -> list[list[str]]:
     return [items for at, items in enumerate(tries) if items and items not in tries[:at]]
 
 
-def _notes(good: Stack, bad: Stack) -> tuple[str, ...]:
+def _untested(good: Stack, bad: Stack) -> tuple[str, ...]:
+    """Return the differences between two stacks that no probe can test."""
     pythons = good.versions.get("python", ""), bad.versions.get("python", "")
     notes = [f"Python differs, too: {pythons[0]} and {pythons[1]}"] if pythons[0] != pythons[1] else []
     for one, other, side in ((good, bad, "good"), (bad, good, "bad")):
@@ -253,11 +235,11 @@ def release_line(
 
 @dataclass
 class Search:
-    """One bisection: its searches one after another, each a stage of the report."""
+    """One `repro bisect`: its searches one after another, each a stage of the report."""
 
     prober: Prober
     variant: str
-    find: Find = "failure"
+    any_change: bool = False
     clone: Clone | None = None
     max_probes: int | None = None
     yanked: bool = False
@@ -269,37 +251,31 @@ class Search:
 
     def run(self, good: str, bad: str, package: str | None, base: str) -> None:
         """Search between two releases of the package, or between two stacks. Raises Stopped before any result."""
+        bisector = Bisector(self.prober, self.variant)
         if is_release(good):
-            self._releases(good, bad, package or "transformers", base)
+            self._releases(bisector, good, bad, package or "transformers", base)
         else:
-            self._stacks(good, bad, [package] if package else [])
+            self._stacks(bisector, good, bad, [package] if package else [])
 
-    def _releases(self, good: str, bad: str, package: str, base: str) -> None:
-        everything = index.releases(package, yanked=True, pre=True)
-        one, other = (everything[index.exact(package, everything, text)].version for text in (good, bad))
+    def _releases(self, bisector: Bisector, good: str, bad: str, package: str, base: str) -> None:
+        available = index.releases(package, yanked=True, pre=True)
+        one, other = (available[index.exact(package, available, text)].version for text in (good, bad))
         if Version(one) == Version(other):
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
-        self.prober.base(base)
+        stacks.resolve(base, say=self.prober.say)
         targets = release_line(package, base, one, other, yanked=self.yanked, pre=self.pre)
-        older_is_good = Version(one) < Version(other)
         self.prober.learn(targets[0], targets[-1])
-        bisector = Bisector(self.prober, self.variant)
-        roles, swapped = bisector.endpoints(targets[0], targets[-1], self.find, bad_is_older=not older_is_good)
-        if swapped:
-            targets, older_is_good = targets[::-1], not older_is_good
+        roles = bisector.roles(targets[0], targets[-1], self.any_change)
         self.prober.say(f"both ends verified: {len(targets)} releases of {package}, {_most(len(targets))}")
-        self._add("release", package, bisector.search(targets, roles, self.max_probes), older_is_good, bisector)
+        self._add(package, bisector.search(targets, roles, self.max_probes), bisector)
 
-    def _stacks(self, good: str, bad: str, only: list[str]) -> None:
-        one, other = self.prober.base(good), self.prober.base(bad)
+    def _stacks(self, bisector: Bisector, good: str, bad: str, only: list[str]) -> None:
+        one, other = (stacks.resolve(spec, say=self.prober.say) for spec in (good, bad))
         if good == bad or one.key == other.key:
             raise ConfigError(f"Good and bad are the same stack, {good}.")
         ends = Target("the good stack", good), Target("the bad stack", bad)
         self.prober.learn(*ends)
-        bisector = Bisector(self.prober, self.variant)
-        roles, swapped = bisector.endpoints(*ends, self.find, bad_is_older=None)
-        if swapped:
-            good, bad, one, other = bad, good, other, one
+        roles = bisector.roles(*ends, self.any_change)
         self.prober.say("both stacks verified; now the packages in which they differ")
         self.culprits = bisector.culprits(roles, good, one, other, only)
         members = self.culprits.members or ()
@@ -307,78 +283,62 @@ class Search:
             found = bisector.release_of(roles, good, self.culprits, package, self.max_probes)
             if isinstance(found, str):
                 self.notes.append(found)
-                continue
-            older, newer = (Version(version) for version in self.culprits.changed[package])
-            self._add("release", package, found, older < newer, bisector)
+            else:
+                self._add(package, found, bisector)
         if self.clone is not None and self.clone.package not in members:
             self.notes.append(f"--repo {self.clone.path} was not used: {self.clone.package} is not the culprit.")
 
-    def _add(self, kind: str, what: str, found: BisectionResult, older_is_good: bool, bisector: Bisector) -> None:
-        stage = report.stage(kind, what, found, self.prober, older_is_good)
+    def _add(self, package: str, found: Bisection, bisector: Bisector) -> None:
+        good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
+        stage = report.stage("release", package, found, self.prober, good < bad)
+        listed = () if self.yanked else index.releases(package, yanked=True)
+        low, high = sorted((good, bad))
+        # The change may have come with a yanked release between the two neighbours.
+        stage["yanked"] = [each.version for each in listed if each.yanked and low < each.parsed < high]
         self.stages.append(stage)
-        stage["yanked"] = [] if kind != "release" or self.yanked else _yanked(what, found)
         self.stopped = self.stopped or found.stopped
-        if kind == "release" and self.clone is not None and what == self.clone.package:
-            self._commits(self.clone, found, older_is_good, bisector)
+        if self.clone is not None and package == self.clone.package and self.stopped is None:
+            self._commits(self.clone, found, good < bad, bisector)
 
-    def _commits(self, clone: Clone, found: BisectionResult, older_is_good: bool, bisector: Bisector) -> None:
-        """Go on to the commits between two releases."""
-        if self.stopped is not None or found.result.boundary is None:
+    def _commits(self, clone: Clone, found: Bisection, older_is_good: bool, bisector: Bisector) -> None:
+        """Bisect the commits between the two releases, on top of the newer one's stack."""
+        good, bad = (clone.commit_of(point.versions[clone.package]) for point in (found.good, found.bad))
+        base = (found.bad if older_is_good else found.good).target.spec
+        commits = clone.between(good, bad)
+        targets = [self._commit(clone, commit, base) for commit in commits]
+        self.prober.say(f"{len(commits)} commits touch {clone.package} between the two tags, {_most(len(commits))}")
+        try:
+            result = bisector.search(targets, found.roles, self.max_probes)
+        except Stopped as stopped:
+            self.stopped = stopped
             return
-        ends = found.good, found.bad
-        good, bad = (clone.commit_of(point.versions[clone.package]) for point in ends)
-        line = clone.between(good, bad)
-        # The releases' requirements may differ: try the commits on top of one, then of the other.
-        reasons = []
-        for point in sorted(ends, key=lambda end: Version(end.versions[clone.package]), reverse=True):
-            targets = [self._commit(clone, commit, point.target.spec) for commit in line]
-            try:
-                first, last = (bisector.ask(target).variants[self.variant] for target in (targets[0], targets[-1]))
-            except Stopped as stopped:
-                self.stopped = stopped
-                return
-            if (found.roles.label(first), found.roles.label(last)) == (NO, YES):
-                break
-            reasons.append(f"on top of {point.target.name}: {first}; {last}")
-        else:
-            self.notes.append(
-                "No search over commits: the tagged commits, on top of the releases' stacks, do not give the releases' "
-                f"results ({' | '.join(reasons)})."
-            )
+        except ConfigError as error:
+            self.notes.append(f"The tagged commits do not give the releases' results, on top of {base}: {error}")
             return
-        self.prober.say(f"{len(line)} commits touch {clone.package} between the two tags, {_most(len(line))}")
-        commits = bisector.search(targets, found.roles, self.max_probes)
-        self._add("commit", clone.package, commits, older_is_good, bisector)
-        if commits.result.boundary is not None and commits.exact:
-            pair = line[commits.result.boundary.before], line[commits.result.boundary.after]
+        stage = report.stage("commit", clone.package, result, self.prober, older_is_good)
+        self.stages.append(stage)
+        self.stopped = result.stopped
+        if result.exact:
+            pair = commits[result.boundary.before], commits[result.boundary.after]
             child = pair[1] if clone.is_ancestor(*pair) else pair[0]
-            count = clone.merged_commits(child)
-            self.stages[-1]["title"] = clone.title(child)
-            self.stages[-1]["sentence"] = f"The result changes with commit {child[:12]}" + (
-                f", a merge of {count} commits" if count else ""
-            )
+            stage["title"], stage["sentence"] = clone.title(child), f"The result changes with commit {child[:12]}"
 
     def _commit(self, clone: Clone, commit: str, spec: str) -> Target:
         name = f"{spec}#{clone.package}@{commit[:12]}"
 
         def make() -> Stack:
-            return clone.overlay(self.prober.base(spec), commit, name)
+            return clone.overlay(stacks.resolve(spec, say=self.prober.say), commit, name)
 
         return Target(f"commit {commit[:12]}", name, make, base=spec)
 
 
 def is_release(text: str) -> bool:
+    """Return whether this is a version, such as 4.45.2."""
     try:
         Version(text)
     except InvalidVersion:
         return False
     return True
-
-
-def _yanked(package: str, found: BisectionResult) -> list[str]:
-    """Return the yanked releases between the two neighbours: the change may have come with one of them."""
-    low, high = sorted(Version(point.versions[package]) for point in (found.good, found.bad))
-    return [each.version for each in index.releases(package, yanked=True) if each.yanked and low < each.parsed < high]
 
 
 def _most(count: int) -> str:

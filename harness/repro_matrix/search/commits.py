@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tarfile
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,8 +24,8 @@ from repro_matrix.environment.stacks.spec import canonical, short_hash
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.paths import cache_dir
 
-# Where a package's folder may lie in its repository.
-_LAYOUTS = ("src/{}", "{}", "python/{}", "lib/{}")
+_LAYOUTS = ("src/{}", "{}", "python/{}", "lib/{}")  # where a package's folder may lie in its repository
+_TAGS = ("v{0}", "{0}", "release-{0}", "release/{0}", "{1}-{0}", "{1}-v{0}", "{1}/v{0}")
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,14 @@ class Clone:
         return [layout.format(module) for layout in _LAYOUTS]
 
     def git(self, *words: str) -> str:
-        done = self._run(words)
+        """Return what a git command prints. Raises ConfigError where it fails."""
+        done = self._run(*words)
         if done.returncode:
             lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
             raise ConfigError(f"--repo {self.path}: git {words[0]}: {lines[-1]}")
         return done.stdout.decode(errors="replace").strip()
 
-    def _run(self, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
+    def _run(self, *words: str) -> subprocess.CompletedProcess[bytes]:
         # Ignore the shell's repository (GIT_DIR), and do not write the clone's index.
         env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -60,18 +60,14 @@ class Clone:
     # -- which commits
 
     def commit_of(self, release: str) -> str:
-        """Return the commit of a release's tag."""
-        forms = {release, re.sub(r"\.0$", "", release) if release.count(".") == 2 else release}
-        tags = [head + form for form in sorted(forms, reverse=True) for head in self._heads()]
-        for tag in tags:
-            done = self._run(["rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}"])
+        """Return the commit of a release's tag. Raises ConfigError."""
+        short = re.sub(r"\.0$", "", release) if release.count(".") == 2 else release
+        for tag in (form.format(text, self.package) for text in dict.fromkeys((release, short)) for form in _TAGS):
+            done = self._run("rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}")
             if done.returncode == 0:
                 return done.stdout.decode().strip()
-        have = self.git("tag", "--list").split()
-        raise ConfigError(f"--repo {self.path}: no tag for {self.package} {release}{nearest(f'v{release}', have)}")
-
-    def _heads(self) -> tuple[str, ...]:
-        return ("v", "", "release-", "release/", f"{self.package}-", f"{self.package}-v", f"{self.package}/v")
+        tags = self.git("tag", "--list").split()
+        raise ConfigError(f"--repo {self.path}: no tag for {self.package} {release}{nearest(f'v{release}', tags)}")
 
     def between(self, first: str, last: str) -> list[str]:
         """Return the commits from one to the other that touch the package, both ends included.
@@ -79,39 +75,24 @@ class Clone:
         A release is often tagged on its own branch. The path then goes back to the fork and on from there, so that
         neighbours are always a commit and its first parent.
         """
-        done = self._run(["merge-base", first, last])
-        fork = done.stdout.decode().strip()
-        if done.returncode or not fork:
+        fork = self._run("merge-base", first, last).stdout.decode().strip()
+        if not fork:
             raise ConfigError(
                 f"--repo {self.path}: {first[:10]} and {last[:10]} have no common ancestor. Is it a shallow clone?"
             )
-        path = [first, *reversed(self._leg(fork, first)), fork, *self._leg(fork, last), last]
-        return list(dict.fromkeys(path))
-
-    def _leg(self, fork: str, tip: str) -> list[str]:
-        """Return the commits after the fork, the oldest first."""
-        return self.git("rev-list", "--first-parent", "--reverse", f"{fork}..{tip}", "--", *self.folders).split()
+        back, forth = (
+            self.git("rev-list", "--first-parent", f"{fork}..{tip}", "--", *self.folders).split()
+            for tip in (first, last)
+        )
+        return list(dict.fromkeys([first, *back, fork, *reversed(forth), last]))
 
     def title(self, commit: str) -> str:
         return self.git("show", "--no-patch", "--format=%h %cs %s", commit)
 
     def is_ancestor(self, older: str, newer: str) -> bool:
-        return self._run(["merge-base", "--is-ancestor", older, newer]).returncode == 0
-
-    def merged_commits(self, commit: str) -> int:
-        """Return how many commits a merge contains; 0 for a plain commit."""
-        if len(self.git("rev-list", "--parents", "--max-count=1", commit).split()) < 3:
-            return 0
-        return int(self.git("rev-list", "--count", f"{commit}^1..{commit}"))
+        return self._run("merge-base", "--is-ancestor", older, newer).returncode == 0
 
     # -- what is run
-
-    def folder_in(self, commit: str) -> str | None:
-        """Return the package's folder in a commit."""
-        for folder in self.folders:
-            if self._run(["cat-file", "-e", f"{commit}:{folder}/__init__.py"]).returncode == 0:
-                return folder
-        return None
 
     def overlay(self, stack: Stack, commit: str, name: str) -> Stack:
         """Return the stack with the package at this commit."""
@@ -130,34 +111,31 @@ class Clone:
         )
 
     def unpack(self, commit: str) -> tuple[Path, str]:
-        """Return (root, folder) of the package's source of this commit in the user's cache."""
-        folder = self.folder_in(commit)
+        """Return (root, folder) of the package's source of this commit in the user's cache. Raises StackError."""
+        existing = (
+            each for each in self.folders if not self._run("cat-file", "-e", f"{commit}:{each}/__init__.py").returncode
+        )
+        folder = next(existing, None)
+        what = f"{self.package} at {commit[:10]}"
         if folder is None:
-            raise StackError(
-                "unavailable", f"{self.package} at {commit[:10]}: it has none of {', '.join(self.folders)}"
-            )
+            raise StackError("unavailable", f"{what}: it has none of {', '.join(self.folders)}")
         root = cache_dir() / "sources" / f"{canonical(self.package)}-{commit[:16]}"
         if (root / folder).is_dir():
             return root, folder
-        done = self._run(["archive", "--format=tar", commit, "--", folder])
-        if done.returncode:
-            reason = done.stderr.decode(errors="replace").strip()
-            raise StackError("unavailable", f"{self.package} at {commit[:10]}: {reason}")
         half = root.with_name(f".{root.name}-{uuid.uuid4().hex[:8]}")
-        half.mkdir(parents=True)
         try:
-            with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            half.mkdir(parents=True)
+            with tarfile.open(
+                fileobj=io.BytesIO(self._run("archive", "--format=tar", commit, "--", folder).stdout)
+            ) as tar:
                 if hasattr(tarfile, "data_filter"):
-                    archive.extractall(half, filter="data")
-                else:
-                    archive.extractall(half)
+                    tar.extraction_filter = tarfile.data_filter
+                tar.extractall(half)
             half.rename(root)
         except (OSError, tarfile.TarError) as error:
             if not (root / folder).is_dir():  # else another run was faster
                 full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-                raise StackError(
-                    "infra" if full else "unavailable", f"{self.package} at {commit[:10]}: {error}"
-                ) from None
+                raise StackError("infra" if full else "unavailable", f"{what}: {error}") from None
         finally:
             shutil.rmtree(half, ignore_errors=True)
         return root, folder
@@ -173,10 +151,11 @@ def _version(folder: Path) -> str | None:
 
 
 def open_clone(path: str, package: str) -> Clone:
+    """Return the clone in a folder. Raises ConfigError."""
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"--repo {path}: no such folder")
     clone = Clone(folder, package)
-    if clone._run(["rev-parse", "--git-dir"]).returncode:
+    if clone._run("rev-parse", "--git-dir").returncode:
         raise ConfigError(f"--repo {path}: not a git clone")
     return clone

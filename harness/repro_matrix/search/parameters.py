@@ -1,404 +1,208 @@
-"""Reduce the parameters of a failure to their simplest values, then find the range of each one. Pure.
+"""What a reduction varies: the settings of a case; the arguments, variables and statements of a script. Pure.
 
-A parameter's values ascend from the simplest. Leaving a parameter out means its simplest value: the default, or the
-least valid number. A parameter without a simpler value (``eval``, ``train``) keeps its value; whether the failure needs
-it is tested all the same.
-
-1. numbers first, since small values are cheap: all at their minimum at once, else one after another; then delta
-   debugging of the choices; repeat until nothing changes
-2. every other value of each choice, and both ends of each number, one at a time
-3. a parameter is needed when the failure does not occur at any other value, all else equal
-
-A probe returns True (the failure occurs), False, or None (unknown). Only True makes a configuration smaller. No
-configuration is probed twice. ``Spent`` ends a search that has no attempts left.
+A parameter's values begin with the simplest: left out, the default, or the least valid number. A parameter without a
+simpler value (``eval``, ``train``) keeps its value; whether the failure needs it is tested all the same.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Generic, TypeGuard, TypeVar
+import symtable
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Flag
 from repro_matrix.planning.cells import Cell
 from repro_matrix.runner.request import Request
-from repro_matrix.search.releases import ddmin
+from repro_matrix.search.algorithms import NoMoreProbes, Trail, ddmin, least
 
-Response = bool | None
-Q = TypeVar("Q", bound=Hashable)
-T = TypeVar("T", bound=Hashable)
 Value = Any  # of JSON: a configuration's values are hashable
 Config = tuple[Value, ...]  # a value for each parameter, in their order
 Settings = Mapping[str, Any]
-
 OUT = "(left out)"  # the value of an omitted parameter
-MAX_RANKS = 2  # the largest tested number of ranks, times the given one
-MAX_OPTION = 1000  # the largest tested value of an option, times the given one
-
-
-class Spent(Exception):
-    """No attempts are left."""
-
-
-@dataclass
-class Trail(Generic[Q]):
-    """All answers so far, in order. ``probe`` returns the answer and its cost in attempts: 0 for a stored answer or a
-    configuration that cannot exist."""
-
-    probe: Callable[[Q], tuple[Response, int]]
-    max_attempts: int | None = None
-    least: int = 1  # attempts that a probe may need: none is made with fewer left
-    answers: dict[Q, Response] = field(default_factory=dict)
-    cost: int = 0
-
-    def ask(self, question: Q) -> Response:
-        if question not in self.answers:
-            if self.max_attempts is not None and self.cost + self.least > self.max_attempts:
-                raise Spent
-            answer, cost = self.probe(question)
-            self.answers[question] = answer
-            self.cost += cost
-        return self.answers[question]
-
-    def reproduced(self, question: Q) -> bool:
-        return self.ask(question) is True
-
-
-def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
-    """Of ascending ``values``, of which the last is known to reproduce: one that reproduces while its lower neighbour
-    does not (or the first of all). From below in growing strides, for what is small costs little to ask; then a
-    bisection. If answers alternate, this finds one boundary."""
-    low, high, stride = -1, len(values) - 1, 1
-    while low + stride < high:
-        if reproduced(values[low + stride]):
-            high = low + stride
-            break
-        low, stride = low + stride, stride * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if reproduced(values[middle]):
-            high = middle
-        else:
-            low = middle
-    return values[high]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """``values``: ascending where ``ordered``; ``given`` and ``simplest`` are among them."""
+    """``values`` begin with the simplest one. ``number``: they ascend, and the smallest that fails is wanted."""
 
     name: str  # such as flags.mixed, ranks, --lr
     given: Value
-    simplest: Value
     values: tuple[Value, ...]
-    ordered: bool = False
-
-    def __post_init__(self) -> None:
-        if self.given not in self.values or self.simplest not in self.values:
-            raise ValueError(f"{self.name}: {self.given!r} and {self.simplest!r} must be among {self.values!r}")
-        if self.ordered and any(low >= high for low, high in pairwise(self.values)):
-            raise ValueError(f"{self.name}: {self.values!r} do not ascend")
-
-
-@dataclass
-class Range:
-    """The values at which the failure occurs, all else as in the minimal configuration."""
-
-    parameter: Parameter
-    value: Value  # its value there
-    answers: dict[Value, Response] = field(default_factory=dict)  # by value; ``value`` among them
-    complete: bool = False  # False: no attempts were left
+    number: bool = False
+    reference: Value = OUT  # of a case: the value that needs no override
 
     @property
-    def reproducing(self) -> list[Value]:
-        return [value for value in self.parameter.values if self.answers.get(value) is True]
-
-    @property
-    def absent(self) -> list[Value]:
-        """Values at which the failure does not reproduce."""
-        return [value for value in self.parameter.values if self.answers.get(value) is False]
-
-    @property
-    def needed(self) -> bool | None:
-        """Return whether the failure needs the parameter: its simplest value does not reproduce, or (if it already has
-        that value) no other value does. None: not tested, or without an answer."""
-        if self.value != self.parameter.simplest:
-            answer = self.answers.get(self.parameter.simplest)
-            return None if answer is None else not answer
-        others = [value for value in self.answers if value != self.value]
-        return bool(others) and not self.parameter.ordered and all(self.answers[value] is False for value in others)
+    def simplest(self) -> Value:
+        return self.values[0]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reduced:
-    """``stage``: reduced, ranges or done; of a search without attempts left, the stage in which it ended."""
+    """``done``: False where no probes were left."""
 
     config: Config
-    stage: str = "reduced"
-    ranges: list[Range] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return self.stage == "done"
+    done: bool
 
 
-def reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], result: Reduced | None = None) -> Reduced:
-    """Return the minimal configuration. The given one is known to reproduce.
+def replaced(config: Config, index: int, value: Value) -> Config:
+    return (*config[:index], value, *config[index + 1 :])
 
-    ``result`` is filled during the search, so that it survives an exception.
+
+def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -> Reduced:
+    """Return a minimal configuration. The given one is known to fail; only an answer True makes it smaller.
+
+    Numbers first, since small values are cheap to probe: all at their simplest at once, else one after another; then
+    delta debugging of the choices; repeated until nothing changes. At the end every other value of each choice.
     """
-    reduced = result or Reduced(tuple(parameter.given for parameter in parameters))
-    try:
-        _reduce(parameters, trail, reduced)
-        reduced.stage = "ranges"
-        for index in range(len(parameters)):
-            reduced.ranges.append(Range(parameters[index], reduced.config[index], {reduced.config[index]: True}))
-        for index, each in enumerate(reduced.ranges):
-            _ask_range(index, each, reduced.config, trail)
-        reduced.stage = "done"
-    except Spent:
-        pass  # the stage says how far it came
-    return reduced
+    best: Config = tuple(parameter.given for parameter in parameters)
+    numbers = [index for index, parameter in enumerate(parameters) if parameter.number]
+    choices = [index for index, parameter in enumerate(parameters) if not parameter.number]
 
-
-def _reduce(parameters: tuple[Parameter, ...], trail: Trail[Config], reduced: Reduced) -> None:
     def reproduced(config: Config) -> bool:
-        if trail.reproduced(config):
-            reduced.config = config
+        nonlocal best
+        if trail.ask(config) is True:
+            best = config
             return True
         return False
 
-    numbers = [index for index, parameter in enumerate(parameters) if parameter.ordered]
-    while True:
-        before = reduced.config
-        if not reproduced(
-            _left_out(parameters, before, {index for index in numbers if before[index] > parameters[index].simplest})
-        ):
-            for index in numbers:
-                parameter, now = parameters[index], reduced.config
-                lower = [value for value in parameter.values if parameter.simplest <= value <= now[index]]
-                if len(lower) > 1:
-                    least(lower, _varied(reproduced, now, index))
-                elif now[index] < parameter.simplest:
-                    reproduced(_with(now, index, parameter.simplest))
-        now = reduced.config
-        large = [
-            index
-            for index, parameter in enumerate(parameters)
-            if not parameter.ordered and now[index] != parameter.simplest
-        ]
-        ddmin(large, _only(reproduced, parameters, now, set(large)))
-        if reduced.config == before:
-            return
+    def simplify(config: Config, indexes: set[int]) -> Config:
+        return tuple(each.simplest if at in indexes else config[at] for at, each in enumerate(parameters))
+
+    try:
+        while True:
+            before = best
+            if not reproduced(simplify(before, set(numbers))):
+                for index in numbers:
+                    now, values = best, parameters[index].values
+                    lower = values[: values.index(now[index]) + 1]
+                    least(lower, lambda value, now=now, index=index: reproduced(replaced(now, index, value)))  # type: ignore[misc]
+            now = best
+            large = [index for index in choices if now[index] != parameters[index].simplest]
+            ddmin(large, lambda kept, now=now, large=large: reproduced(simplify(now, set(large) - set(kept))))  # type: ignore[misc]
+            if best == before:
+                break
+        for index in choices:
+            for value in parameters[index].values:
+                trail.ask(replaced(best, index, value))
+    except NoMoreProbes as ended:
+        trail.ended = ended
+        return Reduced(best, False)
+    return Reduced(best, True)
 
 
-def _ask_range(index: int, result: Range, config: Config, trail: Trail[Config]) -> None:
-    parameter, now = result.parameter, result.value
+def needed(parameter: Parameter, value: Value, answers: Mapping[Value, bool | None]) -> bool | None:
+    """Return whether the failure needs the parameter at ``value``; None: not tested, or without an answer.
 
-    def reproduced(value: Value) -> bool:
-        result.answers[value] = trail.ask(_with(config, index, value))
-        return result.answers[value] is True
-
-    result.complete = False
-    if now != parameter.simplest:
-        reproduced(parameter.simplest)  # leaving it out
-    if not parameter.ordered:
-        for value in parameter.values:
-            if value != now:
-                reproduced(value)
-    else:
-        lower = [value for value in parameter.values if value <= now]
-        upper = [value for value in reversed(parameter.values) if value >= now]
-        if len(lower) > 1 and reproduced(lower[-2]):  # a reduced number has its answer already
-            least(lower[:-1], reproduced)
-        if len(upper) > 1:
-            least(upper, lambda value: value == now or reproduced(value))  # from above: the largest that reproduces
-    result.complete = True
-
-
-def _only(
-    reproduced: Callable[[Config], bool], parameters: tuple[Parameter, ...], config: Config, large: set[int]
-) -> Callable[[tuple[int, ...]], bool]:
-    return lambda kept: reproduced(_left_out(parameters, config, large - set(kept)))
-
-
-def _varied(reproduced: Callable[[Config], bool], config: Config, index: int) -> Callable[[Value], bool]:
-    return lambda value: reproduced(_with(config, index, value))
-
-
-def _left_out(parameters: tuple[Parameter, ...], config: Config, out: set[int]) -> Config:
-    return tuple(parameter.simplest if index in out else config[index] for index, parameter in enumerate(parameters))
-
-
-def _with(config: Config, index: int, value: Value) -> Config:
-    return (*config[:index], value, *config[index + 1 :])
+    It is needed if the failure does not occur at the simplest value, or (where ``value`` is that) at no other one.
+    ``answers``: by value, all else as in the minimal configuration.
+    """
+    if value != parameter.simplest:
+        answer = answers.get(parameter.simplest)
+        return None if answer is None else not answer
+    if parameter.number:
+        return False
+    others = [answers.get(other) for other in parameter.values if other != value]
+    return False if True in others else None if None in others else True
 
 
 # -- of a case: flags, the strategy's options, the model's size, ranks, steps, environment variables
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A parameter, the overrides for each of its values, and the value that needs none."""
-
-    parameter: Parameter
-    overrides: Callable[[Value], dict[str, Any]]
-    reference: Value
-
-
-def values_of(varied: Sequence[Candidate], config: Config) -> dict[str, Any]:
-    """Return the overrides of a configuration, by key."""
-    result = (each.overrides(value) for each, value in zip(varied, config) if value != each.reference)
-    return {key: value for overrides in result for key, value in overrides.items()}
+LAYERS, HEADS = "num_hidden_layers", "num_attention_heads"
+WIDTHS = ("intermediate_size", "hidden_size", "vocab_size")  # in the order in which they are made smaller
+_REDUCED = (
+    "model",
+    "strategy",
+    "variants",
+    "repeat",
+    "ranks",
+    "steps",
+    *(f"model.config.{key}" for key in (LAYERS, *WIDTHS)),
+)
 
 
-def base(case: Case, variant: str, given: Request, cell: Cell) -> Request:
+def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
     """Return the request without the settings that vary, and with the axes that the variant changes."""
     spec = case.variants[variant]
     axes: dict[str, Any] = {"model": spec.model or cell.model, "strategy": spec.strategy or cell.strategy}
     if spec.tp_size:
         axes["tp_size"] = spec.tp_size
     if case.launch.env:
-        axes["case.launch.env"] = {}  # each is a variable of its own
-    return given.less(_varies).having(axes)
+        axes["case.launch.env"] = {}  # each is a parameter
+    groups = ("flags.", "case.options.", "strategy.options.", "env.")
+    return given.less(lambda name: name in _REDUCED or name.startswith(groups)).having(axes)
 
 
-def _varies(name: str) -> bool:
-    if name.startswith("model.config."):
-        return name.rpartition(".")[2] in SIZES
-    return name in ("model", "strategy", "variants", "repeat", "ranks", "steps") or name.startswith(
-        ("flags.", "case.options.", "strategy.options.", "env.")
-    )
-
-
-def vary(
+def of_case(
     catalogue: Catalogue, case: Case, variant: str, given: Settings, reference: Settings, env: Mapping[str, str]
-) -> tuple[Candidate, ...]:
+) -> tuple[Parameter, ...]:
     """Return what can vary. ``given``: the settings of the variant to reduce (repro_kit/settings.py). ``reference``:
-    those of the unfixed variant in the ``base`` request."""
-    result = [_flag(name, flag, given["flags"][name], reference["flags"][name]) for name, flag in case.flags.items()]
+    those of the unfixed variant in the ``base_of`` request."""
+    found = [_flag(name, flag, given["flags"][name], reference["flags"][name]) for name, flag in case.flags.items()]
     strategy = catalogue.strategies[given["strategy"]["slug"]]
+    options, usual = given["strategy"]["options"], reference["strategy"]["options"]
     for name, default in strategy.options.items():
-        options = given["strategy"]["options"][name], reference["strategy"]["options"][name]
-        result.append(_option(name, default, strategy.choices.get(name), *options))
-    published = catalogue.raw["model"][given["model"]["slug"]]["config"]
-    result += _sizes(given["model"]["config"], reference["model"]["config"], published)
+        values = strategy.choices.get(name) or ([False, True] if isinstance(default, bool) else [])
+        # A case's options win over its strategy's.
+        found.append(_choice(f"case.options.{name}", [default, *values], options[name], usual[name]))
+    found += _sizes(given["model"]["config"], reference["model"]["config"])
     if case.supports_other_world_sizes:
         ranks = given["world_size"]
-        least = min(case.min_ranks, ranks)
-        result.append(_number("ranks", ranks, least, reference["world_size"], (ranks * MAX_RANKS,)))
-    result.append(_number("steps", given["steps"], 1, reference["steps"]))
+        found.append(_number("ranks", range(min(case.min_ranks, ranks), ranks + 1), reference["world_size"]))
+    found.append(_number("steps", range(1, given["steps"] + 1), reference["steps"]))
     for name, value in {**case.launch.env, **env, **case.variants[variant].env}.items():
-        result.append(Candidate(Parameter(f"env.{name}", value, OUT, (OUT, value)), _override(f"env.{name}"), OUT))
-    return tuple(each for each in result if each is not None and len(each.parameter.values) > 1)
+        found.append(_choice(f"env.{name}", [OUT], value, OUT))
+    return tuple(each for each in found if each is not None and len(each.values) > 1)
 
 
-def _override(name: str) -> Callable[[Value], dict[str, Any]]:
-    return lambda value: {name: value}
+def overrides_of(parameters: Sequence[Parameter], config: Config) -> dict[str, Value]:
+    """Return the overrides of a configuration, by key."""
+    return {each.name: value for each, value in zip(parameters, config) if value != each.reference}
 
 
-def _is_number(value: Any) -> TypeGuard[int]:
+def _is_number(value: Value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(name: str, given: int, least: int, reference: int, beyond: tuple[int, ...] = ()) -> Candidate:
-    values = tuple(sorted({*range(least, given + 1), *beyond}))
-    return Candidate(Parameter(name, given, least, values, ordered=True), _override(name), reference)
+def _number(name: str, values: Sequence[int], reference: Value) -> Parameter:
+    return Parameter(name, values[-1], tuple(values), number=True, reference=reference)
 
 
-def _powers(given: int, most: int) -> tuple[int, ...]:
-    """1, 2, 4 ... up to ``most``, and the value that is given."""
-    return tuple(sorted({given, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)}))
+def _choice(name: str, values: Sequence[Value], given: Value, reference: Value) -> Parameter | None:
+    """``values``: the simplest first. None: its values are no plain ones."""
+    if not all(value is None or isinstance(value, (str, int, float)) for value in (*values, given)):
+        return None
+    return Parameter(name, given, tuple(dict.fromkeys((*values, given))), reference=reference)
 
 
-def _flag(name: str, flag: Flag, given: Value, reference: Value) -> Candidate | None:
+def _flag(name: str, flag: Flag, given: Value, reference: Value) -> Parameter | None:
     """Simplest: null (unset), then false (off); otherwise no value is simpler than another."""
     key = f"flags.{name}"
     if flag.choices is not None:
-        values = _hashable(flag.choices)
         simplest = next((plain for plain in (None, False) if any(each is plain for each in flag.choices)), given)
-        return None if values is None else Candidate(Parameter(key, given, simplest, values), _override(key), reference)
+        return _choice(key, [simplest, *flag.choices], given, reference)
     if _is_number(given) and given > 1:
-        return _number(key, given, 1, reference)
-    if given is not None and flag.default is None and isinstance(given, (str, int, float)):
-        return Candidate(Parameter(key, given, None, (None, given)), _override(key), reference)
-    return None
+        return _number(key, range(1, given + 1), reference)
+    return _choice(key, [None], given, reference) if flag.default is None else None
 
 
-def _option(name: str, default: Value, choices: list[Value] | None, given: Value, reference: Value) -> Candidate | None:
-    """Simplest: the strategy's default."""
-    key = f"case.options.{name}"  # a case's options win over its strategy's
-    if choices is None and isinstance(default, bool):
-        choices = [False, True]
-    if choices is not None:
-        values = _hashable(choices)
-        return None if values is None else Candidate(Parameter(key, given, default, values), _override(key), reference)
-    if _is_number(default) and given > 0 and default > 0:
-        values = tuple(sorted({default, *_powers(given, max(given, default)), given * 10, given * MAX_OPTION}))
-        return Candidate(Parameter(key, given, default, values, ordered=True), _override(key), reference)
-    return None
+def _sizes(given: Settings, reference: Settings) -> Iterator[Parameter]:
+    """Vary layers one by one, and widths in powers of two, since every value costs an attempt."""
+    if _is_number(given.get(LAYERS)):  # first: it costs the most
+        yield _number(f"model.config.{LAYERS}", range(1, given[LAYERS] + 1), reference[LAYERS])
+    for key in WIDTHS:
+        if _is_number(given.get(key)):
+            # Heads divide the hidden size, and rotary embeddings turn pairs in each.
+            unit = 2 * given.get(HEADS, 1) if key == "hidden_size" else 1
+            yield _number(f"model.config.{key}", _doubled(unit, given[key]), reference[key])
 
 
-def _hashable(values: Sequence[Value]) -> tuple[Value, ...] | None:
-    plain = all(value is None or isinstance(value, (str, int, float)) for value in values)
-    return tuple(values) if plain and len(set(values)) == len(values) else None
-
-
-# -- the model
-
-LAYERS, HEADS, KV = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-# With the least value (rotary embeddings turn pairs), in the order in which they are made smaller.
-WIDTHS = {"intermediate_size": 1, "hidden_size": 2, "vocab_size": 1}
-SIZES = (LAYERS, HEADS, KV, *WIDTHS)
-
-
-def _sizes(given: Settings, reference: Settings, published: Settings) -> list[Candidate]:
-    """Vary layers one by one and the rest in powers of two, since every value costs an attempt."""
-    result = []
-    layers, heads = given.get(LAYERS), given.get(HEADS)
-    if _is_number(layers):  # first: it costs the most
-        whole = max(layers, published.get(LAYERS, layers))
-        result.append(_number(f"model.config.{LAYERS}", layers, 1, reference[LAYERS], (whole,)))
-    if _is_number(heads) and heads > 1:  # before the width, which they divide
-        values = tuple(value for value in range(1, heads + 1) if heads % value == 0)
-        parameter = Parameter(f"model.config.{HEADS}", heads, 1, values, ordered=True)
-        result.append(Candidate(parameter, _heads(heads, given.get(KV)), reference[HEADS]))
-    for key, least in WIDTHS.items():
-        if _is_number(given.get(key)) and given[key] > least:
-            values = tuple(value for value in _powers(given[key], given[key]) if value >= least)
-            parameter = Parameter(f"model.config.{key}", given[key], values[0], values, ordered=True)
-            result.append(Candidate(parameter, _override(parameter.name), reference[key]))
-    return result
-
-
-def _heads(given: int, kv: Any) -> Callable[[Value], dict[str, Any]]:
-    """Keep the share of key-value heads, at least one."""
-
-    def overrides(value: Value) -> dict[str, Any]:
-        values = {f"model.config.{HEADS}": value}
-        if _is_number(kv) and _is_number(value):
-            values[f"model.config.{KV}"] = max(1, kv * value // given)
-        return values
-
-    return overrides
-
-
-def wrong_shape(config: Settings) -> str | None:
-    """Return why no model can have these sizes, or None."""
-    hidden, heads, kv = config.get("hidden_size"), config.get(HEADS), config.get(KV)
-    if not (_is_number(hidden) and _is_number(heads)):
-        return None
-    if "head_dim" not in config and "kv_channels" not in config:
-        if hidden % heads:
-            return f"{hidden} hidden units do not divide over {heads} heads"
-        if hidden // heads % 2:
-            return f"a rotary embedding turns pairs, and a head would have {hidden // heads}"
-    if _is_number(kv) and heads % kv:
-        return f"{heads} heads do not divide over {kv} key-value heads"
-    return None
+def _doubled(least_value: int, most: int) -> list[int]:
+    """Return ``least_value``, twice it, four times it ... below ``most``, and ``most``."""
+    return [*(least_value << power for power in range(most.bit_length()) if least_value << power < most), most]
 
 
 # -- of a script: its arguments
@@ -406,23 +210,17 @@ def wrong_shape(config: Settings) -> str | None:
 
 @dataclass(frozen=True)
 class Argument:
-    """An option with its values, or a positional argument. ``there``: whether it is given at all. ``number``: its value
-    if that is a whole number; without effect while the option is left out."""
+    """An option with its values, or a positional argument."""
 
     parts: tuple[str, ...]
-    there: Parameter
-    number: Parameter | None = None
+    parameter: Parameter
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return (self.there, self.number) if self.number else (self.there,)
-
-    def to_args(self, values: Mapping[str, Any]) -> list[str]:
-        if values.get(self.there.name, self.there.given) == OUT:
+    def words(self, value: Value) -> list[str]:
+        """Return its words on the command line."""
+        if value == OUT:
             return []
-        if self.number is None:
+        if not self.parameter.number:
             return list(self.parts)
-        value = values.get(self.number.name, self.number.given)
         head, equals, _ = self.parts[-1].rpartition("=")
         return [*self.parts[:-1], f"{head}{equals}{value}"]
 
@@ -435,22 +233,113 @@ def arguments_of(words: Sequence[str]) -> tuple[Argument, ...]:
             groups.append([word])
         else:
             groups[-1].append(word)
-    counts: dict[str, int] = {}
-    return tuple(_argument(group, counts) for group in groups)
+    names = [group[0].partition("=")[0] for group in groups]
+    counts = [names[: at + 1].count(name) for at, name in enumerate(names)]
+    keys = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
+    return tuple(Argument(tuple(group), _argument(key, group)) for key, group in zip(keys, groups))
 
 
 def _is_option(word: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]", word))
 
 
-def _argument(group: Sequence[str], counts: dict[str, int]) -> Argument:
-    name = group[0].partition("=")[0]
-    counts[name] = counts.get(name, 0) + 1
-    key = name if counts[name] == 1 else f"{name} ({counts[name]})"
-    there = Parameter(key, " ".join(group), OUT, (OUT, " ".join(group)))
-    result = re.fullmatch(r"(?:--?[A-Za-z][\w.-]*=)?(\d{1,9})", group[-1])
-    if not result or len(group) > 2 or not _is_option(group[0]) or int(result[1]) < 2 or result[1].startswith("0"):
-        return Argument(tuple(group), there)
-    given = int(result[1])
-    values = tuple(sorted({given, *(1 << power for power in range(given.bit_length()) if 1 << power < given)}))
-    return Argument(tuple(group), there, Parameter(f"value of {key}", given, 1, values, ordered=True))
+def _argument(key: str, group: Sequence[str]) -> Parameter:
+    number = re.fullmatch(r"(?:--?[A-Za-z][\w.-]*=)?([1-9]\d{0,8})", group[-1])
+    if number and len(group) <= 2 and _is_option(group[0]):
+        return Parameter(key, int(number[1]), (OUT, *_doubled(1, int(number[1]))), number=True)
+    return Parameter(key, " ".join(group), (OUT, " ".join(group)))
+
+
+# -- of a script: its statements
+
+
+class Source:
+    """The statements of a Python file, outer ones before inner ones. Comments and layout are not kept."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.parents: list[int] = []  # of each statement; -1: the module
+        self.depths: list[int] = []
+        statements = self._statements(tree := ast.parse(text))
+        index = {id(node): at for at, node in enumerate(statements)}
+        parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in statements:
+            parent = parents[id(node)]
+            while not isinstance(parent, (ast.stmt, ast.Module)):  # an except clause, a match case
+                parent = parents[id(parent)]
+            self.parents.append(index.get(id(parent), -1))
+            self.depths.append(self.depths[self.parents[-1]] + 1 if self.parents[-1] >= 0 else 0)
+        self.everything = frozenset(range(len(statements)))
+
+    @staticmethod
+    def _statements(tree: ast.Module) -> list[ast.stmt]:
+        return [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+
+    def closed(self, kept: frozenset[int]) -> frozenset[int]:
+        """Return the statements without those whose parent is left out."""
+        found: set[int] = set()
+        for at in sorted(kept):
+            if self.parents[at] < 0 or self.parents[at] in found:
+                found.add(at)
+        return frozenset(found)
+
+    def only(self, kept: frozenset[int]) -> str | None:
+        """Return the text with these statements alone; None where it is not valid or only raises NameError."""
+        tree = ast.parse(self.text)
+        out = {id(node) for at, node in enumerate(self._statements(tree)) if at not in kept}
+        for node in ast.walk(tree):
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(node, name, None)
+                if isinstance(block, list) and any(id(each) in out for each in block):
+                    rest = [each for each in block if id(each) not in out]
+                    setattr(node, name, rest or ([ast.Pass()] if name == "body" and node is not tree else []))
+        text = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+        try:
+            return None if _undefined(text) - _undefined(self.text) else text
+        except SyntaxError:
+            return None
+
+
+def _undefined(text: str) -> frozenset[str]:
+    """Return the global names that are used and bound nowhere, built-in ones among them."""
+    module = symtable.symtable(text, "script", "exec")
+    tables, bound, used = [module], set[str](), set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            here = table is module or symbol.is_declared_global()
+            if here and (symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()):
+                bound.add(symbol.get_name())
+            if symbol.is_referenced() and (here or symbol.is_global()):
+                used.add(symbol.get_name())
+    return frozenset(used - bound) if "import *" not in text else frozenset()
+
+
+def reduce_statements(source: Source, trail: Trail[frozenset[int], bool | None]) -> tuple[frozenset[int], bool]:
+    """Return the statements that the failure needs, and whether the search is complete.
+
+    Delta debugging from the outermost statements inwards, until nothing changes. The whole file is known to fail.
+    """
+    kept = source.everything
+
+    def reproduced(chosen: frozenset[int]) -> bool:
+        nonlocal kept
+        smaller = source.closed(chosen)
+        if smaller == kept or trail.ask(smaller) is True:
+            kept = smaller
+            return True
+        return False
+
+    try:
+        while True:
+            before = kept
+            for depth in range(1 + max(source.depths, default=0)):
+                among = frozenset(at for at in kept if source.depths[at] == depth)
+                rest = kept - among
+                ddmin(sorted(among), lambda some, rest=rest: reproduced(rest | frozenset(some)))  # type: ignore[misc]
+            if kept == before:
+                return kept, True
+    except NoMoreProbes as ended:
+        trail.ended = ended
+        return kept, False

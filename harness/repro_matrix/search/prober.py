@@ -1,6 +1,6 @@
 """Probe one cell of one case on one stack. A probe is stored like every run and never repeated.
 
-Its outcome is stored at once in the ordinary results folder: to continue an interrupted search, run the same command
+Its result is stored at once in the ordinary results folder: to continue an interrupted search, run the same command
 again.
 """
 
@@ -10,37 +10,99 @@ import contextlib
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.schema import Case
-from repro_matrix.config.selection import Selection, quoted
-from repro_matrix.config.settings import RunSettings
+from repro_matrix.config.selection import quoted
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.planning.cells import Cell, variants_of
+from repro_matrix.grading.outcome import InfraErrorKind, Outcome
+from repro_matrix.grading.root_cause import failure_ids
+from repro_matrix.planning.cells import variants_of
 from repro_matrix.records.document import Variant
 from repro_matrix.results import local
+from repro_matrix.results.rows import error_at
 from repro_matrix.results.store import Document, Store
+from repro_matrix.results.summary import comparable_text, failure_text
 from repro_matrix.runner import session, workspace
-from repro_matrix.runner.engine import Summary
 from repro_matrix.runner.request import Request
-from repro_matrix.search import labels
-from repro_matrix.search.labels import Answer
+from repro_matrix.search.algorithms import Stopped
 
+REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"
+NOT_REPEATED = ("case", "variants", "repeat", "results", "jobs", "keep")  # settings that cannot change a result
 Say = Callable[[str], None]
+R = TypeVar("R", bound="CellRunner")
 
 
-class Stopped(Exception):
-    """No more probes are possible (interrupted, disk full, package index unreachable); the stored ones stay."""
+@dataclass(frozen=True)
+class Answer:
+    """What a variant shows on one stack.
 
-    def __init__(self, reason: str, exit_code: int) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
+    ``label``: ``reproduced``, ``passed``, ``other_failure: FAILURE ID``, or None where it is unknown. ``detail``: the
+    message behind the label, or the reason why there is none.
+    """
+
+    label: str | None
+    detail: str
+    fired: int = 0
+    counted: int = 0  # attempts with evidence, of which ``fired`` reproduced the failure
+    error_at: str | None = field(default=None, compare=False)  # file:line of the first failure
+    infra_error: InfraErrorKind | None = field(default=None, compare=False)
+    torchrun: str | None = field(default=None, compare=False)  # the command to run it manually
+
+    @property
+    def whole(self) -> str | None:
+        """Return label and message, to compare where a change of the message counts too."""
+        return self.label if self.label in (None, PASSED) else f"{self.label}: {self.detail}"
+
+    @property
+    def flaky(self) -> bool:
+        return 0 < self.fired < self.counted
+
+    def __str__(self) -> str:
+        """Return the answer as a report shows it."""
+        if self.label != REPRODUCED:
+            return self.label or f"unknown: {self.detail}"
+        times = f" {self.fired}/{self.counted}" if self.counted > 1 else ""
+        return f"{REPRODUCED}{times}: {self.detail}"
+
+
+def answer_of(case: str, variant: Variant | None) -> Answer:
+    """Return the answer of a stored variant. One failure is proof; ``passed`` needs every attempt to pass."""
+    if variant is None or not (variant["skipped"] or variant["attempts"]):
+        return Answer(None, "not run")
+    if variant["skipped"]:
+        skip = variant.get("skip")
+        needs = skip and skip["kind"] in ("packages", "build")  # the same text on every stack
+        return Answer(
+            None, f"skipped: {'needs ' + ', '.join(skip['requires']) if needs and skip else variant['skipped']}"
+        )
+    attempts = variant["attempts"]
+    outcomes = [attempt["outcome"] for attempt in attempts]
+    names: list[str] = [outcome["outcome"] for outcome in outcomes]
+    counted = sum(name in (REPRODUCED, PASSED, OTHER) for name in names)
+    evidence = Answer(
+        None, failure_text(case, outcomes), names.count(REPRODUCED), counted, error_at(attempts),
+        torchrun=attempts[0]["observation"]["attempt"].get("torchrun"),
+    )  # fmt: skip
+    if evidence.fired:
+        return replace(evidence, label=REPRODUCED)
+    for outcome in outcomes:
+        if outcome["outcome"] not in (PASSED, OTHER):
+            detail = f"{outcome['outcome']}: {outcome['reason']}"
+            return replace(evidence, detail=detail, error_at=None, infra_error=outcome.get("infra_error"))
+    failed = [Outcome.from_json(outcome) for outcome in outcomes if outcome["outcome"] == OTHER]
+    if not failed:
+        return replace(evidence, label=PASSED, detail=outcomes[0]["reason"], error_at=None)
+    usual = Counter(", ".join(map(str, failure_ids(case, outcome))) for outcome in failed).most_common(1)[0][0]
+    return replace(evidence, label=f"{OTHER}: {usual}")
 
 
 @dataclass(frozen=True)
@@ -54,15 +116,6 @@ class Target:
     fixed: frozenset[str] = frozenset()
     base: str = ""  # of a commit: the stack below it
 
-    def settle(self, say: Say) -> tuple[Stack, Target]:
-        """Return its stack, and the target with the specification that could be installed."""
-        if self.make:
-            return replace(self.make(), name=self.spec), self
-        if not self.fixed:
-            return replace(stacks.resolve(self.spec, say=say), name=self.spec), self
-        stack = stacks.resolve_compatible(self.spec, self.fixed, say=say)
-        return stack, replace(self, spec=stack.name)
-
 
 @dataclass(frozen=True)
 class Point:
@@ -72,77 +125,94 @@ class Point:
     variants: Mapping[str, Answer]
     versions: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # other packages that had to change
-    document: str | None = None  # the stored measurement
-    torchrun: Mapping[str, str] = field(default_factory=dict)  # variant -> the command to run it manually
+    document: str | None = None  # the stored result
     wall_s: float = 0.0  # of the probe: stack, launch, ranks
-    stack_s: float = 0.0  # of which the stack took
     attempts: int = 0  # launched now; 0: read from the store
 
     @property
     def counted(self) -> int:
-        """Return the smallest number of counted attempts among the variants that have any."""
+        """Return the smallest number of attempts with evidence among the variants that have any."""
         return min((answer.counted for answer in self.variants.values() if answer.counted), default=10**9)
 
 
-def one_cell(
-    prepared: session.Session, stop: threading.Event, say: Say, place: workspace.Workplace | None = None
-) -> tuple[Document, Path, Summary]:
-    """Measure the one cell of a session, or read its stored result. Raises Stopped."""
-    summary = workspace.execute(prepared, lambda event: None, stop, resume=True, on_warning=say, at=place)
-    if summary.problem:
-        raise Stopped(summary.problem, 2)
-    if summary.interrupted:
-        raise Stopped("interrupted", 130)
-    document = summary.documents[0]
-    store = Store(local.results_folder(prepared.settings))
-    path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
-    return document, path, summary
-
-
 def one_case(name: str) -> Case:
+    """Return a case by its slug. Raises ConfigError."""
     cases = catalog.load().cases
     if name not in cases:
         raise unknown("case", name, cases, "the first argument is a case")
     return cases[name]
 
 
-class Prober:
-    """Probes of one cell. ``variants``: only these (the first variant always among them); None: all that follow the
-    stack. Inside ``with`` the probes share a launcher."""
+class CellRunner:
+    """Measure one cell after another. Inside ``with`` they share a launcher. Stored results are not measured again."""
 
-    def __init__(
-        self, request: Request, say: Say, stop: threading.Event, variants: Sequence[str] | None = None
-    ) -> None:
-        self.request = request
-        self.settings: RunSettings = request.settings
-        name = request.selections[0].case[0]
-        if name not in request.catalogue.cases:
-            raise unknown("case", name, request.catalogue.cases)
-        self.case = request.catalogue.cases[name]
-        self.cell = _one_cell(request.cells, request.selections[0])
-        named = overrides.expand(
-            "variant", variants or self.settings.variants or self.case.variants, self.case.variants
-        )
-        wanted = variants_of(self.case, named)
-        self.own_stack = {
-            variant: spec.stack for variant, spec in self.case.variants.items() if spec.stack and variant in wanted
-        }
-        self.variants = [variant for variant in wanted if variant not in self.own_stack]
-        self.repeat = self.settings.repeat or self.case.repeat
-        self.points: dict[str, Point] = {}
-        self.notes: list[str] = []  # how the failure was defined, for the report
+    def __init__(self, say: Say, stop: threading.Event) -> None:
         self.say, self.stop = say, stop
-        self.place: workspace.Workplace | None = None
+        self._place: workspace.Workplace | None = None
         self._open: contextlib.ExitStack | None = None
 
-    def __enter__(self) -> Prober:
+    def __enter__(self: R) -> R:
         self._open = contextlib.ExitStack()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._open is not None:
             self._open.close()
-        self.place = self._open = None
+        self._place = self._open = None
+
+    def measure(
+        self, request: Request, stack: Stack, variants: Sequence[str], repeat: int
+    ) -> tuple[Document, Path, int]:
+        """Return the result of the request's one cell, its file, and how many attempts were launched for it.
+
+        Raises Stopped, and ConfigError where there is no such cell.
+        """
+        if self.stop.is_set():
+            raise Stopped("interrupted", 130)
+        prepared = session.prepare(request.but(stack.name, variants, repeat), given={stack.name: stack})
+        if self._open is not None and self._place is None:
+            gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
+            shared = workspace.workplace(prepared.settings.launcher.value, gpus, self.say)
+            self._place = self._open.enter_context(shared)
+        summary = workspace.execute(
+            prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, at=self._place
+        )
+        if summary.problem:
+            raise Stopped(summary.problem, 2)
+        if summary.interrupted:
+            raise Stopped("interrupted", 130)
+        document = summary.documents[0]
+        store = Store(local.results_folder(prepared.settings))
+        path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
+        return document, path, summary.attempts
+
+
+class Prober(CellRunner):
+    """Probe one cell on many stacks. ``variants``: only these (the first variant always among them); None: all that
+    follow the stack."""
+
+    def __init__(
+        self, request: Request, say: Say, stop: threading.Event, variants: Sequence[str] | None = None
+    ) -> None:
+        super().__init__(say, stop)
+        self.request, self.settings = request, request.settings
+        name = request.selections[0].case[0]
+        if name not in request.catalogue.cases:
+            raise unknown("case", name, request.catalogue.cases)
+        self.case = request.catalogue.cases[name]
+        if len(request.cells) != 1:
+            count = len(request.cells)
+            raise ConfigError(f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=.")
+        self.cell = request.cells[0]
+        chosen = variants or self.settings.variants or self.case.variants
+        wanted = variants_of(self.case, overrides.expand("variant", chosen, self.case.variants))
+        self.own_stack = {
+            name: spec.stack for name, spec in self.case.variants.items() if spec.stack and name in wanted
+        }
+        self.variants = [variant for variant in wanted if variant not in self.own_stack]
+        self.repeat = self.settings.repeat or self.case.repeat
+        self.points: dict[str, Point] = {}
+        self.notes: list[str] = []  # how the failure was defined, for the report
 
     def learn(self, good: Target, bad: Target) -> None:
         """Define the failure by the two ends if the user did not. A case's file defines its failure."""
@@ -151,15 +221,20 @@ class Prober:
         """Return the `repro run` command of the variant on a stack, without settings that cannot change the result."""
         plain = spec.replace("==", "@")  # equivalent, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
-        texts = self.request.said(without=("case", "variants", "repeat", "results", "jobs", "keep"))
+        texts = self.request.said(without=NOT_REPEATED)
         return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants=[{variant}]"]
 
-    def base(self, spec: str) -> Stack:
-        """Return a stack. Raises StackError."""
-        return stacks.resolve(spec, say=self.say)
+    def resolve(self, target: Target) -> Stack:
+        """Return the target's stack; its name is the specification that could be installed. Raises StackError."""
+        if target.make:
+            return replace(target.make(), name=target.spec)
+        if target.fixed:
+            return stacks.resolve_compatible(target.spec, target.fixed, say=self.say)
+        return replace(stacks.resolve(target.spec, say=self.say), name=target.spec)
 
-    def settle(self, target: Target) -> tuple[Stack, Target]:
-        return target.settle(self.say)
+    def document(self, target: Target, repeat: int) -> Document:
+        """Return the result of a target, measured now unless it is stored."""
+        return self.measure(self.request, self.resolve(target), self.variants, repeat)[0]
 
     def probe(self, target: Target, repeat: int | None = None) -> Point:
         """Measure the target, or read its stored result. Raises Stopped."""
@@ -171,50 +246,27 @@ class Prober:
             raise Stopped("interrupted", 130)
         began = time.monotonic()
         try:
-            stack, settled = self.settle(target)
+            stack = self.resolve(target)
         except StackError as error:
             if self.stop.is_set():
                 raise Stopped("interrupted", 130) from None
             if error.infra_error:
                 raise Stopped(str(error), error.exit_code) from None
             # No such release, none for this Python, contradictory requirements: the answer is unknown.
-            reason = labels.plain(str(error).removeprefix(f"stack {target.spec}: "))
+            reason = comparable_text(str(error).removeprefix(f"stack {target.spec}: "))
             unknown_answer = Answer(None, f"cannot be installed: {reason}")
             point = Point(target, dict.fromkeys(self.variants, unknown_answer), wall_s=time.monotonic() - began)
         else:
-            point = self._measure(settled, stack, wanted, began)
+            document, path, attempts = self.measure(self.request, stack, self.variants, wanted)
+            variants = document["variants"]
+            answers = {variant: answer_of(self.case.slug, variants.get(variant)) for variant in self.variants}
+            point = Point(
+                replace(target, spec=stack.name), answers, dict(stack.versions), dict(stack.moved), str(path),
+                time.monotonic() - began, attempts,
+            )  # fmt: skip
         self.points[target.spec] = point
         self._report(point)
         return point
-
-    def documents(self, target: Target, repeat: int) -> Document:
-        """Return the result of a target, measured now unless it is stored."""
-        stack, settled = self.settle(target)
-        return self._cell(settled, stack, repeat)[0]
-
-    def _cell(self, target: Target, stack: Stack, repeat: int) -> tuple[Document, Path, Summary]:
-        request = self.request.but(stack=target.spec, variants=self.variants, repeat=repeat)
-        prepared = session.prepare(request, given={target.spec: stack})
-        if self._open is not None and self.place is None:
-            gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
-            self.place = self._open.enter_context(workspace.workplace(self.settings.launcher.value, gpus, self.say))
-        return one_cell(prepared, self.stop, self.say, self.place)
-
-    def _measure(self, target: Target, stack: Stack, repeat: int, began: float) -> Point:
-        built = time.monotonic() - began
-        document, path, summary = self._cell(target, stack, repeat)
-        variants = document["variants"]
-        return Point(
-            target,
-            {variant: labels.of_cell(self.case.slug, variants.get(variant)) for variant in self.variants},
-            dict(stack.versions),
-            dict(stack.moved),
-            str(path),
-            {variant: line for variant in self.variants if (line := _torchrun(variants.get(variant)))},
-            time.monotonic() - began,
-            built,
-            summary.attempts,
-        )
 
     def _report(self, point: Point) -> None:
         answers = [point.variants[variant] for variant in self.variants]
@@ -223,21 +275,3 @@ class Prober:
         stored = not point.attempts and any(answer.counted for answer in answers)
         how = "stored" if stored else f"{point.wall_s:.1f} s"
         self.say(f"{point.target.name}: {self.variants[0]} {answers[0]}{more} ({how})")
-
-
-def _torchrun(variant: Variant | None) -> str | None:
-    return variant["attempts"][0]["observation"]["attempt"].get("torchrun") if variant and variant["attempts"] else None
-
-
-def _one_cell(cells: list[Cell], selection: Selection) -> Cell:
-    if len(cells) == 1:
-        return cells[0]
-    axes = [
-        f"{name}={'|'.join(sorted(values))}"
-        for name in ("model", "strategy")
-        if len(values := {str(getattr(cell, name)) for cell in cells}) > 1
-    ]
-    axes += [f"flags.{name}=..." for name, values in selection.flags.items() if len(values) > 1]
-    raise ConfigError(
-        f"{selection.case[0]} has {len(cells)} cells here. Choose one by {' '.join(axes) or 'one stack'}."
-    )

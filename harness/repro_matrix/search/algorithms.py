@@ -1,0 +1,257 @@
+"""Search algorithms: bisection, version maps, and delta debugging. Pure: the caller makes the probes.
+
+A probe may answer "unknown": a release that cannot be installed, a hang, another error. History is never assumed to be
+monotone. A boundary is always a pair of probed points with different answers; the points between them are unknown, or
+not probed because the search ended early. So a boundary can be wide, but never wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+Label = Hashable | None  # None: unknown
+Q = TypeVar("Q", bound=Hashable)
+A = TypeVar("A")
+T = TypeVar("T", bound=Hashable)
+
+
+class Side(Enum):
+    """On which side of a change a point lies."""
+
+    GOOD = "good"
+    BAD = "bad"
+    UNKNOWN = "unknown"
+
+
+class NoMoreProbes(Exception):
+    """The limit of probes is reached."""
+
+
+class Stopped(NoMoreProbes):
+    """No more probes are possible (interrupted, disk full, package index unreachable); the stored ones stay."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Trail(Generic[Q, A]):
+    """All answers so far, in order. No question is asked twice.
+
+    ``probe`` may raise NoMoreProbes. A search then ends with what it knows, and ``ended`` has the reason.
+    """
+
+    probe: Callable[[Q], A]
+    answers: dict[Q, A] = field(default_factory=dict)
+    max_probes: int | None = None
+    ended: NoMoreProbes | None = None
+
+    def ask(self, question: Q) -> A:
+        """Return the answer to a question. Raises NoMoreProbes."""
+        if question not in self.answers:
+            if self.max_probes is not None and len(self.answers) >= self.max_probes:
+                raise NoMoreProbes(f"the limit of {self.max_probes} probes is reached")
+            self.answers[question] = self.probe(question)
+        return self.answers[question]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The answer changes after ``before`` and not later than ``after``; both were probed."""
+
+    before: int
+    after: int
+    unknown: tuple[int, ...] = ()  # between them, probed without an answer
+    unprobed: tuple[int, ...] = ()  # between them, not probed
+
+    @property
+    def exact(self) -> bool:
+        return self.after == self.before + 1
+
+
+def _boundary(answers: Mapping[int, object], before: int, after: int) -> Boundary:
+    between = range(before + 1, after)
+    unprobed = tuple(i for i in between if i not in answers)
+    return Boundary(before, after, tuple(i for i in between if i in answers), unprobed)
+
+
+def boundaries(labels: Mapping[int, Label]) -> list[Boundary]:
+    """Return the changes between neighbouring points with a label."""
+    known = sorted(index for index, label in labels.items() if label is not None)
+    return [_boundary(labels, one, other) for one, other in pairwise(known) if labels[one] != labels[other]]
+
+
+def _middle(answers: Mapping[int, object], low: int, high: int) -> int | None:
+    """Return the middle of the longest range of points between the two that has no probe yet.
+
+    Unknown points come in blocks (a series of releases that cannot be installed): this leaves such a block.
+    """
+    probed = [low, *(i for i in range(low + 1, high) if i in answers), high]
+    start, end = max(pairwise(probed), key=lambda pair: pair[1] - pair[0])
+    return None if end - start < 2 else (start + end) // 2
+
+
+def bisect(
+    trail: Trail[int, Side], low: int, high: int, confirm: Callable[[int], Side] | None = None
+) -> Boundary | None:
+    """Find one change between ``low``, which is known to be good, and ``high``, which is known to be bad.
+
+    Makes at most ceil(log2(high - low)) probes when no answer is unknown. ``confirm`` probes the last good point once
+    more at the end, since a flaky point may have looked good: if it is bad, the search continues. Returns None where
+    that shows ``low`` itself to be bad.
+    """
+    confirmed: set[int] = set()
+    try:
+        while True:
+            point = _middle(trail.answers, low, high)
+            if point is not None:
+                side = trail.ask(point)
+                low, high = (point if side is Side.GOOD else low), (point if side is Side.BAD else high)
+            elif confirm is None or low in confirmed:
+                break
+            else:
+                confirmed.add(low)
+                trail.answers[low] = confirm(low)
+                if trail.answers[low] is Side.BAD:
+                    good = [i for i, side in trail.answers.items() if i < low and side is Side.GOOD]
+                    if not good:
+                        return None
+                    low, high = max(good), low
+                else:
+                    trail.answers[low] = Side.GOOD
+    except NoMoreProbes as ended:
+        trail.ended = ended
+    return _boundary(trail.answers, low, high)
+
+
+def repeats_for(fired: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
+    """Return how often to launch a point before it counts as passing, when a bad one failed ``fired`` of ``launches``.
+
+    One failure is proof. One passing launch of a flaky failure is not: repeat until a bad point would have passed with
+    probability ``miss`` at most. A point that always failed is not known to be flaky: one launch is enough.
+    """
+    if not 0 < fired <= launches:
+        raise ValueError(f"reproduced {fired} of {launches} launches: a known bad point has reproduced at least once")
+    if fired == launches:
+        return 1
+    rate = fired / (launches + 1)  # conservative: few launches prove little
+    return min(most, max(2, math.ceil(math.log(miss) / math.log(1 - rate))))
+
+
+# -- version maps
+
+
+def sample(count: int, samples: int) -> list[int]:
+    """Return ``samples`` (at least 2) of ``count`` points at even distances, both ends included."""
+    if samples >= count:
+        return list(range(count))
+    return [round(step * (count - 1) / (samples - 1)) for step in range(samples)]
+
+
+def labels_of(trail: Trail[int, Mapping[str, Label]], variant: str) -> dict[int, Label]:
+    """Return one variant's labels by point, in order."""
+    return {index: trail.answers[index][variant] for index in sorted(trail.answers)}
+
+
+def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Sequence[str], samples: int = 8) -> None:
+    """Probe samples, then narrow every change of every variant to neighbours. A probe answers for all variants.
+
+    Makes at most s + k * ceil(log2(ceil((count - 1) / (s - 1)))) probes for k changes when no answer is unknown.
+    """
+    try:
+        for point in sample(count, samples):
+            # A sample without an answer is replaced by a neighbour, so that a gap does not double.
+            for other in (point, point + 1, point - 1):
+                if 0 <= other < count and trail.ask(other)[variants[0]] is not None:
+                    break
+        while True:
+            edges = (edge for variant in variants for edge in boundaries(labels_of(trail, variant)))
+            gaps = (_middle(trail.answers, edge.before, edge.after) for edge in edges if edge.unprobed)
+            point_between = next(gaps, None)
+            if point_between is None:
+                return
+            trail.ask(point_between)
+    except NoMoreProbes as ended:
+        trail.ended = ended
+
+
+# -- delta debugging
+
+
+def ddmin(things: Iterable[T], reproduced: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """Return a subset that reproduces and of which no single thing can be left out (Zeller's ddmin by complements).
+
+    The whole set is known to reproduce.
+    """
+    kept = tuple(things)
+    if not kept or reproduced(()):
+        return ()
+    parts, next_chunk = 2, 0  # the chunks before ``next_chunk`` were tried with this ``kept``
+    while len(kept) > 1:
+        parts = min(parts, len(kept))
+        bounds = [len(kept) * number // parts for number in range(parts + 1)]
+        for _ in range(parts):
+            chunk = next_chunk % parts
+            rest = kept[: bounds[chunk]] + kept[bounds[chunk + 1] :]
+            if reproduced(rest):
+                kept, parts, next_chunk = rest, max(parts - 1, 2), chunk
+                break
+            next_chunk += 1
+        else:
+            if parts == len(kept):
+                break
+            parts, next_chunk = parts * 2, 0
+    return kept
+
+
+def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
+    """Return one of ascending ``values`` that reproduces while its lower neighbour does not (or the first of all).
+
+    The last value is known to reproduce. Small values are cheap to probe: growing strides from below, then a bisection.
+    """
+    low, high, stride = -1, len(values) - 1, 1
+    while low + stride < high:
+        if reproduced(values[low + stride]):
+            high = low + stride
+            break
+        low, stride = low + stride, stride * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reproduced(values[middle]) else (middle, high)
+    return values[high]
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """``members`` at the bad stack's versions make the good stack fail. None: not even all of them together do."""
+
+    members: tuple[str, ...] | None
+    unproven: tuple[str, ...] = ()  # members for which it is unknown whether they can be left out
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # packages of both stacks: (good, bad)
+    notes: tuple[str, ...] = ()  # other differences between the stacks, not tested
+    tried: tuple[tuple[str, str], ...] = ()  # (packages, answer)
+
+
+def find_culprits(items: Iterable[str], probe: Callable[[frozenset[str]], Side]) -> Culprits:
+    """Return a smallest set of packages that carries the failure from the bad stack into the good one.
+
+    ``probe(taken)``: the good stack with these packages as in the bad one. A combination that cannot be installed is
+    unknown and never counts as passing, so that packages may depend on each other.
+    """
+    trail = Trail(probe)
+
+    def reproduced(taken: tuple[str, ...]) -> bool:
+        return trail.ask(frozenset(taken)) is Side.BAD
+
+    everything = tuple(dict.fromkeys(items))
+    if not reproduced(everything):
+        return Culprits(None)
+    members = ddmin(everything, reproduced)
+    unproven = (item for item in members if trail.answers.get(frozenset(members) - {item}) is not Side.GOOD)
+    return Culprits(members, tuple(unproven))
