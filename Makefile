@@ -106,7 +106,7 @@ lint: $(READY) ## ruff, mypy and the import rules
 	@$(BIN)/lint-imports
 
 schema: $(READY) ## results/schema/cell-v1.schema.json anew, from the types of what is stored
-	@$(BIN)/python -m repro_matrix.records.json_schema
+	@$(BIN)/python -m repro_matrix.records.document
 
 clean: ## remove .venv and scratch results
 	rm -rf $(VENV) results/scratch

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from repro_matrix.config.schema import Case
-from repro_matrix.grading.observation import module_names
-from repro_matrix.grading.outcome import Outcome
+from repro_matrix.config.schema import Case, Signature
+from repro_matrix.grading.observation import Attempt, module_names
+from repro_matrix.grading.root_cause import find_failures
+from repro_matrix.grading.signature import Match, match_attempt
+from repro_matrix.records.outcome import Outcome
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 DIST = f"{SITE}/torch/distributed"
@@ -159,6 +161,11 @@ def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None
         "expect": [SEEN],
     }
     return Case.model_validate({**made, **changes})
+
+
+def matches(signature: Signature, observed: Any, backend: str | None = None) -> Match | None:
+    attempt = Attempt(observed)
+    return match_attempt(signature, attempt, find_failures(attempt), backend)
 
 
 def control(**changes: Any) -> Case:

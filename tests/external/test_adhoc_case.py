@@ -28,9 +28,9 @@ from repro_matrix.external.adhoc_case import (
     metric,
 )
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.launch.attempt import CUT, UserCommand
 from repro_matrix.launch.torchrun import metric_in, printed, tracebacks
+from repro_matrix.records.outcome import Outcome
 from script_observations import FAILED, FINE, UPSTREAM, WHERE, of_attempt, raised, rank, seen
 
 ANY = Failure()

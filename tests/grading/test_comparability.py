@@ -15,7 +15,6 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import Capability
 from repro_matrix.grading.comparability import (
     capability_difference,
-    cell_difference,
     depends_on_capabilities,
     machine,
     recorded_capabilities,
@@ -82,20 +81,6 @@ def cell(**hardware: Any) -> Any:
         variant["settings"] = copy.deepcopy(SETTINGS)
     made["hardware"] |= hardware
     return made
-
-
-def test_cells_differ_by_hardware_capabilities_axes_and_variants() -> None:
-    assert cell_difference(cell(), cell()) is None
-    assert "accelerator" in str(cell_difference(cell(), cell(accelerator="cuda")))
-    assert "ranks" in str(cell_difference(cell(), {**cell(), "ranks": 4}))
-    assert "overrides" in str(cell_difference(cell(), {**cell(), "overrides": ["ranks=4"]}))
-    one, other = cell(capabilities={"cpu_fp16": True}), cell(capabilities={"cpu_fp16": False})
-    assert cell_difference(one, other) is None and "cpu_fp16" in str(cell_difference(one, other, facts=["cpu_fp16"]))
-    assert cell_difference(one, cell(), facts=["cpu_fp16"]) is None, "never recorded"
-    changed_fix = cell()
-    changed_fix["variants"]["fix"]["settings"]["steps"] = 40
-    assert "variant fix: steps" in str(cell_difference(cell(), changed_fix))
-    assert cell_difference(cell(), changed_fix, ["unfixed", "gone"]) is None
 
 
 def test_machine_ignores_what_changes_from_day_to_day() -> None:

@@ -13,8 +13,8 @@ from repro_matrix.grading import effect
 from repro_matrix.grading.effect import missing_effect, unread_change, wrong_shares
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.observation import Attempt
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.verdict import judge
+from repro_matrix.records.outcome import Outcome
 
 SHARDED = {"parameters": "shard", "gradients": "shard", "updates": "shard", "collectives": ["gather"]}
 WHOLE = {"parameters": "whole", "gradients": "whole", "updates": "whole", "collectives": ["gather"]}
@@ -108,7 +108,7 @@ def test_what_did_not_take_effect_is_no_evidence() -> None:
         ({"extra": None}, "extra left no evidence on rank 1"),  # another rank measured it
         ({"extra": {"actual": 0, "least": 1}}, "got 0, promised at least 1"),
         ({"extra": {"actual": 3, "least": 1, "most": 2, "subject": "y"}}, "at least 1 and at most 2 (y)"),
-        ({"extra": {"actual": 3, "least": 2, "most": 2}}, "got 3, promised 2"),
+        ({"extra": {"actual": 3, "least": 2, "most": 2}}, "got 3, promised at least 2 and at most 2"),
         ({"extra": {"actual": 3, "least": None}}, "extra was not in effect on rank 1"),
         ({"extra": {"actual": "x", "most": 2}}, "extra was not in effect on rank 1"),
         ({"extra": {"actual": True, "least": 0}}, "extra was not in effect on rank 1"),

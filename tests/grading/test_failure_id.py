@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, check, ended, exception, failed, frame, observation, ok, outcome, record
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.outcome import Outcome, Primary, Recognized
-from repro_matrix.grading.root_cause import FailureId, all_failure_ids, failure_ids
+from repro_matrix.grading.root_cause import all_failure_ids, failure_ids
 from repro_matrix.grading.verdict import judge
+from repro_matrix.records.outcome import FailureId, Outcome, Primary, Recognized
 
 CASE = case()
 REFUSED = exception("ValueError", "Type fp16 is not supported", [frame("deepspeed.runtime.engine", "_check")])

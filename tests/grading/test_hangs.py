@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import DIST, SITE, ended, failed, frame, observation, ok, peer_failed
+from observations import DIST, SITE, ended, failed, frame, matches, observation, ok, peer_failed
 from observations import exception as raised
 from repro_matrix.config.schema import Signature
 from repro_matrix.grading import hangs
@@ -29,7 +29,6 @@ from repro_matrix.grading.hangs import (
     timeout_without_hang,
 )
 from repro_matrix.grading.observation import Attempt
-from repro_matrix.grading.signature import matches
 
 # -- two samples of a rank
 
@@ -47,7 +46,6 @@ SPINS = {"busy_waiting": True, "busy": True}
         ({}, {}, "stuck"),
         ({}, {"time_s": 11.4}, "unknown"),
         ({}, {"time_s": 11.5}, "stuck"),
-        ({}, {"time_s": None}, "unknown"),
         ({}, {"cpu_s": 5.05 + 0.03 * 10}, "stuck"),
         ({}, {"cpu_s": 5.36}, "progress"),
         ({}, {"cpu_s": None}, "unknown"),
@@ -91,10 +89,10 @@ def test_one_rank_that_moves_is_progress_of_all() -> None:
 
 samples = st.fixed_dictionaries(
     {
-        "time_s": st.one_of(st.none(), st.floats(0, 100)),
+        "time_s": st.floats(0, 100),
         "ended": st.booleans(),
         "cpu_s": st.one_of(st.none(), st.floats(0, 50)),
-        "io": st.one_of(st.none(), st.integers(0, 1 << 20), st.text()),
+        "io": st.one_of(st.none(), st.integers(0, 1 << 20)),
         "busy": st.booleans(),
         "phase": st.sampled_from([None, "body", "save"]),
         "stack": st.sampled_from([None, "a", "b"]),
@@ -102,7 +100,7 @@ samples = st.fixed_dictionaries(
         "busy_waiting": st.booleans(),
     }
 )
-maybe = st.one_of(st.none(), samples, st.just({}))
+maybe = st.one_of(st.none(), samples)
 pairs = st.dictionaries(st.integers(0, 7), st.tuples(maybe, maybe), min_size=1)
 
 
@@ -201,22 +199,15 @@ def test_pending_and_last_collective() -> None:
     assert RankCollectives(0, entries=()).last(GROUP) is None, "a recorder is not complete by default"
 
 
-def test_monitors_answer_is_parsed_as_far_as_it_is_well_formed() -> None:
-    listed = [
-        {"sequence": 1, "group": "g", "op": "all_reduce", "waits": True},
-        {"sequence": 2, "group": "g", "op": "send", "p2p": True, "waits": True},
-        {"sequence": True, "group": "g", "op": "all_reduce"},
-        {"sequence": "3", "group": "g", "op": "all_reduce"},
-        {"sequence": 4, "group": "unknown", "op": "all_reduce"},
-        {"sequence": 5, "group": "g", "op": 5, "waits": 1},
-        "nonsense",
-    ]
-    groups = {"g": [1, 0], "h": ["0"], "i": 3}
-    parsed = rank_collectives(0, False, "wait", {"groups": groups, "collectives": listed, "complete": True})
-    assert parsed.entries == (Entry(("g", (0, 1)), 1, "all_reduce", True), Entry(("g", (0, 1)), 5, "", False))
-    assert parsed.complete and not rank_collectives(0, False, "", {"collectives": [], "complete": 1}).complete
-    assert rank_collectives(0, False, "", {"groups": groups}).entries is None
-    assert rank_collectives(0, True, "", None) == RankCollectives(0, True)
+def test_monitors_answer_is_parsed() -> None:
+    send = {"sequence": 2, "group": "g", "op": "send", "p2p": True, "waits": True}
+    listed = [{"sequence": 1, "group": "g", "op": "all_reduce", "p2p": False, "waits": True}, send,
+              {**send, "p2p": False, "sequence": None}, {**send, "p2p": False, "group": "unknown"}]  # fmt: skip
+    answer: Any = {"groups": {"g": [1, 0]}, "collectives": listed, "complete": True}
+    parsed = rank_collectives(0, False, "wait", answer)
+    assert parsed.entries == (Entry(("g", (0, 1)), 1, "all_reduce", True),) and parsed.complete
+    for unknown in (None, {**answer, "collectives": None}):
+        assert rank_collectives(0, True, "", unknown) == RankCollectives(0, True)
 
 
 @pytest.mark.parametrize(
@@ -308,24 +299,6 @@ DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {  # ranks, spi
 def test_deadlock(name: str) -> None:
     ranks, busy_waiting, expected = DEADLOCKS[name]
     assert bool(find_deadlock(ranks, busy_waiting)) is expected
-
-
-def answer(**changes: Any) -> dict[str, Any]:
-    collectives_digest = {"group": "0", "sequence": 3, "op": "all_reduce", "p2p": False, "waits": True, "frames": []}
-    return {"groups": {"0": [0, 1]}, "collectives": [collectives_digest], "complete": True, **changes}
-
-
-json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-2, 5), st.text(max_size=3)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
-    max_leaves=8,
-)
-
-
-@given(json_values, st.sampled_from(["groups", "collectives", "complete"]))
-def test_damaged_answer_is_no_evidence(value: Any, key: str) -> None:
-    damaged = rank_collectives(0, False, "wait", answer(**{key: value}))
-    find_deadlock([damaged, rank_collectives(1, False, "wait", value)])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["0", "a", "b"]), st.integers(1, 4), st.booleans()), max_size=4))

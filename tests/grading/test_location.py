@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from observations import SITE, case, ended, failed, observation, ok, record
+from observations import SITE, case, ended, failed, matches, observation, ok, record
 from packaging import version
 from repro_matrix.config.schema import Signature
 from repro_matrix.grading.grade import grade
@@ -32,7 +32,6 @@ from repro_matrix.grading.observation import (
     origin_of,
     parse_threads,
 )
-from repro_matrix.grading.signature import matches
 from repro_matrix.paths import REPROS
 
 sys.path.insert(0, str(REPROS))

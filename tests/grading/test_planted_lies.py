@@ -13,8 +13,8 @@ import pytest
 from observations import PEER, as_promised, check, ended, failed, frame, observation, ok, record
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.outcome import Outcome
-from repro_matrix.grading.verdict import Verdict, judge
+from repro_matrix.grading.verdict import judge
+from repro_matrix.records.outcome import Outcome, Verdict
 
 Json = dict[str, Any]
 Plant = Callable[[Json], Any]

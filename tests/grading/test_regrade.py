@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, failed, observation, ok, record
-from repro_matrix.grading import regrade as module
-from repro_matrix.grading.consistency import fingerprint_mismatch, same_release
-from repro_matrix.grading.regrade import outcomes_of, regrade
+from repro_matrix.grading.comparability import same_release
+from repro_matrix.grading.regrade import Graded, fingerprint_mismatch, outcomes_of, regrade
 
 CASE = case()
 CASES = {CASE.slug: CASE}
@@ -47,7 +46,7 @@ def test_edited_outcomes_and_verdicts_are_named_and_not_taken() -> None:
     edited["variants"]["fix"]["attempts"][0]["outcome"]["outcome"] = "passed"
     names, notes = verdicts(edited)
     assert names == ["NOT_FIXED"]
-    assert len(notes) == 2 and "attempt 0" in notes[0] and "FIXED" in notes[1] and "NOT_FIXED" in notes[1]
+    assert len(notes) == 2 and "attempt 0" in notes[0] and "stored as FIXED" in notes[1] and "NOT_FIXED" in notes[1]
 
 
 def test_history_makes_it_fixed_upstream() -> None:
@@ -102,20 +101,13 @@ def test_missing_cases_and_variants_are_not_read() -> None:
     assert "gone" not in regrade([stored], CASES).documents[0]["variants"]
 
 
-def test_outcomes_that_were_just_graded_are_not_graded_again() -> None:
-    made: Any = cell(fix=REPRODUCED)
-    made["variants"]["fix"]["attempts"][0]["outcome"]["outcome"] = "passed"
-    assert regrade([made], CASES, graded=True).documents[0]["verdicts"]["fix"]["name"] == "FIXED"
-
-
-def test_documents_are_graded_once_by_identity() -> None:
-    """``id`` is used again as soon as a document is deleted."""
+def test_documents_are_graded_once() -> None:
     one: Any = cell()
-    outcomes = outcomes_of(one, CASE, CASES)
-    kept: module.Graded = {id(one): (one, None)}
-    assert module._grade_once(one, CASE, CASES, kept) == outcomes and kept[id(one)] == (one, outcomes)
-    assert module._grade_once(one, CASE, CASES, {id(one): (one, {"fix": []})}) == {"fix": []}
-    assert module._grade_once(one, CASE, CASES, {id(one): ({**one}, {"fix": []})}) == outcomes
+    graded: Graded = {}
+    regrade([one], CASES, graded)
+    assert graded == {id(one): (one, outcomes_of(one, CASE, CASES))}
+    graded[id(one)][1]["fix"] = []
+    assert regrade([one], CASES, graded).documents[0]["variants"]["fix"]["attempts"] == []
 
 
 @pytest.mark.parametrize(

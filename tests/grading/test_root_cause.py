@@ -22,8 +22,9 @@ from observations import (
     peer_failed,
     record,
 )
+from repro_matrix.grading.checks import number
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.observation import NO_RECORD, Attempt, RaisedException, Rank, number
+from repro_matrix.grading.observation import NO_RECORD, Attempt, RaisedException, Rank
 from repro_matrix.grading.root_cause import (
     failure_of,
     fatal_signal,
@@ -33,7 +34,7 @@ from repro_matrix.grading.root_cause import (
     script_error,
 )
 from repro_matrix.launch.forkserver import ForkserverLauncher
-from repro_matrix.records import validate
+from repro_matrix.records.document import validate_record
 
 # -- lost peers
 
@@ -126,7 +127,7 @@ def test_message_of_a_crash_is_the_last_line_of_its_log() -> None:
 
 
 def test_rank_without_a_record_has_recorded_nothing() -> None:
-    assert validate.record(dict(NO_RECORD)) == NO_RECORD
+    assert validate_record(dict(NO_RECORD)) == NO_RECORD
     silent = Attempt(observation(ok(0, record=None))).ranks[0]
     assert (silent.checks, silent.log_entries, silent.chain, silent.ended_at) == ([], [], [], None)
     assert not silent.done and not silent.wrote and silent.packages == {} and silent.collective_frames == ()
@@ -144,13 +145,13 @@ def test_wrapper_repeats_the_message_of_its_cause(wrapper: str, cause: str, leng
 
 def test_collective_frames_are_those_of_waiting_entries() -> None:
     def frames(*entries: Any, **more: Any) -> list[str]:
-        rank = ok(0, collectives={"collectives": list(entries)}, **more)
+        rank = ok(0, collectives={"groups": {}, "collectives": list(entries), "complete": True}, **more)
         return [str(each) for each in Attempt(observation(rank)).ranks[0].collective_frames]
 
-    listed = [[f"{SITE}/torch/x.py", "f"], [f"{SITE}/torch/y.py", "g", 3], "z"]
+    listed = [[f"{SITE}/torch/x.py", "f"]]
     assert frames({"waits": True, "frames": listed}) == ["torch.x.f"]
-    assert frames({"waits": False, "frames": listed}, {"waits": True}, "w") == []
-    installed = record(0, packages={"torch": f"{SITE}/torch", "gone": ""})
+    assert frames({"waits": False, "frames": listed}, {"waits": True}) == []
+    installed = record(0, packages={"torch": f"{SITE}/torch"})
     assert frames({"waits": True, "frames": listed}, record=installed) == ["torch.x.f"]
 
 

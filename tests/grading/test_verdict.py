@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, control, document, observation, ok, outcome
-from repro_matrix.grading.outcome import Outcome, Recognized, skipped
-from repro_matrix.grading.verdict import Verdict, count_outcomes, evidence, is_older, judge, judge_pair, wilson
+from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, judge_pair, wilson
+from repro_matrix.records.outcome import Outcome, Recognized, Verdict
 from repro_matrix.results.exit_code import exit_code
 
 CASE = case()
@@ -127,7 +127,10 @@ def test_outcomes_are_counted_with_the_most_frequent_first() -> None:
     assert count_outcomes([outcome("reproduced")] * 3) == "reproduced 3/3"
     mixed = [outcome(name) for name in ("passed", "reproduced", "reproduced", "infra_error")]
     assert count_outcomes(mixed) == "reproduced 2/3, passed 1/3"
-    assert count_outcomes([skipped("needs 2 GPUs")]) == "skipped: needs 2 GPUs" and count_outcomes([]) == "not run"
+    assert (
+        count_outcomes([Outcome("skipped", "needs 2 GPUs")]) == "skipped: needs 2 GPUs"
+        and count_outcomes([]) == "not run"
+    )
 
 
 def test_verdict_is_json() -> None:

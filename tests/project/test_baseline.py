@@ -13,7 +13,7 @@ from repro_matrix.grading import expectations as expect
 from repro_matrix.grading import root_cause, verdict
 from repro_matrix.grading.regrade import Regraded, regrade
 from repro_matrix.paths import BASELINE, RESULTS
-from repro_matrix.records import validate as validation_error
+from repro_matrix.records.document import validate_cell
 from repro_matrix.results.accept import publication
 from repro_matrix.results.store import Store
 from repro_matrix.results.supported import unbacked
@@ -48,7 +48,7 @@ def test_stored_results_are_complete_and_valid() -> None:
     assert documents()
     for document in documents():
         assert document["complete"], document["path"]
-        validation_error.cell({k: v for k, v in document.items() if k != "path"})
+        validate_cell({k: v for k, v in document.items() if k != "path"})
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one a case", "every one"])

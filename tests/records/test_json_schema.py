@@ -12,18 +12,17 @@ from observations import case, ended, exception, failed, observation, ok, record
 from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictName
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
-from repro_matrix.records import json_schema as schema
-from repro_matrix.records import validate as validation_error
+from repro_matrix.records.document import FILE, MAX_ERRORS, json_schema, key_path, validate_cell, validate_record
 
-SCHEMA = json.loads(schema.FILE.read_text(encoding="utf-8"))
+SCHEMA = json.loads(FILE.read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)
 
 
 def example() -> dict[str, Any]:
     """A cell as the store writes it: one variant reproduces, one is clean, one was skipped."""
     known = case()
-    note = {"logger": "transformers.x", "level": "WARNING", "message": "m", "file": "f", "function": "g"}
-    warning = {"category": "UserWarning", "message": "m", "file": "f", "line": 1, "module": "torch"}
+    note = {"logger": "transformers.x", "level": "WARNING", "message": "m", "file": "f", "code_location": "x"}
+    warning = {"category": "UserWarning", "message": "m", "file": "f", "line": 1, "code_location": "torch"}
     unfixed = observation(failed(0, exception(cause=exception())), ended(1), torchrun=None)
     fix = observation(ok(0), ok(1, record=record(1, logs=[note], warnings=[warning])))
     lost = observation(infra_error={"kind": "disk", "message": "no space left"}, world_size=2)
@@ -99,7 +98,7 @@ def complaints(document: Any) -> list[str]:
     """By the JSON Schema; the types, which the readers trust, must say the same of it."""
     found = [f"{'/'.join(map(str, error.path))}: {error.message}" for error in VALIDATOR.iter_errors(document)]
     try:
-        validation_error.cell(document)
+        validate_cell(document)
     except ValueError as error:
         assert found, f"only the types refuse it: {error}"
     else:
@@ -108,7 +107,7 @@ def complaints(document: Any) -> list[str]:
 
 
 def test_the_json_schema_is_what_the_types_say() -> None:
-    assert schema.FILE.read_text(encoding="utf-8") == schema.text(), "make schema writes it anew"
+    assert FILE.read_text(encoding="utf-8") == json_schema(), "make schema writes it anew"
 
 
 def test_the_schema_is_valid_and_says_so() -> None:
@@ -176,13 +175,13 @@ def test_every_required_key_is_required(key: str) -> None:
 def test_what_types_cannot_say_is_named_by_its_place() -> None:
     def wrong(**changes: Any) -> str:
         with pytest.raises(ValueError, match=r"^(variants|verdicts)\b") as found:
-            validation_error.cell({**example(), **changes})
+            validate_cell({**example(), **changes})
         return str(found.value)
 
     whole = example()
     fix, said = whole["variants"]["fix"], whole["verdicts"]["fix"]
     only = {"control": fix}
-    assert validation_error.cell(whole) is whole, "nothing is converted"
+    assert validate_cell(whole) is whole, "nothing is converted"
     assert wrong(variants={"fix": fix}) == "variants: a failure has the variant unfixed"
     assert wrong(verdicts={"unfixed": said}) == "verdicts.unfixed: verdicts are of the other variants"
     assert wrong(kind="control", verdicts={}).startswith("variants.unfixed: a control has the one variant control")
@@ -193,23 +192,23 @@ def test_what_types_cannot_say_is_named_by_its_place() -> None:
 
 def test_a_record_is_doubted_where_it_arrives() -> None:
     honest = record(0)
-    assert validation_error.record(honest) is honest
+    assert validate_record(honest) is honest
     for value, said in (
         ({**honest, "rank": "0"}, "rank: Input should be a valid integer"), ("text", "it: "),
         ({**honest, "checks": [{}]}, "checks[0].name: Field required"),
         ({**honest, "versions": {"a b": 1}}, "versions.'a b'"),
     ):  # fmt: skip
         with pytest.raises(ValueError) as found:
-            validation_error.record(value)
+            validate_record(value)
         assert str(found.value).startswith(said), found.value
     with pytest.raises(ValueError, match=r"; and \d+ more$") as many:
-        validation_error.record({})
-    assert str(many.value).count("Field required") == validation_error.SHOWN
+        validate_record({})
+    assert str(many.value).count("Field required") == MAX_ERRORS
     with pytest.raises(ValueError, match=r"required$") as three:
-        validation_error.record({key: value for key, value in honest.items() if key not in ("rank", "done", "phase")})
+        validate_record({key: value for key, value in honest.items() if key not in ("rank", "done", "phase")})
     assert str(three.value).count("Field required") == 3
 
 
 def test_a_place_in_words() -> None:
-    assert validation_error.code_location(()) == "it" and validation_error.code_location((0, "a")) == "[0].a"
-    assert validation_error.code_location(("variants", "x-y", "attempts", 0, "a b")) == "variants.x-y.attempts[0].'a b'"
+    assert key_path(()) == "it" and key_path((0, "a")) == "[0].a"
+    assert key_path(("variants", "x-y", "attempts", 0, "a b")) == "variants.x-y.attempts[0].'a b'"

@@ -16,8 +16,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks as grading_checks
 from repro_matrix.grading.grade import grade
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.launch.forkserver import ForkserverLauncher
+from repro_matrix.records.outcome import Outcome
 
 from tests.observations import observation, ok, record
 

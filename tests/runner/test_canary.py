@@ -14,9 +14,9 @@ from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.errors import MeasureError
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.store import Store
 from repro_matrix.runner import canary, session
 from repro_matrix.runner import workspace as workplace

@@ -19,9 +19,9 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.axes import Strategy
 from repro_matrix.config.schema import Metric, Prediction
-from repro_matrix.grading.consistency import same_release
-from repro_matrix.grading.outcome import Outcome
+from repro_matrix.grading.comparability import same_release
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
+from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import Attempt, Row
 
 Cell = Mapping[str, Row]  # the rows of one measured cell, by variant

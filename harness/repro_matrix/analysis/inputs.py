@@ -16,8 +16,7 @@ from repro_matrix.config import catalog, project, selection
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.errors import ConfigError, ResultsError, nearest, unknown
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.records import paths
-from repro_matrix.records.document import Document
+from repro_matrix.records.document import Document, DocumentPath
 from repro_matrix.results import runs
 from repro_matrix.results.summary import Row, load_rows, rows_of
 
@@ -112,7 +111,7 @@ def load_side(name: str) -> Side:
     Raises ResultsError: it is neither, or contains no result.
     """
     path = runs.of(Path(name).expanduser())
-    file = Path(paths.read(str(path)).file)
+    file = Path(DocumentPath.parse(str(path)).file)
     if file.exists():
         side = load_folder(file if file.is_dir() else file.parent, name)
         if not file.is_dir():  # one file, or one line of a file

@@ -13,7 +13,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, Variant
-from repro_matrix.records.outcome import Outcome, Verdict
+from repro_matrix.records.outcome import StoredOutcome, StoredVerdict
 
 _TODO = re.compile(r"\bTODO\b")
 
@@ -131,7 +131,7 @@ def _lacking(name: str, variant: Variant) -> bool:
     return name not in ("unfixed", "control") and skip is not None and skip["kind"] in _LACKING
 
 
-def _expected(verdict: Verdict | None) -> bool:
+def _expected(verdict: StoredVerdict | None) -> bool:
     return verdict is not None and verdict.get("expected") == "expected"
 
 
@@ -168,7 +168,7 @@ def _check_variant(
     script: str,
     case: Case,
     name: str,
-    outcomes: list[Outcome],
+    outcomes: list[StoredOutcome],
     skipped: str | None,
     launcher: str,
     known: bool,

@@ -30,11 +30,11 @@ from repro_matrix.external.log_match import Catalogue as KnownFailures
 from repro_matrix.external.log_match import completed, recognise
 from repro_matrix.external.log_scan import Texts, scan
 from repro_matrix.grading.observation import Attempt, RaisedException, raised_chain
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Made
+from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import comparable_text
 from repro_matrix.runner.request import Request
 

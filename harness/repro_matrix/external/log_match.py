@@ -21,12 +21,12 @@ from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import AmbiguousWith, Case, Signature
 from repro_matrix.external.log_scan import Note, Scanned, Texts
 from repro_matrix.external.tracebacks import Error
-from repro_matrix.grading.observation import NO_RECORD, Attempt, module_names
+from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
-from repro_matrix.records.observation import Attempt as AttemptLeft
-from repro_matrix.records.observation import Rank as RankLeft
-from repro_matrix.records.rank import Exception_, Frame, Record
+from repro_matrix.records.attempt import Attempt as AttemptLeft
+from repro_matrix.records.attempt import Exception_, Frame, Record
+from repro_matrix.records.attempt import Rank as RankLeft
 
 # Errors of launchers and drivers, that only say that some process of theirs failed.
 _LAUNCHERS = re.compile(
@@ -250,9 +250,12 @@ def _is_remark(signature: Signature, note: Note) -> bool:
         return False
     record: Record = {**NO_RECORD, "rank": 0}
     if note.file:
-        record["warnings"] = [{"message": note.text, "file": note.file, "category": "UserWarning"}]
+        own = (name for name in module_names(note.file) if in_package(name, signature.package or ""))
+        record["warnings"] = [{"message": note.text, "file": note.file, "category": "UserWarning",
+                               "code_location": next(own, "")}]  # fmt: skip
     else:
-        record["logs"] = [{"logger": signature.package or "", "message": note.text, "file": ""}]
+        record["logs"] = [{"logger": signature.package or "", "message": note.text, "file": "",
+                           "code_location": signature.package or ""}]  # fmt: skip
     rank = _rank(0, Error(note.line, note.label, note.rank, {}))
     attempt = _attempt([{**rank, "exit_code": None, "record": record}])
     return match_attempt(signature, attempt, find_failures(attempt)) is not None

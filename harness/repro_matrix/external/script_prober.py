@@ -12,7 +12,7 @@ from repro_matrix.config.selection import override_text as written
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.external.adhoc_case import DEADLINE_S, Failure, Script, in_shell, learned
-from repro_matrix.grading.outcome import Outcome
+from repro_matrix.records.outcome import Outcome
 from repro_matrix.search.prober import Prober, Say, Target
 
 NOISE = 3.0  # minimum distance of the two ends' means, in spreads of one end

@@ -10,8 +10,8 @@ from repro_matrix.external.adhoc_case import normal
 from repro_matrix.grading.observation import Attempt, parse_threads
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.launch.torchrun import tracebacks
+from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document, Made
-from repro_matrix.records.observation import Observation
 from repro_matrix.text import counted, one_line
 
 FRAMES = 4  # of a hung rank, the innermost first

@@ -40,13 +40,12 @@ class CheckResult:
 
 def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckResult:
     """Evaluate a check; ``done_at``: when the script was done, on the clock of the check's ``at``."""
-    name = check.get("name")
-    name = name if isinstance(name, str) and name else "?"
+    name = check["name"]
     compare = _compare_numbers if check.get("tolerance") is not None else _compare_values
     state, details, severity = compare(check)
     if state != "void" and check.get("passed") is not (state == "passed"):
         return CheckResult(name, "void", f"contradictory: the rank says passed {check.get('passed')!r}, but {details}")
-    made_at = None if isinstance(check.get("at"), str) else _number(check.get("at"))
+    made_at = number(check.get("at"))
     if state != "void" and not (made_at is not None and done_at is not None and made_at <= done_at):
         return CheckResult(name, "void", f"not made before the script was done; {details}")
     return CheckResult(name, state, details, severity)
@@ -95,6 +94,12 @@ def same_json(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_json(value, b[key]) for key, value in a.items())
     return bool(a == b)
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, or None; a bool is not a number."""
+    parsed = None if isinstance(value, str) else _number(value)
+    return parsed if parsed is not None and math.isfinite(parsed) else None
 
 
 def _number(value: Any) -> float | None:

@@ -6,19 +6,20 @@ evidence about the option that it names. Four questions are asked of an attempt 
 - the strategy: are its promises (conf/strategy) kept by the elements held, reduced and updated, and by the collectives?
 - the GPUs: did every rank of an attempt that computes on GPUs use memory of one, and was the model split where it was
   given more GPUs than ranks?
-- whatever else the case's proof lists (``effects``), or a rank measured: is the number within its bounds?
+- whatever else the pass criteria list (``effects``), or a rank measured: is the number within its bounds?
 - the flags and options that the variant changes: did some rank read them?
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.observation import Attempt, Rank, mapping, number
-from repro_matrix.records.observation import StrategySettings
-from repro_matrix.records.rank import Effect
+from repro_matrix.grading.checks import number, same_json
+from repro_matrix.grading.observation import Attempt, Rank
+from repro_matrix.records.attempt import Effect, StrategySettings
 from repro_matrix.text import list_ranks
 
 SHARE = 1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
@@ -154,7 +155,8 @@ def _collectives(attempt: Attempt, slug: str, wanted: Iterable[Any]) -> str | No
         evidence = _evidence(rank, "collectives")
         if not evidence:
             return f"{slug} left no evidence: collectives were not counted on rank {rank.rank}"
-        calls = mapping(evidence[-1].get("actual"))
+        calls = evidence[-1].get("actual")
+        calls = calls if isinstance(calls, dict) else {}
         for kind in wanted:
             if not (number(calls.get(kind)) or 0) > 0:
                 return f"{slug} was not in effect: no {kind} between ranks in a step of rank {rank.rank}"
@@ -162,7 +164,7 @@ def _collectives(attempt: Attempt, slug: str, wanted: Iterable[Any]) -> str | No
 
 
 def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
-    """What the proof lists, and what any rank measured, every rank measured; and within its bounds."""
+    """Every rank measured what the pass criteria list, and what any other rank measured, and within its bounds."""
     measured = [item["what"] for rank in ranks for item in rank.record.get("effects", ())]
     for name in dict.fromkeys([*case.pass_criteria.effects, *measured]):
         without = [rank.rank for rank in ranks if not _evidence(rank, name)]
@@ -172,12 +174,14 @@ def _measurements(case: Case, ranks: Sequence[Rank]) -> str | None:
         for item in rank.record.get("effects", ()):
             if "least" not in item and "most" not in item:
                 continue
-            value, low, high = number(item.get("actual")), number(item.get("least")), number(item.get("most"))
-            outside = value is None or (low is None and high is None)
-            if outside or (low is not None and value < low) or (high is not None and value > high):  # type: ignore[operator]
+            value = number(item.get("actual"))
+            low = number(item["least"]) if "least" in item else -math.inf
+            high = number(item["most"]) if "most" in item else math.inf
+            if value is None or low is None or high is None or not low <= value <= high:
                 subject = f" ({item['subject']})" if item.get("subject") else ""
-                actual = f"got {_format(item.get('actual'))}, {_bounds(low, high)}{subject}"
-                return f"{item['what'] or '?'} was not in effect on rank {rank.rank}: {actual}"
+                bounds = " and ".join(f"at {key} {_format(item[key])}" for key in ("least", "most") if key in item)
+                actual = f"got {_format(item.get('actual'))}, promised {bounds}{subject}"
+                return f"{item['what']} was not in effect on rank {rank.rank}: {actual}"
     return None
 
 
@@ -186,13 +190,11 @@ def _unread(case: Case, variant: str, attempt: Attempt) -> str | None:
     spec = case.variants.get(variant)
     if spec is None:
         return None
-    read: dict[str, set[str]] = {"flag": set(), "option": set()}
-    for rank in attempt.ranks:
-        recorded = rank.record.get("read", {})
-        read["flag"] |= set(recorded.get("flags", ()))
-        read["option"] |= set(recorded.get("options", ()))
+    recorded = [rank.record.get("read", {}) for rank in attempt.ranks]
+    read = {"flag": {name for each in recorded for name in each.get("flags", ())},
+            "option": {name for each in recorded for name in each.get("options", ())}}  # fmt: skip
     flags = attempt.settings.get("flags", {})
-    changed = [name for name, flag in case.flags.items() if name in flags and not _same(flags[name], flag.default)]
+    changed = [name for name, flag in case.flags.items() if name in flags and not same_json(flags[name], flag.default)]
     for kind, names in (("flag", changed), ("option", [] if spec.strategy else list(spec.options))):
         for name in names:
             if name not in read[kind]:
@@ -200,17 +202,5 @@ def _unread(case: Case, variant: str, attempt: Attempt) -> str | None:
     return None
 
 
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
-
-
 def _format(value: Any) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
-
-
-def _bounds(low: float | None, high: float | None) -> str:
-    if low is not None and low == high:
-        return f"promised {_format(low)}"
-    parts = [f"at least {_format(low)}"] if low is not None else []
-    parts += [f"at most {_format(high)}"] if high is not None else []
-    return f"promised {' and '.join(parts) or 'nothing that can be judged'}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from packaging.specifiers import SpecifierSet
@@ -16,20 +16,16 @@ from packaging.version import InvalidVersion, Version
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities
-from repro_matrix.grading.verdict import MEETING, Verdict
+from repro_matrix.grading.verdict import FAILING
+from repro_matrix.records.outcome import Compared, Verdict
 
-Compared = Literal["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
 PREDICTING = "cpu"  # its measurements predict those of any hardware that has no expectation
 
 
 def expected(
-    case: Case,
-    where: str,
-    variant: str,
-    versions: Mapping[str, str],
-    hardware: str,
+    case: Case, where: str, variant: str, versions: Mapping[str, str], hardware: str,
     facts: Mapping[str, Any] | None = None,
-) -> Expectation | None:
+) -> Expectation | None:  # fmt: skip
     """Return the expectation of a variant of a cell, narrowed to this variant's verdict; None when there is none.
 
     ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its profile; ``facts`` are the
@@ -58,13 +54,9 @@ def expected(
 
 
 def predicted(
-    case: Case,
-    where: str,
-    variant: str,
-    versions: Mapping[str, str],
-    hardware: str,
+    case: Case, where: str, variant: str, versions: Mapping[str, str], hardware: str,
     facts: Mapping[str, Any] | None = None,
-) -> Expectation | None:
+) -> Expectation | None:  # fmt: skip
     """Return what a CPU's measurements predict for a variant without an expectation on this hardware; None on a CPU."""
     if fnmatchcase(hardware, PREDICTING) or expected(case, where, variant, versions, hardware, facts) is not None:
         return None
@@ -82,9 +74,9 @@ def compare(
 ) -> Compared:
     """Compare a verdict with the expectation of its variant (as ``expected`` returns it), else with its prediction.
 
-    ``unset`` when there is neither, and when nothing was measured. But a control needs no expectation: it must train;
-    whatever else it does is a difference, unless that was predicted. A verdict of a failure must have one of the
-    expected failure ids; where none is written down, the verdict alone is compared.
+    Return ``no_expectation`` when there is neither, and when nothing was measured. But a control needs no expectation:
+    it must train; any other verdict is unexpected, unless it was predicted. A verdict of a failure must have one of the
+    expected failure ids; where the file lists none, the verdict alone is compared.
     """
     if not verdict.measured:
         return "no_expectation"
@@ -115,11 +107,8 @@ def comparison(
 def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
     (variant, wanted), = expectation.verdicts.items()  # fmt: skip
     listed = expectation.failure_ids_of(variant)
-    same = (
-        listed is None
-        or verdict.name not in MEETING
-        or {str(failure_ids) for failure_ids in verdict.failure_ids} <= set(listed)
-    )
+    any_failure = listed is None or verdict.name not in FAILING
+    same = any_failure or set(map(str, verdict.failure_ids)) <= set(listed or ())
     return same and as_expected(verdict.name) == as_expected(wanted)
 
 
@@ -127,7 +116,7 @@ def failure_note(verdict: Verdict, expectation: Expectation | None) -> str:
     """Return what verdicts of the same name hide: another failure than expected, or that none is written down."""
     if (
         expectation is None
-        or verdict.name not in MEETING
+        or verdict.name not in FAILING
         or as_expected(verdict.name) not in map(as_expected, expectation.verdicts.values())
     ):
         return ""

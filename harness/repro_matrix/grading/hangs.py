@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from repro_matrix.grading.observation import Attempt, items, mapping, number, parse_threads, text
+from repro_matrix.grading.observation import Attempt, CodeLocation, parse_threads
 from repro_matrix.grading.root_cause import is_peer_error
-from repro_matrix.records.base import InfraErrorKind
+from repro_matrix.records.attempt import Collectives, InfraErrorKind
 from repro_matrix.text import list_ranks
 
 # -- progress
@@ -80,7 +80,7 @@ def last_two(samples: Sequence[Sample] | None) -> tuple[Sample | None, Sample | 
 
 
 def _increase(first: Sample, second: Sample, key: str) -> float | None:
-    before, after = number(first.get(key)), number(second.get(key))
+    before, after = first.get(key), second.get(key)
     return None if before is None or after is None else after - before
 
 
@@ -93,7 +93,7 @@ def timeout_without_hang(attempt: Attempt) -> tuple[InfraErrorKind, str] | None:
     if not attempt.timed_out or any(rank.raised and not is_peer_error(rank.raised) for rank in attempt.ranks):
         return None
     hang = attempt.hang
-    limit = (number(hang["limit_s"]) if hang else None) or attempt.deadline or 0.0
+    limit = (hang["limit_s"] if hang else 0.0) or attempt.deadline
     if hang and hang["starting"]:
         phases = ", ".join(f"rank {rank.rank}: {rank.record['phase'] or 'no record'}" for rank in attempt.ranks)
         return "startup_timeout", f"not started after {limit:g} s ({phases})"
@@ -101,7 +101,7 @@ def timeout_without_hang(attempt: Attempt) -> tuple[InfraErrorKind, str] | None:
     progress = attempt_progress(pairs) if pairs else "stuck"
     if progress == "progress":
         moved = [
-            f"rank {rank} (phase {text(pair[1].get('phase')) or 'unknown'})"
+            f"rank {rank} (phase {pair[1].get('phase') or 'unknown'})"
             for rank, pair in pairs.items()
             if pair[1] and rank_progress(*pair) == "progress"
         ]
@@ -133,8 +133,7 @@ def blocking_call(stack: str) -> str:
 
     Making groups and connecting (new_group, rendezvous) does not count: it may take long, and ends by itself.
     """
-    main = next((thread.frames for thread in parse_threads(stack) if thread.main), ())
-    frame = next((frame for frame in main if not _DISPATCH.search(frame.file)), None)
+    frame = next((frame for frame in _main_frames(stack) if not _DISPATCH.search(frame.file)), None)
     if frame and frame.function in _DDP_CALLS and "/torch/nn/parallel/distributed.py" in frame.file:
         return _DDP_CALLS[frame.function]
     if frame is None or "/torch/distributed/" not in frame.file or "/torch/distributed/elastic/" in frame.file:
@@ -144,8 +143,12 @@ def blocking_call(stack: str) -> str:
 
 def in_backward(stack: str) -> bool:
     """Whether the main thread is inside the autograd engine, with no Python hook at work."""
-    main = next((thread.frames for thread in parse_threads(stack) if thread.main), ())
+    main = _main_frames(stack)
     return bool(main) and main[0].function == "_engine_run_backward"
+
+
+def _main_frames(stack: str) -> tuple[CodeLocation, ...]:
+    return next((thread.frames for thread in parse_threads(stack) if thread.main), ())
 
 
 def stable_stack(stack: str) -> str:
@@ -205,23 +208,18 @@ class RankCollectives:
         return max(numbers) if numbers else 0 if self.complete else None
 
 
-def rank_collectives(rank: int, ended: bool, inside: str, answer: Any) -> RankCollectives:
-    """Parse the answer of a rank's monitor; drop whatever is malformed in it."""
-    answer = mapping(answer)
-    groups = {}
-    for name, members in mapping(answer.get("groups")).items():
-        if isinstance(members, (list, tuple)) and all(isinstance(each, int) for each in members):
-            groups[str(name)] = tuple(sorted(members))
-    listed = answer.get("collectives")
-    if not isinstance(listed, list):
+def rank_collectives(rank: int, ended: bool, inside: str, answer: Collectives | None) -> RankCollectives:
+    """Read the answer of a rank's monitor (repros/repro_kit/rank_monitor.py)."""
+    if not answer or answer["collectives"] is None:
         return RankCollectives(rank, ended, inside)
+    groups = {name: tuple(sorted(members)) for name, members in answer["groups"].items()}
     entries = []
-    for item in items(listed):
-        sequence, name = item.get("sequence"), text(item.get("group"))
-        if item.get("p2p") or not isinstance(sequence, int) or isinstance(sequence, bool) or name not in groups:
+    for item in answer["collectives"]:
+        sequence, name = item["sequence"], item["group"]
+        if item["p2p"] or sequence is None or name not in groups:
             continue  # a send is matched by its peer, not by its number: who waits in one is not known
-        entries.append(Entry((name, groups[name]), sequence, text(item.get("op")), item.get("waits") is True))
-    return RankCollectives(rank, ended, inside, tuple(entries), answer.get("complete") is True)
+        entries.append(Entry((name, groups[name]), sequence, item["op"], item["waits"]))
+    return RankCollectives(rank, ended, inside, tuple(entries), answer["complete"])
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank
-from repro_matrix.grading.outcome import Outcome
-from repro_matrix.records.base import FailureKind
+from repro_matrix.records.attempt import FailureKind
+from repro_matrix.records.outcome import FailureId, Outcome
 from repro_matrix.text import first_line
 
 # Errors of these types mean a lost peer, whatever their message ...
@@ -30,27 +30,23 @@ _MESSAGE_TYPES = frozenset({
     "RuntimeError", "DistError", "DistBackendError", "OSError", "TimeoutError", "ConnectionError",
 })  # fmt: skip
 _PEER_TEXT = re.compile(
-    "|".join(
-        (
-            r"Connection (closed|reset|aborted) by (remote )?peer",
-            r"Connection (refused|was closed|closed by localRank)",
-            r"Broken pipe",
-            r"Socket (Timeout|closed|is closed)",
-            r"\b(recvValue|recvBytes|sendBytes|recvVector) failed",
-            r"failed to recv, got 0 bytes",
-            r"Timed out waiting \d+ ?ms for (send|recv) operation",
-            r"Application timeout caused pair closure",
-            r"connectFullMesh failed",
-            r"(wait|Wait) timeout after \d+ ?ms",
-            r"store->get\(.*got error",
-            r"TCPStore.*(shut ?down|timed out|Timeout)",
-            r"NCCL communicator was aborted",
-            r"remote process exited or there was a network error",
-            r"ncclRemoteError",
-            r"Watchdog caught collective operation timeout",
-            r"(failed to pass|successfully reached) monitoredBarrier",
-        )
-    )
+    r"Connection (closed|reset|aborted) by (remote )?peer"
+    r"|Connection (refused|was closed|closed by localRank)"
+    r"|Broken pipe"
+    r"|Socket (Timeout|closed|is closed)"
+    r"|\b(recvValue|recvBytes|sendBytes|recvVector) failed"
+    r"|failed to recv, got 0 bytes"
+    r"|Timed out waiting \d+ ?ms for (send|recv) operation"
+    r"|Application timeout caused pair closure"
+    r"|connectFullMesh failed"
+    r"|(wait|Wait) timeout after \d+ ?ms"
+    r"|store->get\(.*got error"
+    r"|TCPStore.*(shut ?down|timed out|Timeout)"
+    r"|NCCL communicator was aborted"
+    r"|remote process exited or there was a network error"
+    r"|ncclRemoteError"
+    r"|Watchdog caught collective operation timeout"
+    r"|(failed to pass|successfully reached) monitoredBarrier"
 )
 _STOPPED_TYPES = frozenset({"KeyboardInterrupt", "SystemExit", "SignalException"})  # how a rank learns of its end
 
@@ -182,33 +178,6 @@ def portable_path(file: str) -> str:
 
 # -- failure ids
 
-# transformers imports code that came with a model below this name and the name of the folder that it was read from,
-# which may be a temporary one of the process: transformers_modules.qwen_4711.modeling_qwen.generate.
-_REMOTE_CODE = re.compile(r"^transformers_modules\.(?:[^.]+\.)+(?=[^.]+\.[^.]+$)")
-
-
-@dataclass(frozen=True, order=True)
-class FailureId:
-    """What identifies a failure: a signature; an exception (or signal, exit code) and its location; a failed check."""
-
-    case: str | None = None
-    signature: str | None = None
-    type: str | None = None
-    code_location: str | None = None  # module.function of the innermost frame
-    check: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.code_location:
-            object.__setattr__(self, "code_location", _REMOTE_CODE.sub("transformers_modules.*.", self.code_location))
-
-    def __str__(self) -> str:
-        """Return it as an expectation writes it."""
-        if self.case:
-            return f"{self.case}/{self.signature}"
-        if self.check:
-            return f"check {self.check}"
-        return f"{self.type} in {self.code_location}" if self.code_location else str(self.type)
-
 
 def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
     """Identify the failure of one attempt: none where it passed or is no evidence, several where more checks failed."""
@@ -225,9 +194,7 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
         return (FailureId(type=primary.type, code_location=location or None),)
     if outcome.failed:
         return tuple(FailureId(check=name) for name in outcome.failed)
-    return (
-        FailureId(type="unfinished"),
-    )  # a rank that left nothing behind, or was stopped without a failure of its own
+    return (FailureId(type="unfinished"),)  # a rank left nothing behind, or was stopped without failing by itself
 
 
 def all_failure_ids(case: str, outcomes: Iterable[Outcome]) -> tuple[FailureId, ...]:

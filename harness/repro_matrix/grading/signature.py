@@ -6,7 +6,7 @@ What counts, by kind:
   of the case's own script never count, so a script cannot raise its own signature. Only what was raised counts, not
   what was being handled at the time, unless the raised exception merely wraps it (repeats its message).
 - ``log``: a warning or log record that the package made.
-- ``oracle``: a check of that name that failed on a rank which finished.
+- ``check``: a check of that name that failed on a rank which finished.
 - ``hang``: the attempt hung, and each declared frame is in some rank's stack, or in the call of a collective that it
   waits in (torch's flight recorder; with NCCL the host has gone on from there). Where the recorder shows that ranks
   entered different collectives, and the signature names which, that must agree, too.
@@ -31,8 +31,7 @@ from typing import NamedTuple
 from repro_matrix.config.schema import Case, Collective, Frame, Signature
 from repro_matrix.grading.hangs import Mismatch, find_mismatches, rank_collectives
 from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank, in_package
-from repro_matrix.grading.root_cause import Failures, fatal_signal, find_failures
-from repro_matrix.records.observation import Observation
+from repro_matrix.grading.root_cause import Failures, fatal_signal
 from repro_matrix.text import first_line
 
 _compiled = lru_cache(maxsize=None)(re.compile)
@@ -47,22 +46,16 @@ class Match:
     message: str
 
 
-def matches(signature: Signature, observation: Observation, backend: str | None = None) -> Match | None:
-    """Match one signature; ``backend`` defaults to the observation's own."""
-    attempt = Attempt(observation)
-    return match_attempt(signature, attempt, find_failures(attempt), backend)
-
-
 def match_attempt(
     signature: Signature, attempt: Attempt, failures: Failures, backend: str | None = None
 ) -> Match | None:
-    """Match one signature against a parsed observation and its failures."""
+    """Match one signature against a parsed observation and its failures; ``backend`` defaults to the observation's."""
     messages: dict[int, str] = {}
     if signature.accelerator and attempt.accelerator and signature.accelerator != attempt.accelerator:
         return None  # the failure does not exist there
     if signature.kind == "hang":
         messages = _hang(signature, attempt, failures)
-    elif signature.kind in ("check", "log") or failures.primary:
+    else:
         patterns = _patterns(signature, attempt.backend if backend is None else backend)
         for rank in attempt.ranks:
             message = _MATCHERS[signature.kind](signature, rank, patterns, failures)
@@ -134,7 +127,7 @@ def _log(signature: Signature, rank: Rank, patterns: Patterns, failures: Failure
         for entry in rank.log_entries:
             if not pattern.search(entry.message):
                 continue
-            if signature.package is not None and not entry.comes_from(signature.package):
+            if signature.package is not None and not in_package(entry.origin, signature.package):
                 continue
             if not signature.logger or _compiled(signature.logger).search(entry.name):
                 return entry.message
@@ -223,40 +216,17 @@ def _is_mismatch(wanted: Collective, mismatch: Mismatch) -> bool:
 
 
 def near_misses(signatures: Iterable[Signature], attempt: Attempt, failures: Failures) -> str:
-    """Describe how signatures just missed, part by part; "" when none was close."""
-    found = (_near_miss(signature, attempt, failures) for signature in signatures)
-    return "; ".join(dict.fromkeys(text for text in found if text))
+    """Describe how exception signatures just missed the first exception, part by part; "" when none was close."""
+    raised = next((rank.raised for rank in attempt.ranks if rank.rank in failures.ranks and rank.raised), None)
+    if raised is None:
+        return ""
+    exceptions = (signature for signature in signatures if signature.kind == "exception")
+    near = (_near_miss(signature, raised, attempt.backend) for signature in exceptions)
+    return "; ".join(dict.fromkeys(text for text in near if text))
 
 
-def _near_miss(signature: Signature, attempt: Attempt, failures: Failures) -> str | None:
-    if signature.kind == "exception":
-        raised = next((r.raised for r in attempt.ranks if r.rank in failures.ranks and r.raised), None)
-        return _near_exception(signature, raised, attempt.backend) if raised else None
-    if signature.kind == "check":
-        made = {check.name for rank in attempt.ranks for check in rank.checks}
-        absent = signature.check not in made and any(rank.done for rank in attempt.ranks)
-        return f"{signature.name}: check {signature.check} was made by no rank" if absent else None
-    if signature.kind == "signal":
-        rank = next((rank for rank in attempt.ranks if _died(rank, failures)), None)
-        missing = [frame for frame in signature.frames if rank and not _has_frame(frame, rank.stack_frames)]
-        if rank is None or not missing:
-            return None
-        died = fatal_signal(rank)
-        return _parts(signature, [("signal", died == signature.signal, died, str(signature.signal))], missing)
-    if signature.kind == "log":
-        patterns = _patterns(signature, attempt.backend)
-        entries = [entry for rank in attempt.ranks for entry in rank.log_entries]
-        entry = next((e for e in entries if any(p.search(e.message) for p in patterns)), None)
-        if entry is None:
-            return None
-        origin = entry.origin if entry.origin is not None else entry.module or entry.name
-        package = signature.package or ""
-        parts = [("message", True, "", ""), ("package", entry.comes_from(package), origin or "nowhere", package)]
-        return _parts(signature, [*parts, ("logger", False, entry.name, signature.logger or "any")], [])
-    return None
-
-
-def _near_exception(signature: Signature, raised: RaisedException, backend: str) -> str | None:
+def _near_miss(signature: Signature, raised: RaisedException, backend: str) -> str | None:
+    """Return ``sharded-norm: type ok, message ok, package: torch, declared transformers``."""
     frame = raised.innermost
     modules = () if frame is None or frame.is_project else frame.modules
     message = any(pattern.search(raised.message) for pattern in _patterns(signature, backend))
@@ -264,20 +234,14 @@ def _near_exception(signature: Signature, raised: RaisedException, backend: str)
     kind = signature.type in raised.names
     if not message and not (kind and package):
         return None
-    wanted = signature.message or " | ".join(f"{name}: {text}" for name, text in signature.messages.items())
-    parts = [
-        ("type", kind, raised.type, str(signature.type)),
-        ("message", message, first_line(raised.message), wanted),
-        ("package", package, modules[0].partition(".")[0] if modules else "none", str(signature.package)),
-    ]
-    return _parts(signature, parts, [f for f in signature.frames if not _has_frame(f, raised.frames)])
-
-
-def _parts(signature: Signature, parts: list[tuple[str, bool, str, str]], missing: list[Frame]) -> str:
-    """Return ``sharded-norm: type ok, message ok, package: torch, declared transformers``."""
-    words = [f"{name} ok" if ok else f"{name}: {actual}, declared {expected}" for name, ok, actual, expected in parts]
-    words += [f"no frame {frame.module} {frame.function}" for frame in missing]
-    return f"{signature.name}: {', '.join(words)}"
+    parts = (
+        ("type", kind, raised.type, signature.type),
+        ("message", message, first_line(raised.message), " | ".join(message_patterns(signature))),
+        ("package", package, modules[0].partition(".")[0] if modules else "none", signature.package),
+    )
+    words = [f"{name} ok" if ok else f"{name}: {actual}, declared {declared}" for name, ok, actual, declared in parts]
+    missing = (each for each in signature.frames if not _has_frame(each, raised.frames))
+    return f"{signature.name}: {', '.join([*words, *(f'no frame {each.module} {each.function}' for each in missing)])}"
 
 
 # -- specificity

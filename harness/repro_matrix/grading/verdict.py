@@ -21,8 +21,9 @@ never reproduced, none stored                      INCONCLUSIVE (a new case)
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -30,45 +31,17 @@ from packaging.version import InvalidVersion, Version
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM, VerdictName
 from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities, settings_difference
-from repro_matrix.grading.outcome import Outcome
-from repro_matrix.grading.root_cause import FailureId, all_failure_ids
+from repro_matrix.grading.root_cause import all_failure_ids
+from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import Cell
-from repro_matrix.records.observation import Settings
+from repro_matrix.records.outcome import Interval, Outcome, Verdict
 from repro_matrix.text import counted
 
-Interval = tuple[float, float]
 NO_EVIDENCE = ("skipped", "infra_error")
 # The verdicts of a failure: two of one name are the same answer only where the failure ids are the same.
-MEETING = frozenset({"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"})
+FAILING = frozenset({"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"})
 # The packages whose releases make failures come and go; other differences between stacks date nothing.
 DATED = frozenset({*UPSTREAM, "trl"})
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The verdict of a fix variant or a control."""
-
-    name: VerdictName
-    reason: str
-    unfixed_k: int = 0  # attempts of the unfixed variant in which the signature reproduced ...
-    unfixed_n: int = 0  # ... of those that count
-    fix_k: int = 0  # attempts of this variant that passed ...
-    fix_n: int = 0  # ... of those that count
-    interval: Interval | None = None  # 95 % Wilson interval of fix_k / fix_n
-    unfixed_interval: Interval | None = None  # likewise of unfixed_k / unfixed_n
-    named_case: str | None = None  # the case of the catalogue whose failure occurred instead
-    measured: bool = True  # False: no attempt was left to grade (skipped, infra, not run)
-    failure_ids: tuple[
-        FailureId, ...
-    ] = ()  # the failure ids: of a fix its own failures, where SIGNATURE_MISMATCH the unfixed variant's
-    infra_error: bool = False  # nothing was measured because what was launched is no evidence
-    unseen: bool = False  # a failure that nothing stored expects and that does not reproduce here
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "failure_ids": tuple(dict(vars(failure_ids)) for failure_ids in self.failure_ids)}
-
-
-KEYS = frozenset(each.name for each in fields(Verdict))
 
 
 def wilson(k: int, n: int, z: float = 1.959963984540054) -> Interval:
@@ -150,7 +123,7 @@ def _fix(case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], 
     note = f" ({counted(lost, 'attempt')} not counted)" if lost and unfixed and fix else ""
 
     def verdict(name: VerdictName, reason: str, failing: Sequence[Outcome] = ()) -> Verdict:
-        ids = all_failure_ids(case, failing) if name in MEETING else ()
+        ids = all_failure_ids(case, failing) if name in FAILING else ()
         return replace(base, name=name, reason=reason + note, named_case=_named(case, failing), failure_ids=ids)
 
     if not unfixed:
@@ -179,9 +152,8 @@ def _fix(case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], 
         return verdict("FIXED", both)
     if after == "reproduced":
         return verdict("NOT_FIXED", f"{both}: {fix[0].reason}", fix)
-    return verdict(
-        "DIFFERENT_FAILURE", f"unfixed {count_outcomes(unfixed)}; the fix shows another failure: {fix[0].reason}", fix
-    )
+    reason = f"unfixed {count_outcomes(unfixed)}; the fix shows another failure: {fix[0].reason}"
+    return verdict("DIFFERENT_FAILURE", reason, fix)
 
 
 def _control(outcomes: Sequence[Outcome]) -> Verdict:
@@ -204,31 +176,21 @@ def _counts(unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
     """Return the figures of a verdict that has no name yet."""
     reproduced = sum(outcome.outcome == "reproduced" for outcome in unfixed)
     passed = sum(outcome.outcome == "passed" for outcome in fix)
-    return Verdict(
-        "INCONCLUSIVE",
-        "",
-        unfixed_k=reproduced,
-        unfixed_n=len(unfixed),
-        fix_k=passed,
-        fix_n=len(fix),
-        interval=wilson(passed, len(fix)) if fix else None,
-        unfixed_interval=wilson(reproduced, len(unfixed)) if unfixed else None,
-    )
+    interval = wilson(passed, len(fix)) if fix else None
+    unfixed_interval = wilson(reproduced, len(unfixed)) if unfixed else None
+    return Verdict("INCONCLUSIVE", "", reproduced, len(unfixed), passed, len(fix), interval, unfixed_interval)
 
 
 def _not_measured(base: Verdict, reason: str, outcomes: Sequence[Outcome]) -> Verdict:
-    return replace(
-        base, reason=reason, measured=False, infra_error=any(each.outcome == "infra_error" for each in outcomes)
-    )
+    infra_error = any(each.outcome == "infra_error" for each in outcomes)
+    return replace(base, reason=reason, measured=False, infra_error=infra_error)
 
 
 def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
     """Return the other known failure that occurred most often; of equally many the first by name."""
-    count: dict[str, int] = {}
-    for outcome in outcomes:
-        for item in outcome.others(case)[:1] if outcome.outcome == "other_failure" else ():
-            count[item.case] = count.get(item.case, 0) + 1
-    return min(count, key=lambda name: (-count[name], name)) if count else None
+    failed = (outcome.others(case)[:1] for outcome in outcomes if outcome.outcome == "other_failure")
+    count = Counter(item.case for others in failed for item in others)
+    return min(count, key=lambda name: (-count[name], name), default=None)
 
 
 def _why_no_evidence(outcomes: Sequence[Outcome]) -> str:
@@ -259,8 +221,8 @@ def _older_reproduction(
         if versions is None or is_older(older, versions):
             known = ", ".join(f"{name} {older[name]}" for name in ("torch", "transformers") if name in older)
             named = f"{stack['name'] or 'an older stack'}" + (f" ({known})" if known else "")
-            difference = settings_difference(settings, unfixed["settings"])
             facts = document["hardware"].get("capabilities", {})
+            difference = settings_difference(settings, unfixed["settings"])
             difference = difference or capability_difference(needed, needed, facts)
             if difference is None:
                 return OlderReproduction(named)

@@ -31,9 +31,8 @@ from repro_matrix.grading.observation import is_project_code
 from repro_matrix.grading.root_cause import portable_path
 from repro_matrix.launch.attempt import STARTING, Attempt, Json, describe_exit, read_launch, torchrun_line
 from repro_matrix.launch.watch import Watched
-from repro_matrix.records import validate
-from repro_matrix.records.observation import Observation
-from repro_matrix.records.rank import Record
+from repro_matrix.records.attempt import Observation, Record
+from repro_matrix.records.document import validate_record
 
 DeviceError = Literal["gpu_failure", "device", "gpu_or_program"]
 EITHER: DeviceError = "gpu_or_program"
@@ -273,6 +272,6 @@ def read_record(path: Path) -> tuple[Record | None, str]:
     if not (isinstance(data, dict) and "done" in data and "exception" in data):
         return None, ""
     try:
-        return validate.record(data), ""
+        return validate_record(data), ""
     except ValueError as error:
         return None, str(error)

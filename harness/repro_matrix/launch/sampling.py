@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -18,6 +19,7 @@ from repro_matrix.environment.machine import py_spy
 from repro_matrix.grading.hangs import RankCollectives, blocking_call, in_backward, rank_collectives, stable_stack
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Json
+from repro_matrix.records.attempt import Collectives
 
 ANSWER_S = 1.0  # a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
 FRAMES_S = 30.0  # ... and its torch may import for seconds before it can report the frames of a call
@@ -31,7 +33,7 @@ class Sample:
 
     state: Json
     backtrace: str = ""
-    collectives: Json | None = None
+    collectives: Collectives | None = None
 
     def standing(self, rank: int) -> RankCollectives:
         return rank_collectives(
@@ -62,8 +64,8 @@ def take(
         trace, answer = traces.get(rank, ""), answers.get(rank)
         known = bool(trace) and not trace.startswith(NO_STACK)
         blocked_in = blocking_call(trace) if known else ""
-        collectives = (answer or {}).get("collectives")
-        waits = any(each.get("waits") for each in collectives or [])
+        collectives = answer["collectives"] if answer else None
+        waits = any(each["waits"] for each in collectives or ())
         if known and not blocked_in and waits and in_backward(trace):
             blocked_in = "backward"
         state = {
@@ -140,12 +142,12 @@ def with_frames(last: Mapping[int, Sample], records: Path) -> dict[int, Sample]:
 
 def _query_monitors(
     ranks: set[int], records: Path, question: bytes = b"?", limit_s: float = ANSWER_S
-) -> dict[int, Json]:
+) -> dict[int, Collectives]:
     """Return what the ranks' monitor threads report about their collectives; all are queried at once."""
     files = {rank: records / f"collectives-{rank}.json" for rank in ranks}
     before = {rank: _changed(path) for rank, path in files.items()}
     queried = {rank: path for rank, path in files.items() if _send(records / f"ask-{rank}", question)}
-    answers: dict[int, Json] = {}
+    answers: dict[int, Any] = {}
     limit = time.monotonic() + limit_s
     while len(answers) < len(queried) and time.monotonic() < limit:
         for rank in queried.keys() - answers.keys():

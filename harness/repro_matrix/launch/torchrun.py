@@ -35,7 +35,7 @@ from repro_matrix.launch.attempt import (
     remove_files,
 )
 from repro_matrix.launch.watch import Watch
-from repro_matrix.records.rank import Exception_, Frame
+from repro_matrix.records.attempt import Exception_, Frame
 from repro_matrix.text import ESCAPE
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config.axes import Strategy
 from repro_matrix.config.schema import Case
-from repro_matrix.records.base import SkipKind
 from repro_matrix.records.document import Skip as Stored
+from repro_matrix.records.document import SkipKind
 
 if TYPE_CHECKING:
     from repro_matrix.environment.profiles import Profile

@@ -1,1 +1,1 @@
-"""A cell's document: what it holds (types), where it is doubted (doubt), and its JSON Schema (schema). Pure."""
+"""The stored types, one definition each: attempts, outcomes, documents; validation and JSON Schema. Pure."""

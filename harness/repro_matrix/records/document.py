@@ -1,79 +1,84 @@
-"""The types of a cell's document; of what lies in it: judged.py, observation.py, record.py. Pure.
+"""A cell's document: its types, the name under which it is stored, its validation and its JSON Schema. Pure.
 
-The values that travel are plain JSON: these are ``TypedDict``s, so that mypy checks every key and nothing is converted.
-``records/validate.py`` compares with them what comes from outside, once: stored documents where they are read, a
-rank's record where it arrives. Who is given one of these types need not doubt that its keys are there.
-
-``NotRequired`` is what older documents do not hold. results/schema/cell-v1.schema.json is generated from these files.
+The values that travel are plain JSON: these are ``TypedDict``s, so that mypy checks the keys and nothing is converted.
+What comes from outside is validated once: stored documents where they are read, a rank's record where it arrives.
+``python -m repro_matrix.records.document`` (``make schema``) writes results/schema/cell-v1.schema.json.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import re
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
-from repro_matrix.records.base import Accelerator, SkipKind, Text, closed
-from repro_matrix.records.observation import Observation, Settings
-from repro_matrix.records.outcome import Outcome, Verdict
+from repro_matrix.paths import RESULTS
+from repro_matrix.records.attempt import Observation, Record, Settings, closed
+from repro_matrix.records.outcome import StoredOutcome, StoredVerdict, Text
+
+Accelerator = Literal["cpu", "cuda"]
+# Why a variant is not launched: the number of ranks or GPUs, the accelerator, GPUs that are shared or in a special
+# mode, a flag's value, an uneven division, a missing stack or package, an extension that cannot be built, memory,
+# weights, an equal variant.
+SkipKind = Literal[
+    "ranks", "tp_size", "gpus", "accelerator", "shared", "gpu_mode", "flags", "divisible", "stack", "packages", "build",
+    "memory", "weights", "same", "unknown",
+]  # fmt: skip
 
 
-@closed
 class Made(TypedDict):
-    """One attempt of a variant: what came out of it, and what that is."""
+    """One attempt of a variant and its outcome."""
 
     observation: Observation
-    outcome: Outcome
+    outcome: StoredOutcome
 
 
-@closed
 class Skip(TypedDict):
+    """Why a variant was not launched, for programs. ``requires``: what would have to be there, as it is declared."""
+
     kind: SkipKind
-    requires: Annotated[list[str], Field(description="what would have to be there, as it is declared")]
+    requires: list[str]
 
 
-@closed
 class Variant(TypedDict):
-    skipped: Annotated[Text | None, Field(description="why the variant was not launched")]
-    skip: NotRequired[Annotated[Skip | None, Field(description="the same for programs")]]
+    """``skipped``: why it was not launched. ``fingerprint``: what its answer depends on. ``planned``: MiB of memory."""
+
+    skipped: Text | None
+    skip: NotRequired[Skip | None]
     stack: NotRequired[str]
-    fingerprint: NotRequired[Annotated[str, Field(description="what the variant's answer depends on")]]
-    planned: NotRequired[
-        Annotated[
-            dict[str, Any],
-            Field(description="memory that was planned (MiB; harness/memory), where it is known"),
-        ]
-    ]
+    fingerprint: NotRequired[str]
+    planned: NotRequired[dict[str, Any]]
     settings: Settings
     attempts: list[Made]
 
 
-@closed
 class Stack(TypedDict):
+    """``label``: its folder in the results. ``changed``: files that are not as their packages installed them."""
+
     name: str
     python: str | None
     versions: dict[str, str]
-    label: NotRequired[Annotated[str, Field(description="the stack's folder in the results")]]
-    changed: NotRequired[Annotated[list[str], Field(description="what of it is not as its packages were installed")]]
+    label: NotRequired[str]
+    changed: NotRequired[list[str]]
 
 
-@closed
 class Gpu(TypedDict):
     name: str
     uuid: str
     memory_mb: Annotated[float, Field(ge=0)]
 
 
-@closed
 class ProbedDevice(TypedDict):
     name: str | None
     capability: str | None
 
 
-@closed
 class Probe(TypedDict):
-    """What the stack's torch said of these GPUs before anything was launched; only on GPUs."""
+    """What the stack's torch reported of these GPUs before anything was launched; only on GPUs."""
 
     torch: str | None
     cuda: str | None
@@ -83,21 +88,23 @@ class Probe(TypedDict):
 
 
 class Around(TypedDict):
-    """What else of the machine an answer can depend on."""
+    """What else of the machine an answer can depend on.
 
-    shm_mb: NotRequired[Annotated[int | None, Field(description="the size of shared memory; null: there is none")]]
-    ptrace: NotRequired[Annotated[bool, Field(description="whether py-spy can look into hung ranks")]]
+    ``shm_mb``: the size of shared memory (null: there is none). ``ptrace``: whether py-spy can look into hung ranks.
+    """
+
+    shm_mb: NotRequired[int | None]
+    ptrace: NotRequired[bool]
 
 
-@closed
 class Hardware(Around):
+    """``capabilities``: those that all ranks reported alike. ``shares_gpu``: all ranks of an attempt use one GPU."""
+
     profile: str
-    capabilities: NotRequired[
-        Annotated[dict[str, str | bool], Field(description="what all ranks said of their machine")]
-    ]
+    capabilities: NotRequired[dict[str, str | bool]]
     accelerator: Accelerator
     backend: NotRequired[str]
-    shares_gpu: NotRequired[Annotated[bool, Field(description="all ranks of an attempt on one GPU")]]
+    shares_gpu: NotRequired[bool]
     gpus: list[Gpu]
     cpu: str
     cores: Annotated[int, Field(ge=1)]
@@ -107,7 +114,6 @@ class Hardware(Around):
     probe: NotRequired[Probe]
 
 
-@closed
 class Provenance(TypedDict):
     git_commit: str | None
     git_dirty: bool
@@ -123,42 +129,158 @@ class Provenance(TypedDict):
 @closed
 class Cell(TypedDict):
     """One cell (case x model x strategy x flags x stack x hardware): where it was measured, every attempt of every
-    variant with its outcome, and the verdicts."""
+    variant with its outcome, and the verdicts.
+
+    ``params``: the cell's axes as an expectation names them, model/strategy[/flag=value...]. ``simulated``: why this is
+    a simulation. ``flags``: those that the cell sets against their defaults. ``ranks``: of the cell; a variant may have
+    its own number (settings.world_size). ``overrides``: name=value, what makes this another measurement than the usual
+    one of this cell. ``complete``: false where the run was stopped before every attempt was made.
+    """
 
     schema: Literal[1]
-    cell_id: NotRequired[Annotated[str, Field(description="the cell's name within one stack and hardware")]]
-    params: NotRequired[
-        Annotated[
-            str,
-            Field(description="the cell's axes as an expectation names them: model/strategy[/flag=value...]"),
-        ]
-    ]
+    cell_id: NotRequired[str]
+    params: NotRequired[str]
     case: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9-]*$")]
     title: str
     kind: Literal["failure", "control"]
-    simulated: Annotated[str | None, Field(description="why this is a simulation")]
+    simulated: str | None
     references: list[str]
     model: str
     strategy: str
-    flags: Annotated[dict[str, Any], Field(description="the flags that the cell sets against their defaults")]
-    ranks: Annotated[
-        int, Field(ge=1, description="of the cell; a variant may have a number of its own (settings.world_size)")
-    ]
-    overrides: Annotated[
-        list[str],
-        Field(description="name=value: what makes it another measurement than the usual one of this cell"),
-    ]
+    flags: dict[str, Any]
+    ranks: Annotated[int, Field(ge=1)]
+    overrides: list[str]
     scale: Literal["tiny", "full"]
     weights: Literal["random", "hub"]
     stack: Stack
     hardware: Hardware
     provenance: Provenance
     variants: Annotated[dict[str, Variant], Field(min_length=1)]
-    verdicts: dict[str, Verdict]
-    complete: Annotated[bool, Field(description="false: the run was stopped before every attempt was made")]
+    verdicts: dict[str, StoredVerdict]
+    complete: bool
 
 
 class Document(Cell):
     """A cell's document as it travels: ``path`` is where it was read."""
 
     path: NotRequired[str]
+
+
+LINES = ".jsonl.zst"  # ends the name of a file with a document on each line
+_LINE = re.compile(r"(?P<file>.+\.jsonl\.zst):(?P<line>[0-9]+)")
+
+
+class DocumentPath(NamedTuple):
+    """Where a document is stored: a file of its own, or a line of a stack's file (``.../<stack>.jsonl.zst:<line>``)."""
+
+    file: str
+    line: int | None = None  # from 1; None: the whole file is the document
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+    @classmethod
+    def parse(cls, path: str) -> DocumentPath:
+        found = _LINE.fullmatch(path)
+        return cls(found["file"], int(found["line"])) if found else cls(path)
+
+
+# -- validation
+
+MAX_ERRORS = 3  # that a message names
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)  # built when it is first needed: `repro --help` reads no document
+
+
+def validate_cell(value: Any) -> Document:
+    """Return the same value, known to be a cell's document. Raise ValueError, which names each wrong key."""
+    _validate(Cell, value)
+    _validate_variants(value)
+    return cast(Document, value)
+
+
+def validate_record(value: Any) -> Record:
+    """Return the same value, known to be a rank's record. Raise ValueError, which names each wrong key."""
+    _validate(Record, value)
+    return cast(Record, value)
+
+
+def _validate(kind: Any, value: Any) -> None:
+    """Compare without converting: what was stored stays what it is."""
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_input=False)
+        more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+        raise ValueError("; ".join(f"{key_path(e['loc'])}: {e['msg']}" for e in errors[:MAX_ERRORS]) + more) from None
+
+
+def key_path(parts: tuple[int | str, ...]) -> str:
+    """Return ``variants.unfixed.attempts[0].outcome``; a key that is not a word is quoted."""
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += ("." if path else "") + (part if re.fullmatch(r"[\w+-]+", part) else repr(part))
+    return path or "it"
+
+
+# -- what types cannot express: once in Python, once as JSON Schema
+
+
+def _validate_variants(document: Cell) -> None:
+    variants, verdicts = document["variants"], document["verdicts"]
+    if document["kind"] == "control":
+        wrong = [f"{key}.{name}" for key, names in (("variants", variants), ("verdicts", verdicts)) for name in names
+                 if name != "control"]  # fmt: skip
+        if wrong:
+            raise ValueError(f"{wrong[0]}: a control has the one variant control")
+    elif "unfixed" not in variants:
+        raise ValueError("variants: a failure has the variant unfixed")
+    elif "unfixed" in verdicts:
+        raise ValueError("verdicts.unfixed: verdicts are of the other variants")
+    for name, variant in variants.items():
+        if variant["skipped"] is not None and variant["attempts"]:
+            raise ValueError(f"variants.{name}: a variant that was skipped has no attempts")
+
+
+FILE = RESULTS / "schema" / "cell-v1.schema.json"
+_CONTROL = {"propertyNames": {"const": "control"}}
+_VARIANTS: dict[str, Any] = {
+    "if": {"properties": {"kind": {"const": "control"}}},
+    "then": {"properties": {"variants": _CONTROL, "verdicts": _CONTROL}},
+    "else": {"properties": {"variants": {"required": ["unfixed"]},
+                            "verdicts": {"propertyNames": {"not": {"const": "unfixed"}}}}},
+}  # fmt: skip
+_SKIPPED: dict[str, Any] = {
+    "if": {"properties": {"skipped": {"type": "string"}}},
+    "then": {"properties": {"attempts": {"maxItems": 0}}},
+}
+
+
+class _Untitled(GenerateJsonSchema):
+    """Without a title for every key."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def json_schema() -> str:
+    """Return the text of the JSON Schema."""
+    schema = _adapter(Cell).json_schema(schema_generator=_Untitled)
+    definitions = schema.pop("$defs")
+    for each in (schema, *definitions.values()):
+        each.pop("title", None)
+        if "description" in each:
+            each["description"] = " ".join(each["description"].split())
+    definitions["Variant"] |= _SKIPPED
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": FILE.name, "title": "A cell's document"}
+    return json.dumps({**head, **schema, **_VARIANTS, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(json_schema(), encoding="utf-8")

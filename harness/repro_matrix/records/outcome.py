@@ -1,93 +1,145 @@
-"""The types of what was judged: an attempt's outcome, and a variant's verdict over all of them. Pure."""
+"""The types of what was graded: an attempt's outcome, a failure's id, and a variant's verdict over its attempts. Pure.
+
+Documents hold them as JSON (``StoredOutcome``, ``StoredVerdict``): the same keys, lists instead of tuples.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
+from pydantic import ConfigDict, Field, GetPydanticSchema, TypeAdapter, with_config
+from typing_extensions import Self
 
 from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictName
-from repro_matrix.records.base import Compared, Count, FailureKind, InfraErrorKind, Interval, NoEvidence, Text, closed
+from repro_matrix.records.attempt import Count, FailureKind, InfraErrorKind
+
+NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]  # only the grader finds these
+Compared = Literal["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
+Text = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Interval = tuple[Share, Share]  # the 95 % Wilson interval of a share
+
+_stored = with_config(ConfigDict(extra="forbid", strict=False))  # a list for a tuple, a mapping for a nested type
 
 
-@closed
-class Recognized(TypedDict):
+class _Json:
+    """A dataclass that documents hold as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        kind: Any = type(self)
+        return _adapter(kind).dump_python(self, mode="json")
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Raise ValueError where the data is not of this type."""
+        kind: Any = cls
+        return _adapter(kind).validate_python(data)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@_stored
+@dataclass(frozen=True)
+class Recognized:
+    """A known failure that an attempt shows."""
+
     case: str
     signature: str
-    ranks: Annotated[list[int], Field(min_length=1)]
+    ranks: tuple[int, ...]
     kind: SignatureKind
     message: str
 
 
-@closed
-class Primary(TypedDict):
-    """The failure that came first."""
+@_stored
+@dataclass(frozen=True)
+class Primary:
+    """The failure that came first. ``location``: module.function of the innermost frame."""
 
     rank: int
     type: str
     message: str
     location: str
-    kind: NotRequired[FailureKind]
+    kind: FailureKind = "exception"
 
 
-@closed
-class Outcome(TypedDict):
+@_stored
+@dataclass(frozen=True)
+class Outcome(_Json):
+    """A graded attempt. ``primary`` is None where no rank failed by itself."""
+
     outcome: OutcomeName
     reason: Text
-    recognized: list[Recognized]
-    primary: Annotated[Primary | None, Field(description="null where no rank failed by itself")]
-    failed: NotRequired[Annotated[list[str], Field(description="checks that failed or were not made")]]
-    ranks: NotRequired[Annotated[list[int], Field(description="the ranks that the reason is about; empty: all")]]
-    check: NotRequired[Annotated[str | None, Field(description="the check that the reason is about: the worst")]]
-    infra_error: NotRequired[Annotated[InfraErrorKind | NoEvidence | None, Field(description="of infra: what kind")]]
-    outcome_without_warning: NotRequired[
-        Annotated[
-            OutcomeName | None,
-            Field(description="where only a remark in the log reproduces: what the attempt would be without it"),
-        ]
-    ]
+    recognized: tuple[Recognized, ...] = ()
+    primary: Primary | None = None
+    failed: tuple[str, ...] = ()  # every rank finished, and these checks failed or were not made
+    # Where only a log record reproduces: the outcome without it. A harmless warning leaves the attempt passed.
+    outcome_without_warning: OutcomeName | None = None
+    ranks: tuple[int, ...] = ()  # that the reason is about; empty: all
+    check: str | None = None  # that the reason is about: the worst failed one, or the missing one
+    infra_error: InfraErrorKind | NoEvidence | None = None
+
+    def others(self, case: str) -> tuple[Recognized, ...]:
+        """Return other cases' failures in it; their log records do not count."""
+        return tuple(item for item in self.recognized if item.case != case and item.kind != "log")
 
 
-@closed
-class FailureId(TypedDict, total=False):
-    """A known failure, an exception and the place that raised it, or a check."""
-
-    case: str | None
-    signature: str | None
-    type: str | None
-    code_location: str | None
-    check: str | None
+# transformers imports code that came with a model below this name and the name of the folder that it was read from,
+# which may be a temporary one of the process: transformers_modules.qwen_4711.modeling_qwen.generate.
+_REMOTE_CODE = re.compile(r"^transformers_modules\.(?:[^.]+\.)+(?=[^.]+\.[^.]+$)")
 
 
-@closed
-class Verdict(TypedDict):
+@_stored
+@dataclass(frozen=True, order=True)
+class FailureId(_Json):
+    """What identifies a failure: a signature; an exception (or signal, exit code) and its location; a failed check."""
+
+    case: str | None = None
+    signature: str | None = None
+    type: str | None = None
+    code_location: str | None = None  # module.function of the innermost frame
+    check: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.code_location:
+            object.__setattr__(self, "code_location", _REMOTE_CODE.sub("transformers_modules.*.", self.code_location))
+
+    def __str__(self) -> str:
+        """Return it as an expectation writes it."""
+        if self.case:
+            return f"{self.case}/{self.signature}"
+        if self.check:
+            return f"check {self.check}"
+        return f"{self.type} in {self.code_location}" if self.code_location else str(self.type)
+
+
+@_stored
+@dataclass(frozen=True)
+class Verdict(_Json):
+    """The verdict of a fix variant or a control, and how it compares with what is expected."""
+
     name: VerdictName
     reason: Text
-    unfixed_k: Annotated[Count, Field(description="attempts of the unfixed variant in which the signature reproduced")]
-    unfixed_n: Annotated[Count, Field(description="attempts of the unfixed variant that count")]
-    fix_k: Annotated[Count, Field(description="attempts of this variant that passed")]
-    fix_n: Annotated[Count, Field(description="attempts of this variant that count")]
-    interval: Annotated[Interval | None, Field(description="95 % Wilson interval of fix_k / fix_n")]
-    unfixed_interval: Annotated[Interval | None, Field(description="95 % Wilson interval of unfixed_k / unfixed_n")]
-    named_case: str | None
-    measured: bool
-    infra_error: NotRequired[
-        Annotated[bool, Field(description="nothing was measured: what was launched is no evidence")]
-    ]
-    failure_ids: NotRequired[
-        Annotated[list[FailureId], Field(description="what failed, where the verdict says that something did")]
-    ]
-    unseen: NotRequired[
-        Annotated[bool, Field(description="a failure that nothing stored expects, and that does not reproduce")]
-    ]
-    expected: NotRequired[Compared]
-    expectation: NotRequired[
-        Annotated[
-            VerdictName | None,
-            Field(description="the verdict that is expected, or predicted where this hardware has no expectation"),
-        ]
-    ]
-    failure_note: NotRequired[
-        Annotated[str, Field(description="another failure than the expected one was met, or met: unset")]
-    ]
+    unfixed_k: Count = 0  # attempts of the unfixed variant in which the signature reproduced ...
+    unfixed_n: Count = 0  # ... of those that count
+    fix_k: Count = 0  # attempts of this variant that passed ...
+    fix_n: Count = 0  # ... of those that count
+    interval: Interval | None = None  # of fix_k / fix_n
+    unfixed_interval: Interval | None = None  # of unfixed_k / unfixed_n
+    named_case: str | None = None  # the case of the catalogue whose failure occurred instead
+    measured: bool = True  # False: no attempt was left to grade
+    failure_ids: tuple[FailureId, ...] = ()  # this variant's failures; of SIGNATURE_MISMATCH the unfixed variant's
+    infra_error: bool = False  # nothing was measured because what was launched is no evidence
+    unseen: bool = False  # a failure that nothing stored expects and that does not reproduce here
+    expected: Compared = "no_expectation"
+    expectation: VerdictName | None = None  # the expected verdict, or the predicted one
+    failure_note: str = ""  # another failure than the expected one, or that none is written down
+
+
+StoredOutcome = Annotated[dict[str, Any], GetPydanticSchema(lambda _source, handler: handler(Outcome))]
+StoredVerdict = Annotated[dict[str, Any], GetPydanticSchema(lambda _source, handler: handler(Verdict))]

@@ -18,9 +18,8 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.comparability import machine
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.grading.expectations import expected as expectation
-from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import Outcome, Verdict
+from repro_matrix.records.outcome import FailureId, StoredOutcome, StoredVerdict
 from repro_matrix.results.version_ranges import expectations, measured, runs, upstream
 
 
@@ -139,7 +138,7 @@ def _evidence(document: Document) -> Any:
     )
 
 
-def _recognised(outcome: Outcome) -> list[tuple[str, str]]:
+def _recognised(outcome: StoredOutcome) -> list[tuple[str, str]]:
     return sorted((item["case"], item["signature"]) for item in outcome["recognized"])
 
 
@@ -157,7 +156,7 @@ def _changes(case: Case, document: Document) -> Iterable[Change]:
             yield Change(case.slug, document["params"], document["stack"]["name"], variant, old, new)
 
 
-def _said(verdict: Verdict) -> str:
+def _said(verdict: StoredVerdict) -> str:
     return _worded(verdict["name"], [str(FailureId(**item)) for item in verdict.get("failure_ids", ())])
 
 

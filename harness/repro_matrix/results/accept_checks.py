@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from repro_matrix.grading.comparability import machine
-from repro_matrix.grading.consistency import same_release
+from repro_matrix.grading.comparability import machine, same_release
 from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.records.document import Cell
 

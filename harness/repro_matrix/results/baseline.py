@@ -22,8 +22,7 @@ from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.files import write_bytes
 from repro_matrix.paths import ROOT, cache_dir
-from repro_matrix.records.document import Document
-from repro_matrix.records.paths import LINES
+from repro_matrix.records.document import LINES, Document
 
 LEVEL = 19
 WAIT_S = 60  # for another `accept`

@@ -8,14 +8,13 @@ from typing import cast
 
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.machine import Machine
-from repro_matrix.grading import grade, outcome
+from repro_matrix.grading import grade
 from repro_matrix.grading.comparability import machine, recorded_capabilities
-from repro_matrix.grading.consistency import fingerprint_mismatch
-from repro_matrix.grading.regrade import verdicts_of, with_expectations
+from repro_matrix.grading.regrade import fingerprint_mismatch, verdicts_of, with_expectations
 from repro_matrix.planning.plan import CellPlan, VariantPlan
-from repro_matrix.records.base import Accelerator
-from repro_matrix.records.document import Document, Made, Provenance, Stack, Variant
-from repro_matrix.records.observation import Observation, Settings
+from repro_matrix.records.attempt import Observation, Settings
+from repro_matrix.records.document import Accelerator, Document, Made, Provenance, Stack, Variant
+from repro_matrix.records.outcome import Outcome
 
 
 def new(
@@ -115,7 +114,7 @@ def made_under(attempt: Made) -> str | None:
 
 def add_attempt(
     document: Document, variant: str, observation: Observation, case: Case, cases: Mapping[str, Case]
-) -> outcome.Outcome:
+) -> Outcome:
     """Judge one observation and keep both."""
     outcome = grade.grade(case, variant, observation, cases)
     document["variants"][variant]["attempts"].append({"observation": observation, "outcome": outcome.to_json()})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from repro_matrix.grading.outcome import Outcome
-from repro_matrix.grading.root_cause import FailureId, failure_ids
+from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.document import Document, Made
+from repro_matrix.records.outcome import FailureId, Outcome
 
 
 def failing(documents: Iterable[Document]) -> list[tuple[Document, Made]]:

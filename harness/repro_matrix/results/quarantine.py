@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,7 +24,7 @@ from repro_matrix.config.selection import Selection
 from repro_matrix.errors import ConfigError, describe_validation, nearest
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import Verdict
+from repro_matrix.records.outcome import StoredVerdict
 
 if TYPE_CHECKING:
     from repro_matrix.results.summary import Row
@@ -155,11 +155,11 @@ def applied(documents: Iterable[Document], entries: Sequence[Quarantine], today:
     return found
 
 
-def _quarantined(said: Verdict, entry: Quarantine | None) -> Verdict:
+def _quarantined(said: StoredVerdict, entry: Quarantine | None) -> StoredVerdict:
     if entry is None or said.get("expected") != "unexpected" or not said["measured"]:
         return said
     by = {"owner": entry.owner, "until": entry.until.isoformat(), "reason": entry.reason}
-    return cast(Verdict, {**said, "expected": "quarantined", "quarantined": by})  # is shown, and never stored
+    return {**said, "expected": "quarantined", "quarantined": by}  # is shown, and never stored
 
 
 def mark_rows(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the tables of cells need no document
     from repro_matrix.records.document import Cell, Made, Variant
-    from repro_matrix.records.outcome import Outcome, Verdict
+    from repro_matrix.records.outcome import StoredOutcome, StoredVerdict
 
 Row = dict[str, Any]
 
@@ -44,7 +44,7 @@ def variant_rows(document: Cell) -> list[Row]:
     ]
 
 
-def _variant_row(verdict: Verdict | None, name: str, variant: Variant) -> Row:
+def _variant_row(verdict: StoredVerdict | None, name: str, variant: Variant) -> Row:
     told: Mapping[str, Any] = (
         verdict or {}
     )  # a unfixed variant has none; ``quarantined`` is only ever shown (results/quarantine.py)
@@ -106,7 +106,7 @@ def words_of(document: Cell) -> tuple[str, ...]:
     return (*words, *document["overrides"])
 
 
-def summary_of(outcomes: Iterable[Outcome]) -> str:
+def summary_of(outcomes: Iterable[StoredOutcome]) -> str:
     """``reproduces`` when all attempts agree, else ``reproduces 2/3, clean 1/3``."""
     outcomes = list(outcomes)
     names: list[str] = [outcome["outcome"] for outcome in outcomes]
@@ -116,7 +116,7 @@ def summary_of(outcomes: Iterable[Outcome]) -> str:
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
 
 
-def kinds_of(outcomes: Iterable[Outcome]) -> list[str]:
+def kinds_of(outcomes: Iterable[StoredOutcome]) -> list[str]:
     """What attempts came out as, the most frequent first."""
     names: list[str] = [outcome["outcome"] for outcome in outcomes]
     if len(names) == 1:
@@ -124,11 +124,11 @@ def kinds_of(outcomes: Iterable[Outcome]) -> list[str]:
     return sorted(set(names), key=lambda kind: (-names.count(kind), kind))
 
 
-def _with_note(verdict: Verdict) -> str:
+def _with_note(verdict: StoredVerdict) -> str:
     """A verdict's reason, and what its name does not say of its expectation."""
     note = verdict.get("failure_note")
     return f"{verdict['reason']} [{note}]" if note else verdict["reason"]
 
 
-def _reason(outcomes: list[Outcome]) -> str:
+def _reason(outcomes: list[StoredOutcome]) -> str:
     return outcomes[0]["reason"] if outcomes else ""

@@ -21,9 +21,7 @@ from pydantic_core import from_json
 from repro_matrix.errors import ResultsError
 from repro_matrix.files import write_bytes as write_bytes
 from repro_matrix.files import write_text as write_text
-from repro_matrix.records import paths as place
-from repro_matrix.records import validate as validation_error
-from repro_matrix.records.document import Document
+from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 from repro_matrix.results import baseline
 
 SCHEMA = 1  # of a cell's document
@@ -145,7 +143,7 @@ class Store:
 
 
 class Found(NamedTuple):
-    """A document in a folder. ``path`` names it (records/paths.py); ``case``: by its folder or its line's key, ""
+    """A document in a folder. ``path`` names it (records/document.py); ``case``: by its folder or its line's key, ""
     of a line that is damaged; ``cell``: by its file or that key. ``state``: of the file that holds it."""
 
     path: str
@@ -167,10 +165,10 @@ def listed(root: Path, history: bool = False, lines: bool = True) -> Iterator[Fo
         case = os.path.basename(folder)
         yield from _lost(folder, [*names, *(name for name in files if "." not in name)], str(root))
         for name in sorted(files):
-            if name.endswith((".json", place.LINES)) and not name.startswith((".", SUMMARY)):
+            if name.endswith((".json", LINES)) and not name.startswith((".", SUMMARY)):
                 path = os.path.join(folder, name)
                 try:
-                    if lines and name.endswith(place.LINES):
+                    if lines and name.endswith(LINES):
                         yield from _in_file(path, case)
                     else:  # nearly all of many thousand
                         yield Found(path, case, state_of(path), name)
@@ -194,9 +192,9 @@ def _lost(folder: str, names: Iterable[str], root: str) -> Iterator[Found]:
 
 
 def _in_file(path: str, case: str) -> Iterator[Found]:
-    at = place.read(path)
+    at = DocumentPath.parse(path)
     state = state_of(at.file)
-    if not at.file.endswith(place.LINES):
+    if not at.file.endswith(LINES):
         yield Found(path, case, state, os.path.basename(path))
         return
     try:
@@ -207,7 +205,7 @@ def _in_file(path: str, case: str) -> Iterator[Found]:
     for number, line in enumerate(lines, 1):
         if at.line in (None, number):
             case, _, cell = baseline.key_of(line).partition("/")
-            yield Found(str(place.Place(at.file, number)), case, state, f"{cell}.json")
+            yield Found(str(DocumentPath(at.file, number)), case, state, f"{cell}.json")
 
 
 def state_of(path: str) -> State:
@@ -224,9 +222,9 @@ def _raise(error: OSError) -> None:
 
 def document_at(path: str) -> Document:
     """The document of this name. Raises ValueError as ``document_of``, and OSError."""
-    at = place.read(path)
+    at = DocumentPath.parse(path)
     if at.line is None:
-        if path.endswith(place.LINES):  # damaged, so that it has no lines to name
+        if path.endswith(LINES):  # damaged, so that it has no lines to name
             baseline.read_lines(path, state_of(path))
             raise ValueError("a file of several documents")
         try:
@@ -281,7 +279,7 @@ def _checked(held: Any) -> Document:
             raise ValueError(f"schema {schema}: older than any that this repro-matrix reads ({SCHEMA})")
         if schema != SCHEMA or not isinstance(found["variants"], dict) or "started" not in found["provenance"]:
             raise ValueError(f"not a cell document of schema {SCHEMA}")
-        return validation_error.cell(found)
+        return validate_cell(found)
     except KeyError as error:
         raise ValueError(f"not a cell document: it has no {error}") from None
     except (TypeError, AttributeError) as error:

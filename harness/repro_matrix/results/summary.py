@@ -29,14 +29,12 @@ from repro_matrix.files import write_bytes
 from repro_matrix.grading import checks, verdict
 from repro_matrix.grading.expectations import comparison as compare_with_expectation
 from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.grading.regrade import outcomes_of, verdicts_of, with_outcomes
-from repro_matrix.grading.root_cause import FailureId, failure_ids
+from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.paths import PACKAGE
-from repro_matrix.records import paths
-from repro_matrix.records.document import Document, Made, Variant
-from repro_matrix.records.observation import Observation, Rank
-from repro_matrix.records.outcome import Outcome as StoredOutcome
+from repro_matrix.records.attempt import Observation, Rank
+from repro_matrix.records.document import Document, DocumentPath, Made, Variant
+from repro_matrix.records.outcome import FailureId, Outcome, StoredOutcome
 from repro_matrix.results.rows import error_at, words_of
 from repro_matrix.results.store import SUMMARY, document_at, listed
 
@@ -289,7 +287,7 @@ def load_rows(
                 stale.append(path)
     if stale:
         fresh |= grade_cells(folder, stale, cases, [row for rows in fresh.values() for row in rows], notes)
-    order = sorted(fresh, key=lambda path: ((place := paths.read(path)).file.split("/"), place.line or 0))
+    order = sorted(fresh, key=lambda path: ((place := DocumentPath.parse(path)).file.split("/"), place.line or 0))
     found = [compared(row, cases) for path in order for row in fresh[path]]
     if write and (stale or stored):
         with suppress(OSError):
@@ -370,7 +368,7 @@ def _stored(folder: Path, notes: list[str]) -> dict[str, dict[str, list[Row]]]:
             with suppress(ValueError):
                 if line:
                     row = from_json(line)
-                    cells = found[paths.read(row.evidence).file]
+                    cells = found[DocumentPath.parse(row.evidence).file]
                     if row.first:
                         cells[row.evidence] = []
                     if row.evidence in cells:
@@ -391,7 +389,8 @@ class _Current:
         if row.evidence_mtime_ns == state[0]:
             return True
         try:  # a copy, or a checkout
-            return row.evidence_hash == evidence_hash((self.folder / paths.read(row.evidence).file).read_bytes())
+            content = (self.folder / DocumentPath.parse(row.evidence).file).read_bytes()
+            return row.evidence_hash == evidence_hash(content)
         except OSError:
             return False
 
@@ -478,7 +477,7 @@ def grade_cells(
         if case is not None:
             older = [other for other in (*graded[key], *history.get(key, ())) if _on_other_stack(other, document)]
             document["verdicts"] = verdicts_of(document, case, older)
-        file = paths.read(path).file
+        file = DocumentPath.parse(path).file
         if file not in states:
             states[file] = os.stat(folder / file), evidence_hash((folder / file).read_bytes())
         found[path] = rows_of(document, case, cases, path, *states[file])

@@ -11,8 +11,8 @@ from packaging.version import Version
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import FailureId
 from repro_matrix.results.version_ranges import release, upstream
 
 

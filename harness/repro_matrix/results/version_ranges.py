@@ -21,8 +21,8 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.comparability import depends_on_capabilities
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.records.document import Cell
+from repro_matrix.records.outcome import FailureId
 
 release = lru_cache(maxsize=4096)(Version)  # of all that is published there are a few hundred
 STABLE = (

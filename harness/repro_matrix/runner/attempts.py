@@ -24,8 +24,7 @@ from repro_matrix.launch.observe import classify_device_error
 from repro_matrix.launch.torchrun import CommandLauncher
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import CellPlan, VariantPlan
-from repro_matrix.records.base import InfraErrorKind
-from repro_matrix.records.observation import Observation, Settings
+from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 
 REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends

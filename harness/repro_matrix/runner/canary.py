@@ -19,11 +19,11 @@ from repro_matrix.config.catalog import Catalogue, parse, read_yaml
 from repro_matrix.config.schema import Case
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.grading.root_cause import FailureId
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import FailureId
 from repro_matrix.results.store import Store
 from repro_matrix.runner.attempts import imports_of
 from repro_matrix.runner.engine import Event, RunContext, Summary

@@ -27,10 +27,10 @@ from repro_matrix.errors import ResultsError
 from repro_matrix.grading.regrade import Graded, regrade
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
+from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Around, Document, Probe, Provenance
 from repro_matrix.records.document import Stack as StackSaid
-from repro_matrix.records.observation import Observation
-from repro_matrix.records.outcome import Outcome
+from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.results import document as documents
 from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
@@ -60,7 +60,7 @@ class Event:
     plan: CellPlan | None = None
     variant: str = ""
     index: int = 0
-    outcome: Outcome | None = None
+    outcome: StoredOutcome | None = None
     document: Document | None = None
     wall_s: float = 0.0
     seconds: float = 0.0  # expected
@@ -374,7 +374,7 @@ class Engine:
     def _settle(self, cell: _Cell) -> None:
         cases = self.context.catalogue.cases
         stored = [d for d in self.context.history.get(cell.document["cell_id"], []) if _other_stack(d, cell.document)]
-        judged = regrade(stored, cases, kept=self.context.graded)
+        judged = regrade(stored, cases, self.context.graded)
         self._summary.notes += judged.notes
         older = judged.documents
         where = cell.plan.cell.where

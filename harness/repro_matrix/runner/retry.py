@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from repro_matrix.launch.observe import EITHER
-from repro_matrix.records.observation import Again, Attempt, InfraError, Observation
+from repro_matrix.records.attempt import Attempt, InfraError, Observation
 
 GPU_FAILURE: Final = "gpu_failure"  # the kind of infrastructure error of a failed GPU
 OTHER_GPUS = (GPU_FAILURE, "device", EITHER)  # other GPUs may give a result
@@ -27,7 +27,7 @@ def plan_retry(observation: Observation, gpus: Sequence[str] = ()) -> dict[str, 
     return {"retry_of": _reason(error), "avoid": tuple(gpus)} if error["kind"] in OTHER_GPUS else None
 
 
-def _reason(error: InfraError) -> Again:
+def _reason(error: InfraError) -> InfraError:
     return {"kind": error["kind"], "message": error["message"]}
 
 

@@ -18,8 +18,8 @@ import psutil
 
 from repro_matrix.planning.memory import GIB
 from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, VariantPlan
+from repro_matrix.records.attempt import InfraError
 from repro_matrix.records.document import Document, Made
-from repro_matrix.records.observation import Again
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together
@@ -40,7 +40,7 @@ class Task:
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
     deadline: float | None = None  # instead of the plan's
-    retry_of: Again | None = field(default=None, hash=False)  # it is repeated, and why
+    retry_of: InfraError | None = field(default=None, hash=False)  # it is repeated, and why
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
 
 

@@ -23,10 +23,10 @@ from repro_matrix.config.selection import quoted
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.grading.outcome import InfraErrorKind, Outcome
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.planning.cells import variants_of
 from repro_matrix.records.document import Variant
+from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import local
 from repro_matrix.results.rows import error_at
 from repro_matrix.results.store import Document, Store

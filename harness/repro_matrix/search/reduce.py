@@ -24,8 +24,8 @@ from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError, MeasureError, unknown
 from repro_matrix.external import command_line
 from repro_matrix.external.adhoc_case import Script, learned
-from repro_matrix.grading.outcome import Outcome
 from repro_matrix.paths import cache_dir
+from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import comparable_text
 from repro_matrix.runner import session
 from repro_matrix.runner.request import Request

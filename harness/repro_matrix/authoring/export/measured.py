@@ -8,7 +8,7 @@ from typing import Any
 
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import Outcome
+from repro_matrix.records.outcome import StoredOutcome
 
 _OF_STACK = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
 
@@ -18,10 +18,10 @@ class Measured:
     """The attempts of one stored document's variant."""
 
     versions: Mapping[str, str]
-    outcomes: list[Outcome]
+    outcomes: list[StoredOutcome]
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StoredOutcome:
         return self.outcomes[0]
 
     @property

@@ -1,0 +1,301 @@
+"""The types of what one attempt left: how it was launched, how each rank ended, and each rank's own record. Pure.
+
+Records are written by repros/repro_kit/record.py, observations by launch/observe.py (docs/observation.md). Keys that
+are not named here are kept. What ranks *state* in a record (a NaN, a contradiction) is the graders' business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import NotRequired, TypedDict
+
+InfraErrorKind = Literal[
+    "launch", "port", "disk", "memory", "import", "device", "gpu_failure", "gpu_or_program", "not_enough_gpus",
+    "launcher_died", "script_error", "timeout_while_progressing", "startup_timeout", "missing_check", "unknown",
+]  # fmt: skip
+FailureKind = Literal["exception", "signal", "exit", "left"]  # left: exit code 0, without the done marker
+TerminatedBy = Literal["self", "launcher", "timeout", "user"]
+
+Count = Annotated[int, Field(ge=0, strict=True)]
+Seconds = Annotated[float, Field(ge=0)]
+
+# Nested types without a mark of their own are as open as the type that holds them.
+closed = with_config(ConfigDict(extra="forbid", strict=True))
+open_ended = with_config(ConfigDict(extra="ignore", strict=True))
+
+# -- one rank's record
+
+
+class Frame(TypedDict):
+    """``code_location``: the module that the code is (repro_kit/code_location.py); a frame from a log has none."""
+
+    file: str
+    line: int | None
+    function: str
+    module: str
+    code_location: NotRequired[str]
+    code: NotRequired[str]
+
+
+class Exception_(TypedDict):
+    """``frames``: outermost first. ``error_code``: an accelerator's own (cudaError_t), where torch gives it."""
+
+    type: str
+    module: NotRequired[str]
+    bases: NotRequired[list[str]]
+    message: str
+    error_code: NotRequired[int]
+    frames: list[Frame]
+    cause: Exception_ | None
+
+
+class Check(TypedDict):
+    """What one check compared; grading/checks.py evaluates it."""
+
+    name: str
+    passed: bool
+    actual: NotRequired[Any]
+    expected: NotRequired[Any]
+    tolerance: NotRequired[Any]
+    subject: NotRequired[Any]
+    at: NotRequired[Any]
+
+
+class Effect(TypedDict):
+    """What a rank measured of an option that its variant names; grading/effect.py evaluates it."""
+
+    what: str
+    actual: NotRequired[Any]
+    whole: NotRequired[Any]
+    backend: NotRequired[str]
+    least: NotRequired[Any]
+    most: NotRequired[Any]
+    subject: NotRequired[str]
+
+
+class Warning_(TypedDict):
+    """``code_location``: of the caller of warnings.warn; ``file`` is the one that the warning blames."""
+
+    category: str
+    message: str
+    file: str
+    code_location: str
+
+
+class Log(TypedDict):
+    logger: str
+    message: str
+    file: str
+    code_location: str
+
+
+class Facts(TypedDict):
+    """The facts that a rank's script and kit recorded."""
+
+    machine: NotRequired[dict[str, str | bool]]
+
+
+class Read(TypedDict):
+    """The flags and options that a rank's script has read."""
+
+    flags: NotRequired[list[str]]
+    options: NotRequired[list[str]]
+
+
+@open_ended
+class Record(TypedDict):
+    """What one rank wrote. ``packages``: name -> where it is installed."""
+
+    rank: int
+    world_size: NotRequired[int]
+    pid: NotRequired[int]
+    started: NotRequired[float]
+    ended: NotRequired[float | None]
+    phase: str
+    done: bool
+    done_at: NotRequired[float | None]
+    exception: Exception_ | None
+    checks: list[Check]
+    metrics: dict[str, Any]
+    facts: Facts
+    warnings: list[Warning_]
+    logs: list[Log]
+    versions: dict[str, str]
+    packages: NotRequired[dict[str, str]]
+    read: NotRequired[Read]
+    effects: NotRequired[list[Effect]]
+    cpu_s: NotRequired[float]
+    peak_rss_mb: NotRequired[float]
+    peak_gpu_mb: NotRequired[float | None]
+
+
+# -- how a rank ended
+
+
+class Sample(TypedDict):
+    """The state of a rank at one moment (launch/sampling.py); of an ended one only the first two keys."""
+
+    time_s: float
+    ended: bool
+    cpu_s: NotRequired[float | None]
+    io: NotRequired[int | None]
+    busy: NotRequired[bool]
+    phase: NotRequired[str | None]
+    stack: NotRequired[str | None]
+    blocking_call: NotRequired[str]
+    collectives_digest: NotRequired[str | None]
+    busy_waiting: NotRequired[bool]
+
+
+class Collective(TypedDict):
+    """One collective of torch's flight recorder. ``frames``: (file, function) of its call, innermost first."""
+
+    group: str
+    sequence: int | None
+    op: str
+    p2p: bool
+    waits: bool
+    frames: NotRequired[list[list[str]]]
+
+
+class Collectives(TypedDict):
+    """The last answer of a rank's monitor (repros/repro_kit/rank_monitor.py); null: nothing was recorded."""
+
+    groups: dict[str, list[int]]
+    collectives: list[Collective] | None
+    complete: bool
+
+
+class Rank(TypedDict):
+    """``record``: null where the rank wrote none; ``validation_error``: why what it wrote is no record."""
+
+    rank: Count
+    pid: NotRequired[int | None]
+    exit_code: int | None
+    signal: Annotated[str, Field(pattern="^SIG")] | None
+    terminated_by: TerminatedBy
+    record: Record | None
+    validation_error: NotRequired[str]
+    log_tail: str
+    stack: str | None
+    samples: NotRequired[list[Sample]]
+    collectives: NotRequired[Collectives | None]
+
+
+# -- the attempt
+
+
+class Hang(TypedDict):
+    """Why the launcher ended an attempt that did not end by itself. ``starting``: a rank had not begun its script."""
+
+    starting: bool
+    deadlock: str | None
+    limit_s: float
+
+
+class ModelSettings(TypedDict, total=False):
+    slug: str
+    scale: str
+    weights: str
+    config: dict[str, Any]
+
+
+class StrategySettings(TypedDict, total=False):
+    slug: str
+    options: dict[str, Any]
+    invariants: dict[str, Any]
+    replicas: dict[str, Any]
+
+
+class PassCriteriaSettings(TypedDict, total=False):
+    kind: str
+    checks: list[str]
+    effects: list[str]
+
+
+@open_ended
+class Settings(TypedDict, total=False):
+    """What a variant runs with (repros/repro_kit/settings.py)."""
+
+    case: str
+    variant: str
+    model: ModelSettings
+    strategy: StrategySettings
+    flags: dict[str, Any]
+    pass_criteria: PassCriteriaSettings
+    world_size: int
+    tp_size: int
+    devices: int
+    process_group: bool
+    normal_exit: bool
+    seed: int
+    steps: int
+    device: str
+    backend: str
+
+
+class InfraError(TypedDict):
+    kind: InfraErrorKind
+    message: str
+
+
+class Attempt(TypedDict):
+    """One launch. ``versions``: the releases that it was planned with. ``cold_start_reason``: why it was not forked.
+
+    ``retry_of``: the infrastructure error of the attempt that this one repeats.
+    """
+
+    id: str
+    launcher: str
+    command: list[str]
+    torchrun: NotRequired[str | None]
+    backend: str
+    world_size: Annotated[int, Field(ge=1)]
+    started: float
+    ended: float
+    wall_s: Seconds
+    cpu_s: Seconds | None
+    deadline_s: Annotated[float, Field(gt=0)]
+    timed_out: bool
+    startup_s: NotRequired[float | None]
+    hang: NotRequired[Hang | None]
+    interrupted: bool
+    leaked_processes: list[str]
+    seed: int
+    settings: Settings
+    gpus: NotRequired[list[str]]
+    fingerprint: NotRequired[str]
+    versions: NotRequired[dict[str, str]]
+    cold_start_reason: NotRequired[str]
+    retry_of: NotRequired[InfraError]
+
+
+class Line(TypedDict):
+    """A line of a log that a user's failure definition looks for. ``rank`` -1: the launcher's log."""
+
+    rank: Annotated[int, Field(ge=-1)]
+    line: str
+    value: NotRequired[float]
+
+
+class Printed(TypedDict):
+    """What the logs of a user's script hold. ``by_rank``: the last value of each rank; ``cut``: a log was too long."""
+
+    log: list[Line]
+    metric: list[Line]
+    by_rank: NotRequired[dict[str, float]]
+    cut: bool
+
+
+@open_ended
+class Observation(TypedDict):
+    """Everything that an attempt left. ``printed`` and ``command_exit``: of a user's script only."""
+
+    schema: Literal[1]
+    attempt: Attempt
+    infra_error: InfraError | None
+    ranks: list[Rank]
+    printed: NotRequired[Printed]
+    command_exit: NotRequired[int | None]
