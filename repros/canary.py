@@ -1,4 +1,4 @@
-"""Planted in every run of the matrix: does a failure come out as one, a wrong number as wrong, right work as right?"""
+"""Run before every matrix: a planted failure, a wrong number and a correct computation must be graded as such."""
 
 from __future__ import annotations
 

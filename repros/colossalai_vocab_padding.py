@@ -1,4 +1,4 @@
-"""5: ColossalAI cuts the vocabulary's padding off before it gathers the shards (hpcaitech/ColossalAI#6167).
+"""ColossalAI cuts the vocabulary's padding off before it gathers the shards (hpcaitech/ColossalAI#6167).
 
 The case colossalai-resume-zeros runs this script too: ColossalAI's own loading of such a file.
 """
@@ -29,7 +29,7 @@ NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def lend_cpu_accelerator() -> None:
-    """ColossalAI's CPU accelerator lacks these two, which building layers asks for; nothing of saving is touched."""
+    """Add two functions that ColossalAI's CPU accelerator lacks; building layers calls them, saving does not."""
     if get_accelerator().name == "cpu":
         kind: Any = type(get_accelerator())
         kind.get_rng_state = lambda self, device=None: torch.get_rng_state()
@@ -37,21 +37,22 @@ def lend_cpu_accelerator() -> None:
 
 
 def gather_first() -> None:
-    """The fix's order (hpcaitech/ColossalAI#6168) for releases before it: first gather, then cut the padding off."""
+    """Apply the order of the fix (hpcaitech/ColossalAI#6168) to earlier releases: first gather, then remove the
+    padding."""
     gather, unpad = saving.gather_distributed_param, saving.to_unpadded_tensor
     saving.to_unpadded_tensor = lambda param: param
     saving.gather_distributed_param = lambda param, keep_vars=False: unpad(gather(param, keep_vars=keep_vars))
 
 
 def whole(param: torch.Tensor) -> torch.Tensor:
-    """The rows that all ranks hold of a vocabulary weight, padding included, without ColossalAI's own gathering."""
+    """Return the rows of a vocabulary weight that all ranks hold, with padding, without ColossalAI's own gathering."""
     parts = [torch.empty_like(param.data) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, param.data.contiguous())
     return torch.cat(parts)
 
 
 def notes(run: Run) -> int:
-    """How many warnings and log records have spoken of the vocabulary so far."""
+    """Return how many warnings and log records mention the vocabulary so far."""
     said = [item["message"].lower() for item in run.record.capture.warnings + run.record.capture.logs]
     return sum("vocab" in text or "embed_tokens" in text for text in said)
 
@@ -96,12 +97,12 @@ def body(run: Run) -> None:
 
     stages = 1 if flags["stages"] == "one" else 2
     reference = make(run.seed)
-    one = Single(reference, alone, factor=FACTOR)  # one process's training, which the parallel one must equal
+    one = Single(reference, alone, factor=FACTOR)  # training in one process, which the parallel training must equal
 
     booster, model, optimizer = parallel(make(run.seed))
     size = sizes(reference.parameters())[2]
     watch(run, model.unwrap(), whole=size)
-    run.metric("vocabulary_notes", 1 + notes(run))  # 1: nobody was told
+    run.metric("vocabulary_notes", 1 + notes(run))  # 1: no note
     actual = train(model, optimizer, 0, run.steps, lambda loss: booster.backward(loss, optimizer))
     folder = _save(run, booster, model, "first")
     if stages == 2:
@@ -129,9 +130,9 @@ def body(run: Run) -> None:
         wrong = {name: tuple(stored[name]) for name in NAMES if stored[name][0] != vocab}
         run.check("file-shapes", actual=wrong, expected={}, subject=f"{len(stored)} tensors, of {vocab} rows")
         if wrong:
-            return  # found in time: nothing is loaded
+            return  # detected: nothing is loaded
     run.phase("load")
-    loaded = AutoModelForCausalLM.from_pretrained(  # <- meets one rank's share of the vocabulary
+    loaded = AutoModelForCausalLM.from_pretrained(  # <- finds one rank's share of the vocabulary
         str(folder), ignore_mismatched_sizes=flags["ignore_mismatched"]
     )
     files(run, folder, least=sizes(loaded.parameters())[1])

@@ -34,7 +34,7 @@ def body(run: Run) -> None:
     after: dict[str, torch.Tensor] = {}
     for step in each_step(run):
         loss = wrapped(**own_batch(run, step), use_cache=False).loss
-        loss.backward()  # <- a checkpointed layer's gradients arrive in a backward pass of their own
+        loss.backward()  # <- a checkpointed layer's gradients arrive in a separate backward pass
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

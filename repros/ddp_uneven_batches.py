@@ -1,4 +1,4 @@
-"""Under DDP a rank with one batch more than the others waits for them for ever (pytorch/pytorch#38174)."""
+"""Under DDP, a rank with one more batch than the others waits for them forever (pytorch/pytorch#38174)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def around(run: Run, wrapped: Any) -> Any:
-    """What the batches that not every rank has are trained in."""
+    """Return the context for batches that not every rank has."""
     how = run.flags["last"]
     if how == "no_sync":
         return wrapped.no_sync()
@@ -49,7 +49,7 @@ def body(run: Run) -> None:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)
 
     def train(step: int) -> float:
-        # Past the last common step: a broadcast of buffers, and then an all-reduce, that only the first rank enters.
+        # After the last common step, only the first rank enters a broadcast of buffers and an all-reduce.
         loss = wrapped(**own_batch(run, step), use_cache=False).loss  # <-
         loss.backward()
         optimizer.step()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def with_value_head(run: Run, model: Any) -> Any:
-    """A head that this training does not use, as a reward model's or a frozen tower's projector may be."""
+    """Add a head that this training does not use, like that of a reward model or a frozen tower's projector."""
     torch.manual_seed(run.seed)
     model.value_head = nn.Linear(model.config.hidden_size, 1)
     if run.flags["freeze"]:
@@ -42,7 +42,7 @@ def body(run: Run) -> None:
     losses: list[float] = []
     after: dict[str, torch.Tensor] = {}
     for step in each_step(run):
-        # From the second step on, DDP finds the first one's reduction unfinished: the head's gradient never came.
+        # In the second step, DDP finds the first reduction unfinished: the head's gradient never arrived.
         loss = wrapped(**own_batch(run, step), use_cache=False).loss  # <-
         if run.flags["touch"]:
             loss = loss + 0.0 * sum(parameter.sum() for parameter in model.value_head.parameters())

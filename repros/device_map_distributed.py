@@ -1,4 +1,4 @@
-"""3a: a model loaded with device_map="auto" is trained on several ranks (QwenLM/Qwen#1081, #900, #745)."""
+"""A model loaded with device_map="auto" is trained on several ranks (QwenLM/Qwen#1081, #900, #745)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 
 def map_arguments(run: Run, source: torch.nn.Module) -> dict[str, Any]:
-    """from_pretrained's arguments for the flag ``device_map``."""
+    """Return from_pretrained's arguments for the flag ``device_map``."""
     chosen = run.flags["device_map"]
     if chosen == "rank":
         return {"device_map": {"": run.device.index if run.device_kind == "cuda" else "cpu"}}
@@ -31,8 +31,8 @@ def map_arguments(run: Run, source: torch.nn.Module) -> dict[str, Any]:
         return {}
     if run.device_kind == "cuda":
         return {"device_map": chosen}
-    # On a CPU the map has one entry, unless memory is short: the most memory with which something must go to disk, so
-    # that it is the head, which is placed last, and LoRA's layers stay.
+    # On a CPU the map has one entry unless memory is short. The largest limit with which something goes to disk:
+    # the head, which is placed last; LoRA's layers stay.
     from accelerate import infer_auto_device_map
 
     short, enough = 0, 2 * sum(t.nbytes for t in [*source.parameters(), *source.buffers()])
@@ -45,13 +45,13 @@ def map_arguments(run: Run, source: torch.nn.Module) -> dict[str, Any]:
 
 def load_mapped(run: Run, folder: str, source: torch.nn.Module) -> torch.nn.Module:
     if run.flags["device_map"] == "default-device":
-        with torch.device(run.device):  # newer transformers take the surrounding device for a device_map
+        with torch.device(run.device):  # newer transformers treat the surrounding device as a device_map
             return load(run, folder)
     model = load(run, folder, **map_arguments(run, source))
     if run.device_kind == "cuda" and run.flags["device_map"] in ("auto", "balanced"):
         check_split(run, model.hf_device_map)
     if run.flags["device_map"] == "dispatch":
-        # What helpers such as load_checkpoint_and_dispatch do: no device_map argument is in sight, the mark is there.
+        # As helpers such as load_checkpoint_and_dispatch do: there is no device_map argument, but the attribute is set.
         from accelerate import dispatch_model
 
         last = [name for name, _ in model.named_children()][-1]
@@ -63,18 +63,18 @@ def load_mapped(run: Run, folder: str, source: torch.nn.Module) -> torch.nn.Modu
 
 
 def train(run: Run, model: Any) -> Any:
-    """Train ``model`` and say in the record what it was wrapped in; returns what holds it."""
+    """Train ``model`` and record its wrapper; return the object that holds it."""
     through = run.flags["through"]
     stage = int(run.options.get("stage", 0))
-    # DeepSpeed begins with a loss scale of 2^16 and leaves out the steps in which that overflows, as qwen-14b's first
-    # two do: the weights are then short of two updates of four, which is no wrong gradient.
+    # DeepSpeed begins with a loss scale of 2^16 and skips steps that overflow, such as the first two of qwen-14b:
+    # then two of four updates are missing, which is not a wrong gradient.
     half = {"fp16": {"enabled": True, "initial_scale_power": 8}} if run.flags["precision"] == "fp16" else {}
     settings = config(run, stage, gradient_clipping=0.0, **half) if stage else None
     if stage:
         module()
     if through in ("trainer", "trainer-lora"):
         made = trainer(run, model, settings)
-        made.train()  # <- accelerate refuses the model in here
+        made.train()  # <- accelerate refuses the model here
         made.clock.report()
         run.check("steps", actual=made.state.global_step, expected=run.steps, tolerance=0)
         return made.model_wrapped
@@ -105,7 +105,7 @@ def weights(model: Any, wrapped: Any) -> Tensors:
 def body(run: Run) -> None:
     if run.flags["launcher"] == "python" and run.world_size == 1:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)  # as `python script.py` starts
+            os.environ.pop(name, None)  # as when started with `python script.py`
     if run.flags["init_first"] or run.flags["through"].startswith("torch"):
         run.init_process_group()
     source = build(run)
@@ -129,7 +129,7 @@ def body(run: Run) -> None:
         model.to(run.device)
     if lora:
         adapters(run, model)
-    # Trainer leaves a precision out without a word where the machine lacks it.
+    # Trainer silently ignores a precision that the machine lacks.
     precision(run, model, "precision")
     wrapped = train(run, model)
     reference.check(run, last=weights(model, wrapped))

@@ -1,4 +1,4 @@
-"""Under FSDP2 the inner model is called past the root: torch.Tensor meets DTensor (pytorch/pytorch#136336, #156535)."""
+"""Calling the inner model past the FSDP2 root mixes torch.Tensor and DTensor (pytorch/pytorch#136336, #156535)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch import nn
 
 
 def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss from the hidden states, as preference and distillation trainers compute it: head and model apart."""
+    """Compute the loss from the hidden states, as preference and distillation trainers do: head and model apart."""
     hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]  # <- not the root
     logits = model.lm_head(hidden)[:, :-1]
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 def check_replicas(run: Run, parameters: dict[str, torch.Tensor]) -> None:
-    """Under DDP every rank holds the same parameters after a step."""
+    """Check that every rank holds the same parameters after a step (DDP)."""
     sums = gather(run, [float(value.double().sum()) for value in parameters.values()])
     differ = [name for name, *ranks in zip(parameters, *sums) if any(value != ranks[0] for value in ranks)]
     run.check("replicas_equal", actual=len(differ), expected=0, tolerance=0, subject=compared(parameters, differ))

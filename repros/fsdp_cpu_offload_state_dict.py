@@ -1,4 +1,4 @@
-"""A full state dict with offload_to_cpu of a model that is on the CPU already: SIGSEGV (pytorch/pytorch#188989)."""
+"""A full state dict with offload_to_cpu of a model that is already on the CPU: SIGSEGV (pytorch/pytorch#188989)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gather(run: Run, fsdp: torch.nn.Module) -> dict[str, torch.Tensor]:
             return copy.deepcopy(dict(fsdp.module.named_parameters()))
     config = FullStateDictConfig(offload_to_cpu=offload, rank0_only=first)
     with FSDP.state_dict_type(fsdp, StateDictType.FULL_STATE_DICT, config):
-        return fsdp.state_dict()  # <- frees the gathered parameters, of which the "copies" are only views
+        return fsdp.state_dict()  # <- frees the gathered parameters; the "copies" are only views of them
 
 
 def body(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""generate() under FSDP bypasses the root unit: what it needs to be right, and what it costs."""
+"""Calling generate() under FSDP bypasses the root unit: what makes it correct, and what that costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 
 def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
-    """The second of two calls: the first pays for what is set up once."""
+    """Return the duration of the second of two calls; the first includes one-time setup."""
     call()
     started = time.perf_counter()
     out = call()
@@ -24,7 +24,7 @@ def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
 
 
 def by_hand(fsdp: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Greedy decoding through the root, one whole forward for each token."""
+    """Decode greedily through the root, with one whole forward per token."""
     for _ in range(count):
         logits = fsdp(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
@@ -46,12 +46,12 @@ def generating(run: Run, model: Any, prompt: dict[str, torch.Tensor], settings: 
 
     def call() -> Any:
         if how in ("summon", "summon_all"):
-            # Without recurse=False every rank gathers the whole model, and nothing is left for the layers to gather.
+            # Without recurse=False every rank gathers the whole model, and the layers gather nothing.
             with FSDP.summon_full_params(fsdp, recurse=how == "summon_all", writeback=False):
                 return inner.generate(**prompt, **settings)
         if how == "by_hand":
             return by_hand(fsdp, prompt["input_ids"], settings["max_new_tokens"])
-        return inner.generate(**prompt, **settings)  # <- what fsdp.generate is: the root unit's forward is not called
+        return inner.generate(**prompt, **settings)  # <- equals fsdp.generate: the root unit's forward is not called
 
     return call
 

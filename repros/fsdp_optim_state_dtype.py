@@ -1,6 +1,6 @@
-"""4a: FSDP gathers optimizer states of another dtype than the buffer it made for them (hiyouga/EasyR1#226).
+"""FSDP gathers optimizer states into a buffer of another dtype than theirs (hiyouga/EasyR1#226).
 
-The case optim-state-reload-dtype runs this script too: what is saved comes back in another dtype.
+The case optim-state-reload-dtype runs this script, too: saved states come back in another dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATES = {
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam whose moments have the dtype that their parameter group names, as memory-saving optimizers offer it."""
+    """Adam whose moments have the dtype of their parameter group, as memory-saving optimizers offer."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -40,7 +40,7 @@ class Adam(torch.optim.Optimizer):
 
 
 def restore_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    """A load hook that gives the moments their group's dtype again."""
+    """Return a load hook that gives the moments their group's dtype again."""
     for group in optimizer.param_groups:
         for p in (p for p in group["params"] if p in optimizer.state):
             state = optimizer.state[p]
@@ -53,7 +53,7 @@ def body(run: Run) -> None:
     def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = sharded(run, build(run, seed, dtype), mixed_precision=run.flags["mixed_precision"])
         special = STATES.get(run.flags["states"], {})
-        if run.flags["states"] == "by-rank":  # a dtype that is the same within a process and differs between them
+        if run.flags["states"] == "by-rank":  # a dtype that differs between processes
             special = STATES["bf16"] if run.rank % 2 else {}
         groups: dict[torch.dtype, list[torch.nn.Parameter]] = {}
         for name, p in model.named_parameters():
@@ -83,7 +83,7 @@ def body(run: Run) -> None:
     run.phase("reload")
     fresh, fresh_optimizer = make(run.seed + 1)
     first_forward(run, fresh, dtype)
-    weights, states = torch.load(path, weights_only=False)  # this attempt's own file
+    weights, states = torch.load(path, weights_only=False)  # written by this attempt
     files(run, path, least=sizes(fresh.parameters())[1])
     set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
     compare(run, model, optimizer, fresh, fresh_optimizer)

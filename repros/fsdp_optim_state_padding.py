@@ -1,4 +1,4 @@
-"""4b: FSDP miscounts a flat parameter that holds a frozen part with an empty state (hiyouga/EasyR1#226)."""
+"""FSDP miscounts a flat parameter that contains a frozen part with an empty state (hiyouga/EasyR1#226)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def offload_and_reload(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move all states off the device and back, as a trainer does that shares it with an inference engine.
+    """Move all states off the device and back, like a trainer that shares it with an inference engine.
 
-    EasyR1's helper walks the parameter groups in the same way. ``optimizer.state`` is a defaultdict: indexing it with a
-    parameter that has no state leaves an empty entry behind. That is what the failure needs; nothing is raised here.
+    EasyR1's helper iterates over the parameter groups in the same way. ``optimizer.state`` is a defaultdict: indexing
+    it with a parameter that has no state adds an empty entry. The failure needs this entry; nothing is raised here.
     """
     for target in (torch.device("cpu"), device):
         for group in optimizer.param_groups:
@@ -53,7 +53,7 @@ def body(run: Run) -> None:
             del optimizer.state[p]
     if flags["fill_empty"]:
         for p, state in optimizer.state.items():
-            if not state:  # what AdamW begins with
+            if not state:  # the initial state of AdamW
                 state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     if flags["cast"]:
         for state in optimizer.state.values():
@@ -69,7 +69,7 @@ def body(run: Run) -> None:
     run.phase("reload")
     fresh, fresh_optimizer = make(run.seed + 1)
     first_forward(run, fresh, dtype)
-    weights, states = torch.load(path, weights_only=False)  # this attempt's own file
+    weights, states = torch.load(path, weights_only=False)  # written by this attempt
     files(run, path, least=sizes(fresh.parameters())[1])
     set_state_dict(fresh, fresh_optimizer, model_state_dict=weights, optim_state_dict=states)
     compare(run, model, optimizer, fresh, fresh_optimizer)

@@ -1,4 +1,4 @@
-"""Only the first rank asks FSDP for its full state dict: it waits for the others for ever (pytorch/pytorch#73383)."""
+"""Only the first rank asks FSDP for its full state dict and waits for the others forever (pytorch/pytorch#73383)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 def state_of(run: Run, model: Any) -> dict[str, torch.Tensor]:
     if run.strategy["slug"] == "fsdp":
-        # rank0_only says who keeps the result, not who takes part in gathering it.
+        # rank0_only limits which rank keeps the result, not which ranks take part in gathering it.
         config = FullStateDictConfig(rank0_only=run.flags["rank0_only"])
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             return model.state_dict()

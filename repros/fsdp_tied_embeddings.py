@@ -1,4 +1,4 @@
-"""1c: tied embeddings, a size-based wrap and a correct root call: lm_head meets a sharded weight (QwenLM/Qwen3#306)."""
+"""Tied embeddings with a size-based wrap and a correct root call: lm_head gets a sharded weight (QwenLM/Qwen3#306)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def body(run: Run) -> None:
             with FSDP.summon_full_params(fsdp, recurse=False):
                 loss = fsdp.module(**inputs).loss
         else:
-            loss = fsdp(**inputs).loss  # <- the root, called properly: lm_head is a unit apart from the tied embedding
+            loss = fsdp(**inputs).loss  # <- called through the root; lm_head is another unit than the tied embedding
         loss.backward()
         optimizer.step()
         run.metric("held_bytes", held_bytes(held(fsdp, optimizer)))
@@ -39,14 +39,14 @@ def body(run: Run) -> None:
         losses.append(loss.item())
         if not after:
             after = full_parameters(run, fsdp)
-            if tied and "lm_head.weight" in after:  # both names are there: are they still one?
+            if tied and "lm_head.weight" in after:  # both names exist: do they still share one tensor?
                 off = apart(after["lm_head.weight"], after["model.embed_tokens.weight"])
                 run.check("still_tied", actual=off, expected=0.0, tolerance=0.0)
     reference.check(run, losses=losses, first=after, last=full_parameters(run, fsdp))
 
 
 def held(module: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, gradients and optimizer state that this rank holds between steps."""
+    """Return the parameters, gradients and optimizer state that this rank holds between steps."""
     parameters = list(module.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

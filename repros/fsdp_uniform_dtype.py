@@ -1,4 +1,4 @@
-"""bf16 weights and fp32 LoRA weights in one FSDP1 flat parameter (huggingface/trl#1723)."""
+"""A flat parameter of FSDP1 with bf16 weights and fp32 LoRA weights (huggingface/trl#1723)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def with_lora(run: Run) -> Any:
     model = build(run, dtype=getattr(torch, run.flags["base"]))
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(run.seed)
-    # By its default peft makes the adapters of a bf16 model fp32.
+    # By default peft makes the adapters of a bf16 model fp32.
     model = get_peft_model(model, lora, autocast_adapter_dtype=run.flags["autocast_adapter"])
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at the start, which would leave lora_A without a gradient to compare
+        if "lora_B" in name:  # initially zero, which would give lora_A no gradient to compare
             torch.nn.init.normal_(parameter, std=0.02)
         if run.flags["cast_adapter"] and "lora_" in name:
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""FSDP1 with use_orig_params=False meets frozen and LoRA weights in one flat parameter (huggingface/peft#1702)."""
+"""FSDP1 with use_orig_params=False flattens frozen and LoRA weights into one parameter (huggingface/peft#1702)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_lora(run: Run) -> Any:
     torch.manual_seed(run.seed)
     model = get_peft_model(model, lora)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at the start, which would leave lora_A without a gradient to compare
+        if "lora_B" in name:  # initially zero, which would give lora_A no gradient to compare
             torch.nn.init.normal_(parameter, std=0.02)
         if run.flags["unfreeze"]:
             parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""LoRA with reentrant gradient checkpointing: nothing that enters a layer needs a gradient (huggingface/peft#137)."""
+"""LoRA with reentrant gradient checkpointing: no input of a layer needs a gradient (huggingface/peft#137)."""
 
 from __future__ import annotations
 

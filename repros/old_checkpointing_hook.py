@@ -1,4 +1,4 @@
-"""3b: the deprecated ``_set_gradient_checkpointing`` of a remote-code model (QwenLM/Qwen#1081)."""
+"""The deprecated ``_set_gradient_checkpointing`` of a remote-code model (QwenLM/Qwen#1081)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def body(run: Run) -> None:
     reference = Reference(run, model, make_batch=data)
     if run.flags["hook"] == "removed":
         remove_hook(model)
-    hook = getattr(model, "_set_gradient_checkpointing", None)  # before 4.35 it is the model's or nobody's
+    hook = getattr(model, "_set_gradient_checkpointing", None)  # before 4.35 only the model may define it
     run.fact("old_format", hook is not None and "value" in inspect.signature(hook).parameters)
     options: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if not inspect.signature(model.gradient_checkpointing_enable).parameters:
-        options = {}  # before 4.35 there were none
+        options = {}  # before 4.35 there are no options
     if run.flags["checkpointing"]:
-        model.gradient_checkpointing_enable(**options)  # <- warns; 4.35 fails in here
+        model.gradient_checkpointing_enable(**options)  # <- warns; 4.35 fails here
     run.fact("enabled", bool(model.is_gradient_checkpointing))
     checkpointing(run, model, run.flags["checkpointing"])
     ddp = watch(run, DDP(model.to(run.device)))

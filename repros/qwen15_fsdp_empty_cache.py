@@ -1,4 +1,4 @@
-"""1a, silent: an FSDP forward with gradients on returns an empty KV cache and no error (QwenLM/Qwen3#306)."""
+"""An FSDP forward with gradients on returns an empty KV cache and no error (QwenLM/Qwen3#306)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def body(run: Run) -> None:
     fsdp = wrap(run, model)
     run.phase("forward")
     with torch.set_grad_enabled(run.flags["grad"]):
-        out = fsdp(**call)  # <- the root, called properly
+        out = fsdp(**call)  # <- called through the root
         cache = call["past_key_values"] if run.flags["cache"] == "own" else out.past_key_values
         actual, expected = cache_length(cache), lengths[0]
         run.check("cache_length", actual=actual, expected=expected, tolerance=0)
         one.check(run, "logits", out.logits)
         run.fact("cache", type(cache).__name__)
     if actual != expected:
-        return  # there is nothing to go on from
+        return  # there is no cache to continue with
     run.phase("next token")
     token = inputs["input_ids"][:, -1:]
     with torch.no_grad():

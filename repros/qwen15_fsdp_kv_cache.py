@@ -1,4 +1,4 @@
-"""1a: the KV cache is empty by the second decoder layer: FSDP copied it (QwenLM/Qwen3#306)."""
+"""The KV cache is empty by the second decoder layer: FSDP copied it (QwenLM/Qwen3#306)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def body(run: Run) -> None:
     with torch.no_grad():
         one = Single(one_process(run, model), lambda whole: {"logits": whole.model(**call)[0]})
         fsdp = wrap(run, model)
-        inner = getattr(fsdp, "module", fsdp).model  # what `fsdp.model` gives
+        inner = getattr(fsdp, "module", fsdp).model  # equals `fsdp.model`
         run.phase("forward")
         if run.flags["call"] == "inner":
             out = inner(**call)  # <- every decoder layer is now the root of its own FSDP tree and casts its inputs

@@ -1,4 +1,4 @@
-"""1b: the final RMSNorm meets a sharded weight when the root FSDP forward is bypassed (QwenLM/Qwen3#306)."""
+"""The final RMSNorm meets a sharded weight when the root FSDP forward is bypassed (QwenLM/Qwen3#306)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 
 def final_norm(run: Run, model: Any) -> None:
-    """Puts another small module of torch's in the final norm's place: is RMSNorm special?"""
+    """Replace the final norm by another small module of torch: is RMSNorm special?"""
     hidden = model.config.hidden_size
     torch.manual_seed(run.seed)
     if run.flags["norm"] == "layernorm":
         model.model.norm = nn.LayerNorm(hidden, bias=False).to(run.device)
     elif run.flags["norm"] == "prelu":
-        model.model.norm = nn.PReLU(own_batch(run)["input_ids"].shape[1]).to(run.device)  # its channels are the tokens
+        model.model.norm = nn.PReLU(own_batch(run)["input_ids"].shape[1]).to(run.device)  # one channel per token
 
 
 def body(run: Run) -> None:
@@ -33,7 +33,7 @@ def body(run: Run) -> None:
     with torch.no_grad():
         one = Single(one_process(run, model), lambda whole: {"logits": whole.model(**call)[0]})
         fsdp = wrap(run, model)
-        inner = getattr(fsdp, "module", fsdp).model  # what `fsdp.model` gives
+        inner = getattr(fsdp, "module", fsdp).model  # equals `fsdp.model`
         run.fact("norm_weight", f"{type(inner.norm.weight).__name__}{tuple(inner.norm.weight.shape)}")
         run.phase("forward")
         if run.flags["call"] == "inner":

@@ -1,4 +1,4 @@
-"""2: each rank loads with device_map="auto", DeepSpeed moves the model to the rank's own GPU (QwenLM/Qwen#920)."""
+"""Each rank loads with device_map="auto"; DeepSpeed moves the model to the rank's own GPU (QwenLM/Qwen#920)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 
 def count_transfers(model: torch.nn.Module) -> dict[str, int]:
-    """How often a layer's output leaves the GPU on which the layer before it computed."""
+    """Return how often a layer's output leaves the GPU on which the previous layer computed."""
     seen = {"moves": 0, "last": -1}
 
     def look(_module: Any, _inputs: Any, output: Any) -> None:

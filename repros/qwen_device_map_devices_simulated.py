@@ -1,7 +1,7 @@
-"""2, SIMULATED: the devices of qwen-device-map-devices with fake tensors, one GPU a rank, without a GPU.
+"""SIMULATED: the devices of qwen-device-map-devices with fake tensors, one GPU per rank, without a GPU.
 
-DeepSpeed cannot run on fake tensors: what it does to the model, moving every parameter to the rank's own GPU, is done
-here in its place.
+DeepSpeed cannot run on fake tensors. This script does what it does to the model: it moves every parameter to the rank's
+own GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""3c, silent: from_pretrained gives the published Qwen-7B code's unsaved buffers as uninitialised memory
-(huggingface/transformers#48892), and newly random projections in place of saved ones."""
+"""Calling from_pretrained leaves the published Qwen-7B code's unsaved buffers as uninitialized memory
+(huggingface/transformers#48892), and replaces saved projections by random ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def load(run: Run, model_class: Any, saved: str, source: torch.nn.Module) -> tor
         model = model_class(configuration(run))
         model.load_state_dict(source.state_dict())
         return model
-    model = model_class.from_pretrained(saved)  # <- builds on the meta device; _init_weights is to fill the rest
+    model = model_class.from_pretrained(saved)  # <- builds on the meta device; _init_weights should fill the rest
     if run.flags["load"] == "reset-after":
         for module in model.modules():
             if hasattr(module, "reset_buffers"):
@@ -31,7 +32,7 @@ def load(run: Run, model_class: Any, saved: str, source: torch.nn.Module) -> tor
 
 
 def body(run: Run) -> None:
-    source = build(run, fp32=True).eval()  # the stand-in that runs everywhere is the reference
+    source = build(run, fp32=True).eval()  # the model that runs everywhere is the reference
     files = folder(run)
     model_class = published(run, files)
     built = model_class(configuration(run))

@@ -1,4 +1,4 @@
-"""3c: the published Qwen-7B code no longer generates: it takes the cache for a tuple of tensors (QwenLM/Qwen)."""
+"""The published Qwen-7B code cannot generate any more: it expects the cache to be a tuple of tensors (QwenLM/Qwen)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TOKENS = 6
 
 
 def greedy(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """What generate() must give: the most likely next token, again and again, without a cache."""
+    """Return what generate() must return: the most likely next token, again and again, without a cache."""
     for _ in range(TOKENS):
         ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
     return ids
 
 
 def as_auto(model_class: Any) -> Any:
-    """What the Auto classes do to a remote class since PreTrainedModel has no generate() of its own any more."""
+    """Add generate() to a remote class as the Auto classes do since PreTrainedModel no longer has it."""
     try:
         from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
     except ImportError:
@@ -32,7 +32,7 @@ def as_auto(model_class: Any) -> Any:
 
 @torch.no_grad()
 def body(run: Run) -> None:
-    source = build(run, fp32=True).eval()  # the stand-in that runs everywhere is the reference
+    source = build(run, fp32=True).eval()  # the model that runs everywhere is the reference
     ids = batch(run, run.rank)["input_ids"]
     expected = greedy(source, ids)
     model_class = published(run, folder(run))
@@ -42,7 +42,7 @@ def body(run: Run) -> None:
     model.load_state_dict(source.state_dict())
     watch(run, model)
     use_cache = run.flags["use_cache"]
-    # <- hands an empty cache object to the first forward
+    # <- passes an empty cache object to the first forward
     actual = model.eval().generate(ids, max_new_tokens=TOKENS, do_sample=False, use_cache=use_cache, eos_token_id=-1)
     tokens(run, actual, ids, TOKENS)
     run.check("tokens", actual=actual.tolist(), expected=expected.tolist(), subject=f"prompt and {TOKENS} new tokens")

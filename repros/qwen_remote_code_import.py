@@ -1,4 +1,5 @@
-"""3c: the published Qwen-7B code no longer imports: a package that it names imports names that transformers dropped."""
+"""The published Qwen-7B code cannot be imported any more: a package that it names imports names that transformers
+removed."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ import torch
 
 
 def body(run: Run) -> None:
-    source = build(run, fp32=True).eval()  # the stand-in that runs everywhere is the reference
+    source = build(run, fp32=True).eval()  # the model that runs everywhere is the reference
     ids = batch(run, run.rank)["input_ids"]
     with torch.no_grad():
         one = Single(source, lambda model: {"logits": model(ids, use_cache=False).logits})
-    model_class = published(run, folder(run))  # <- transformers imports every package that the file's text names
+    model_class = published(run, folder(run))  # <- transformers imports every package that the file mentions
     model = model_class(configuration(run)).eval()
     watch(run, model)
     wrong = model.load_state_dict(source.state_dict(), strict=False)

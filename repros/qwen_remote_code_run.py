@@ -1,4 +1,4 @@
-"""3c: the published Qwen-7B forward calls get_head_mask, which transformers dropped."""
+"""The published Qwen-7B forward calls get_head_mask, which transformers removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def body(run: Run) -> None:
-    source = build(run, fp32=True).eval()  # the stand-in that runs everywhere is the reference
+    source = build(run, fp32=True).eval()  # the model that runs everywhere is the reference
     ids = batch(run, run.rank)["input_ids"]
     with torch.no_grad():
         one = Single(source, lambda model: {"logits": model(ids, use_cache=False).logits})
@@ -24,7 +24,7 @@ def body(run: Run) -> None:
     names = [*wrong.missing_keys, *wrong.unexpected_keys]
     run.check("names", actual=len(names), expected=0, tolerance=0, subject=compared(source.state_dict(), names))
     with torch.no_grad():
-        actual = model(ids, use_cache=False).logits  # <- calls what newer releases no longer have
+        actual = model(ids, use_cache=False).logits  # <- calls a method that newer releases lack
     one.check(run, "logits", actual)
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism over more ranks than a layer's heads divide by (huggingface/transformers#48307)."""
+"""Tensor parallelism over a number of ranks that does not divide a layer's heads (huggingface/transformers#48307)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 
 def load_parallel(run: Run, folder: str) -> torch.nn.Module:
-    """from_pretrained under transformers' own tensor-parallel plan: an argument until 5.x, then a configuration."""
+    """Load with transformers' tensor-parallel plan: an argument until 5.x, then a configuration."""
     try:
         from transformers.distributed import DistributedConfig
 
         options = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=run.tp_size)}
     except (ImportError, TypeError):
-        options = {"tp_plan": "auto"}  # transformers 4.x: no such object, or one that knows only experts
+        options = {"tp_plan": "auto"}  # transformers 4.x: no such object, or one for experts only
     return load(run, folder, **options)
 
 
 def body(run: Run) -> None:
-    inputs = {key: value for key, value in batch(run, 0).items() if key != "labels"}  # TP: every rank sees the same
+    inputs = {key: value for key, value in batch(run, 0).items() if key != "labels"}  # TP: the same on every rank
     source = build(run).eval()
     shapes = {name: p.shape for name, p in source.named_parameters()}
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""5b, control: tensor parallelism by tp_plan="auto": the same logits as one process; a save comes back equal."""
+"""Control: tensor parallelism with tp_plan="auto" gives the logits of one process, and a saved model comes back
+equal."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def body(run: Run) -> None:
     seen = f"{len(spread)} of {len(source)} tensors, of which each rank has a part"
     run.check("spread", actual=bool(spread), expected=True, subject=seen)
 
-    inputs = batch(run, rank=0)  # tensor parallelism: every rank sees the same batch
+    inputs = batch(run, rank=0)  # tensor parallelism: the same batch on every rank
     with torch.no_grad():
         one = Single(reference, lambda whole: {"logits": whole(**inputs).logits})
         actual = model(**{k: v.to(model.device) for k, v in inputs.items()}).logits

@@ -1,4 +1,4 @@
-"""tp_plan together with device_map: transformers wants one or the other (huggingface/transformers#36335)."""
+"""Transformers refuses tp_plan together with device_map (huggingface/transformers#36335)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def plan(run: Run) -> dict[str, Any]:
-    """The tensor-parallel part of the arguments, by the flag ``plan``."""
+    """Return the tensor-parallel arguments for the flag ``plan``."""
     if run.flags["plan"] == "none":
         return {}
     try:
@@ -23,12 +23,12 @@ def plan(run: Run) -> dict[str, Any]:
         if run.flags["plan"] == "config":
             return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=run.tp_size)}
     except (ImportError, TypeError):
-        pass  # transformers 4.x: no such object, or one that knows only experts
+        pass  # transformers 4.x: no such object, or one for experts only
     return {"tp_plan": "auto"}
 
 
 def body(run: Run) -> None:
-    inputs = {key: value for key, value in batch(run, 0).items() if key != "labels"}  # TP: every rank sees the same
+    inputs = {key: value for key, value in batch(run, 0).items() if key != "labels"}  # TP: the same on every rank
     source = build(run).eval()
     shapes = {name: p.shape for name, p in source.named_parameters()}
     with torch.no_grad():

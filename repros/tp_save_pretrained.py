@@ -1,4 +1,4 @@
-"""5b: save_pretrained of a model that tp_plan="auto" spread over the ranks (huggingface/transformers#36436)."""
+"""Calling save_pretrained on a model that tp_plan="auto" spread over the ranks (huggingface/transformers#36436)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def body(run: Run) -> None:
     options: dict[str, Any] = {}
     if run.flags["save"] == "gathered":
         options["state_dict"] = {n: v.full_tensor() if n in spread else v for n, v in model.state_dict().items()}
-    elif run.flags["save"] == "local":  # a non-fix: each rank has its own part only
+    elif run.flags["save"] == "local":  # a non-fix: each rank has only its own part
         options["state_dict"] = {n: v.to_local() if n in spread else v for n, v in model.state_dict().items()}
     elif run.flags["save"] == "pickled":
         options["safe_serialization"] = False

@@ -1,4 +1,4 @@
-"""5b: tensor parallelism in plain PyTorch (DTensor) with an odd vocabulary: training and saving equal one process."""
+"""Tensor parallelism in plain PyTorch (DTensor) with an odd vocabulary: training and saving equal one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(seed: int, vocab: int, hidden: int) -> nn.Sequential:
 
 
 def train(run: Run, model: nn.Module, vocab: int, around: Any = nullcontext) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # DTensor and plain parameters side by side
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # DTensor and plain parameters together
     losses = []
     for step in range(run.steps):
         maker = torch.Generator().manual_seed(1000 * run.seed + step)

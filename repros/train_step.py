@@ -17,7 +17,7 @@ from torch import nn
 
 
 def made(run: Run, dtype: torch.dtype, seed: int | None = None) -> tuple[nn.Module, Weights]:
-    """The model with nothing in memory yet, and what draws it."""
+    """Return the model without memory, and its Weights."""
     model, weights = drawable(run, dtype, seed, source=run.device)
     if run.flags["lora"]:
         model = lora_to_draw(run, model, weights)
@@ -36,7 +36,7 @@ def body(run: Run) -> None:
     checkpointing(run, model, run.flags["checkpointing"])
     if run.flags["lora"]:
         adapters(run, model)
-    trained = wrap(run, model, RATES[dtype], weights)  # each rank's part, drawn unit by unit
+    trained = wrap(run, model, RATES[dtype], weights)  # each rank's part, initialized unit by unit
     reference.begin(trained.each())
     losses = []
     for step in each_step(run):

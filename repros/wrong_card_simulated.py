@@ -1,8 +1,8 @@
-"""SIMULATED: a rank's model, or its inputs, on a GPU that is not the rank's own, under DDP and FSDP.
+"""SIMULATED: under DDP and FSDP, a rank's model or inputs are on another GPU than the rank's own.
 
-DDP (init_sync=False: the first rank's parameters are not sent round) and FSDP are torch's own, in a process group that
-reaches nobody. What needs streams of a real GPU is left out: DDP's move of inputs to its device_ids (none have to be
-moved here), and FSDP's forward: there the proof is the shard that it leaves on the rank.
+DDP (init_sync=False: the first rank's parameters are not broadcast) and FSDP are torch's, in a fake process group.
+Parts that need streams of a real GPU are left out: DDP's move of inputs to its device_ids (they are already there), and
+FSDP's forward, where the shard on the rank is checked instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def places_of(run: Run, model: torch.nn.Module) -> dict[str, int]:
-    """The device_map that the rank loads its model with."""
+    """Return the device_map with which the rank loads its model."""
     if run.flags["device_map"] == "auto":
         return split(model, run.world_size)
     return {"": 0 if run.flags["device_map"] == "zero" else run.rank}

@@ -1,4 +1,4 @@
-"""2b: a device_map at load while a ZeRO-3 configuration is live (QwenLM/Qwen#833, huggingface/peft#306)."""
+"""A device_map at load while a ZeRO-3 configuration is active (QwenLM/Qwen#833, huggingface/peft#306)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def body(run: Run) -> None:
     folder = store(run, source)
     module()
     settings = config(run, int(run.options["stage"]))
-    # TrainingArguments(deepspeed=...) and accelerate make such an object; it tells from_pretrained to partition.
+    # TrainingArguments(deepspeed=...) and accelerate create this object; it makes from_pretrained partition the model.
     live: Any = HfDeepSpeedConfig(settings) if not run.flags["load_first"] else None
     options: dict[str, Any] = {
         "auto": {"device_map": "auto"},
@@ -28,7 +28,7 @@ def body(run: Run) -> None:
         "low-cpu-mem": {"low_cpu_mem_usage": True},
         "none": {},
     }[run.flags["device_map"]]
-    model = load(run, folder, **options)  # <- raises for any device_map while ZeRO-3 is live
+    model = load(run, folder, **options)  # <- raises for any device_map while ZeRO-3 is active
     live = HfDeepSpeedConfig(settings)
     watch(run, model)
     parameters = dict(model.named_parameters())

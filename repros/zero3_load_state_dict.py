@@ -1,6 +1,6 @@
-"""load_state_dict into a ZeRO engine's model.
+"""Calling load_state_dict on the model of a ZeRO engine.
 
-Refused by ZeRO-3 (Lightning-AI/pytorch-lightning#18648); where it passes, it is silently undone by the next step
+ZeRO-3 refuses it (Lightning-AI/pytorch-lightning#18648); in other stages the next step silently undoes it
 (deepspeedai/DeepSpeed#762; the case zero-load-undone).
 """
 
@@ -20,7 +20,7 @@ def body(run: Run) -> None:
     state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
     model = build(run)
     load = run.flags["load"]
-    if load == "into-model":  # how each stage lets one
+    if load == "into-model":  # the way that each stage allows
         load = "gathered" if stage == 3 else "plain"
     if load == "before":
         model.load_state_dict(state)
@@ -28,7 +28,7 @@ def body(run: Run) -> None:
     run.fact("engine", type(ds).__name__)
     run.fact("first_shape", tuple(next(model.parameters()).shape))
     if load == "plain":
-        model.load_state_dict(state)  # <- deepspeed.initialize has left every parameter with the shape [0]
+        model.load_state_dict(state)  # <- deepspeed.initialize gave every parameter the shape [0]
     elif load == "non-strict":
         model.load_state_dict(state, strict=False)
     elif load == "gathered":
@@ -36,15 +36,15 @@ def body(run: Run) -> None:
             if run.rank == 0:
                 model.load_state_dict(state)
     elif load == "checkpoint":
-        # What deepspeed offers itself: save the engine's checkpoint and load it back.
+        # DeepSpeed's own way: save the engine's checkpoint and load it.
         donor = engine(run, source, stage, lr=0.0)
         donor.save_checkpoint(str(run.work_dir / "checkpoint"), tag="it")
         ds.load_checkpoint(str(run.work_dir / "checkpoint"), tag="it", load_optimizer_states=False)
     if run.flags["refresh"]:
         ds.optimizer.refresh_fp32_params()
     check(run, "weights", model, state)
-    # deepspeed's optimizer trains copies of its own. A step with a learning rate of 0 writes them back: what was loaded
-    # into the model only is undone by it, without a word.
+    # DeepSpeed's optimizer trains copies. A step with a learning rate of 0 writes them back, which silently undoes
+    # what was loaded into the model only.
     loss = ds(**{key: value.to(run.device) for key, value in batch(run, run.rank).items()}).loss
     ds.backward(loss)
     ds.step()

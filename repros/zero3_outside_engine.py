@@ -1,4 +1,4 @@
-"""A ZeRO-3 model is called that no engine manages: its partitioned weights are empty (huggingface/trl#600, #669)."""
+"""A ZeRO-3 model without an engine is called: its partitioned weights are empty (huggingface/trl#600, #669)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def body(run: Run) -> None:
     folder = store(run, source)
     deepspeed = module()
     settings = config(run, int(run.options["stage"]))
-    # While such an object is alive, transformers loads every model as zero.Init partitions it: the one that is trained
-    # and, in DPO, PPO or distillation, the reference model beside it.
+    # While this object exists, transformers loads every model with zero.Init: the trained one
+    # and, in DPO, PPO or distillation, the reference model.
     live = HfDeepSpeedConfig(settings) if run.flags["zero_init"] else None
     model = load(run, folder).eval()
     watch(run, model)
     run.fact("partitioned", any(hasattr(p, "ds_id") for p in model.parameters()))
     with torch.no_grad():
         if run.flags["call"] == "bare":
-            actual = model.to(run.device)(**inputs).logits  # <- no engine, so nothing gathers the weights
+            actual = model.to(run.device)(**inputs).logits  # <- without an engine, nothing gathers the weights
         elif run.flags["call"] == "gathered":
             with deepspeed.zero.GatheredParameters(list(model.parameters())):
                 actual = model(**inputs).logits

@@ -1,4 +1,4 @@
-"""What the scripts share. It runs inside the stack's environment: standard library and torch's own family only."""
+"""Code that the repro scripts share. It runs inside the stack: only the standard library and torch's ecosystem."""
 
 from repro_kit.run import Run, main
 

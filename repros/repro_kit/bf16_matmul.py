@@ -1,8 +1,8 @@
-"""bfloat16 matrix products on a CPU that has no instructions for them.
+"""Compute bfloat16 matrix products on a CPU without instructions for them.
 
-torch falls back to loops there that are a hundred times as slow as float32. What such an instruction does is multiply
-bfloat16, add up in float32 and round the sum: so it is done here, block by block, by torch's own float32 product. For
-the control at full size, never for a case whose failure could depend on it; the record's facts say so.
+There torch falls back to loops that are a hundred times slower than float32. The instructions multiply bfloat16, sum in
+float32 and round the result; this does the same block by block with torch's float32 product. For the control at full
+size only, never for a case whose failure could depend on it; the record's facts mention it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from repro_kit.run import Run
 import torch
 
 BLOCK = 4096  # rows and columns that are float32 at a time: 64 MiB
-_library: list[Any] = []  # while it is held, torch calls what is here
+_library: list[Any] = []  # torch uses the replacement while this reference exists
 
 
 def products_in_float32(run: Run, dtype: torch.dtype) -> None:
-    """Have bfloat16 products computed so in this process; nothing is done for another dtype or a better CPU."""
+    """Replace the bfloat16 product in this process; nothing changes for another dtype or a CPU with instructions for
+    it."""
     if dtype != torch.bfloat16 or run.device.type != "cpu" or _has_instructions():
         return
     run.fact("bfloat16 products", "multiplied and added up in float32, then rounded: this CPU has no instructions")
     if not _library:
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is another one: that is what this is for
+            warnings.simplefilter("ignore")  # warns about the replacement, which is intended
             library.impl("mm", _mm, "CPU")
             library.impl("addmm", _addmm, "CPU")
         _library.append(library)

@@ -1,6 +1,6 @@
-"""What a reference depends on, as a text: two that are told apart by nothing in it are the same reference.
+"""Describe everything that a reference depends on as a text; equal texts mean the same reference.
 
-Rather too much than too little: what is named here for nothing costs a reference that is computed once more.
+When in doubt, include it: an unnecessary entry only costs that a reference is computed again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ _SWITCHES = (
 )  # fmt: skip
 
 SIMPLE = (bool, int, float, str)
-PACKAGES = ("torch", "transformers", "peft", "numpy")  # that take part in training one process
+PACKAGES = ("torch", "transformers", "peft", "numpy")  # that take part in training in a single process
 
 
 def key_of(run: Run, model: nn.Module, start: Start, **more: Any) -> str:
-    """The key of a reference of ``model`` from ``start``; ``more``: everything else that it is made from. Flags and
-    options count that the script has read so far: what it has not, it cannot have told the model."""
+    """Return the key of a reference of ``model`` from ``start``; ``more``: everything else that it is made from.
+
+    Only flags and options that the script has read so far count: others cannot have changed the model.
+    """
     said = {
         **more,
         "case": run.case,
@@ -59,8 +61,8 @@ def read(settings: Settings) -> dict[str, Any]:
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
-    """What is computed: classes, shapes, dtypes, what is tied, trained, hooked, replaced and set; not the values of
-    parameters, but those of buffers."""
+    """Return the structure of a model: classes, shapes, dtypes, tied, trained, hooked and replaced parts; values of
+    buffers only."""
     names: dict[int, str] = {}
     tied = {name: names.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     state = {name: state_of(module) for name, module in model.named_modules()}
@@ -78,7 +80,7 @@ def structure(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """Its plain attributes, how many hooks it has, and which methods of its own stand before its class's."""
+    """Return a module's plain attributes, its number of hooks, and its methods that replace those of its class."""
     own = {key: value for key, value in vars(module).items() if callable(value) or isinstance(value, SIMPLE)}
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [len(getattr(module, kind)) for kind in kinds]
@@ -86,7 +88,7 @@ def state_of(module: nn.Module) -> list[Any]:
 
 
 def beginning(start: Start, model: nn.Module) -> Any:
-    """The values that it begins with, or all that they are drawn from."""
+    """Return the initial values, or what they are generated from."""
     if isinstance(start, Copied):
         return digest(start.values.items())
     assert isinstance(start, Drawn)
@@ -100,8 +102,10 @@ def beginning(start: Start, model: nn.Module) -> Any:
 
 @lru_cache(maxsize=1)
 def installed() -> dict[str, Any]:
-    """Versions of what is installed (not of what is imported: a server with deepspeed trains no other reference), and
-    of what says another one of itself."""
+    """Return the versions of the installed packages, and of those that report another version themselves.
+
+    Imported packages do not count: a server that has imported deepspeed trains the same reference.
+    """
     found: dict[str, Any] = {"torch git": torch.version.git_version}
     for name in PACKAGES:
         try:
@@ -112,8 +116,8 @@ def installed() -> dict[str, Any]:
 
 
 def process() -> dict[str, Any]:
-    """How this process computes, as far as torch can be asked."""
-    used = torch.cuda.is_initialized()  # asking anything else would start a context
+    """Return how this process computes, as far as torch reports it."""
+    used = torch.cuda.is_initialized()  # any other query would create a context
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if used else []
     return {
         "float32": float32_facts(),
@@ -136,14 +140,14 @@ def autocast() -> list[bool]:
 
 @lru_cache(maxsize=1)
 def sources() -> str:
-    """A digest of the script, the kit and the models' code that lies beside them."""
+    """Return a digest of the script, the kit and the models' code beside them."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     files = sorted((ROOT / "repros").rglob("*.py"))
     return sha([[str(path), sha(path.read_bytes())] for path in [*files, *([Path(script)] if script else [])]])
 
 
 def batches(made: Mapping[tuple[int, int], Mapping[str, torch.Tensor]]) -> str:
-    """A digest of every rank's batch at every step."""
+    """Return a digest of every rank's batch at every step."""
     return sha([[*where, digest(batch.items())] for where, batch in sorted(made.items())])
 
 

@@ -1,11 +1,12 @@
-"""Where code lies: in which installed package, by its file, whatever it calls itself.
+"""Find the installed package in whose file code lies, whatever the code calls itself.
 
 A signature counts what an installed package raised. A module's ``__name__`` proves nothing (a folder on sys.path may be
-called transformers), nor does a code object's filename (``compile(text, "/site-packages/...", "exec")``): a frame is a
-package's when its file lies where the import system finds that package, and when that file holds this very code.
+called transformers), nor does a code object's filename (``compile(text, "/site-packages/...", "exec")``): a frame
+belongs to a package when its file lies where the import system finds that package, and when the file contains this
+code.
 
-The search path is looked at when the kit is imported, before the script could change it; files are read again when
-something was raised, and only those on the way to it. Standard library only.
+The search path is read when the kit is imported, before the script can change it; files are read when something was
+raised, and only those in its traceback. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Iterator
 
-OWN = "repros"  # the script's and the kit's own places begin with it
-REMOTE = "transformers_modules"  # the package that transformers makes of remote code
-# Recorded with their folders ahead of the body: a stack (of a hang, of a crash) names files and no code.
+OWN = "repros"  # locations in the script and the kit begin with this
+REMOTE = "transformers_modules"  # the package into which transformers copies remote code
+# Recorded with their folders before the script runs: the stack of a hang or a crash names files only.
 KNOWN = (
     "torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "trl", "safetensors",
     "transformers_stream_generator",
@@ -39,26 +40,26 @@ def _own_folders() -> tuple[str, ...]:
 
 
 _OWN = _own_folders()
-# What the interpreter was started with; the script's own folder and the working directory install nothing.
+# The interpreter's search path at its start, without the script's folder and the working directory.
 _ENTRIES = tuple(entry for entry in dict.fromkeys(map(_folder, filter(None, sys.path))) if entry not in _OWN)
 _FINDERS = tuple(f for f in sys.meta_path if f is not PathFinder and "ditable" in getattr(f, "__name__", repr(f)))
 
 
 def packages() -> dict[str, str]:
-    """Where the known packages of this stack are installed: name -> folder, or the file of a single module."""
+    """Return where the known packages of this stack are installed: name -> folder, or the file of a single module."""
     return {name: roots[0].rstrip(os.sep) for name, roots in ((n, _roots(n)) for n in (*KNOWN, REMOTE)) if roots}
 
 
 @lru_cache(maxsize=1024)
 def _roots(top: str) -> tuple[str, ...]:
-    """The folders (or the one file) of a top-level package, as the import system finds it. Imports nothing."""
+    """Return the folders (or the one file) of a top-level package, as the import system finds it. Import nothing."""
     if top == REMOTE:
         return (_folder(os.path.join(_remote_cache(), REMOTE)),)
     try:
         spec = PathFinder.find_spec(top, [entry.rstrip(os.sep) for entry in _ENTRIES])
         for finder in _FINDERS if spec is None else ():
             spec = spec or finder.find_spec(top, None)
-    except Exception:  # a finder of somebody's that fails finds nothing
+    except Exception:  # a third-party finder may fail
         return ()
     if spec is None:
         return ()
@@ -74,14 +75,15 @@ def _remote_cache() -> str:
 
 
 def of_code(code: CodeType, names: Any = None) -> str:
-    """The place of a code object as a dotted name; "" where no installed file holds it. ``names``: its globals."""
+    """Return the location of a code object as a dotted name; "" where no installed file has it. ``names``: its
+    globals."""
     try:
         file = code.co_filename
         if not file.endswith(".py"):
             return _compiled(code, names)
         place = dotted(file)
         return place if place.partition(".")[0] == OWN or _held(file, code) else ""
-    except Exception:  # whatever is odd about it: it is nobody's
+    except Exception:  # unusual code belongs to no package
         return ""
 
 
@@ -91,7 +93,7 @@ def of_frame(frame: FrameType | None) -> str:
 
 @lru_cache(maxsize=1024)
 def dotted(file: str) -> str:
-    """The dotted name of a file that is this project's or lies in an installed package, else ""."""
+    """Return the dotted name of a file of this project or of an installed package, else ""."""
     for path in dict.fromkeys((os.path.abspath(file), os.path.realpath(file))):
         inside = [folder for folder in (*_OWN, *_ENTRIES) if path.startswith(folder)]
         if inside:
@@ -101,7 +103,7 @@ def dotted(file: str) -> str:
                 return f"{OWN}.{name}"
             if any(path.startswith(root) for root in _roots(name.partition(".")[0])):
                 return name
-        for top in (REMOTE, *(KNOWN if _FINDERS else ())):  # not on the search path, or known to a finder alone
+        for top in (REMOTE, *(KNOWN if _FINDERS else ())):  # not on the search path, or known to a finder only
             for root in _roots(top):
                 if path.startswith(root):
                     return f"{top}.{_name(path[len(root) :])}".rstrip(".")
@@ -114,15 +116,17 @@ def _name(relative: str) -> str:
 
 
 def _held(file: str, code: CodeType) -> bool:
-    """Whether the file holds this code. Equal code objects have equal names, lines, constants and instructions."""
+    """Return whether the file contains this code. Equal code objects have equal names, lines, constants and
+    instructions."""
     return any(code == other for other in _contents(file).get((code.co_name, code.co_firstlineno), ()))
 
 
 @lru_cache(maxsize=256)
 def _contents(file: str) -> dict[tuple[str, int], list[CodeType]]:
-    """All code objects of a source file, read as an import would (from its compiled file where that is valid)."""
+    """Return all code objects of a source file, read as an import would (from its compiled file where that is
+    valid)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an invalid escape in there was said when it was imported, or never
+        warnings.simplefilter("ignore")  # a warning about an invalid escape belongs to the import
         module = SourceFileLoader("contents", file).get_code("contents")
     found: dict[tuple[str, int], list[CodeType]] = {}
     for code in _nested(module):
@@ -139,7 +143,7 @@ def _nested(code: CodeType | None) -> Iterator[CodeType]:
 
 
 def _compiled(code: CodeType, names: Any) -> str:
-    """A frame that an extension module (Cython) made up for a traceback: it has no code that could do anything."""
+    """Return whether an extension module (Cython) made up this frame for a traceback: its code has no instructions."""
     module = sys.modules.get(str((names or {}).get("__name__")))
     spec = getattr(module, "__spec__", None)
     if spec is None or getattr(module, "__dict__", None) is not names:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other for a check: the one place where the kit and the scripts make a collective of it."""
+"""Gather values between ranks for a check: the only collective of the kit's own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 
 def gather(run: Run, values: Sequence[float]) -> list[list[float]]:
-    """``values`` of every rank, in the ranks' order, as doubles. A collective: every rank, as many values each."""
-    own = torch.tensor(list(values), dtype=torch.float64, device=run.device)  # NCCL takes nothing that is on the CPU
+    """Return ``values`` of every rank in the order of ranks, as doubles. Every rank must pass the same number of
+    values."""
+    own = torch.tensor(list(values), dtype=torch.float64, device=run.device)  # NCCL accepts no CPU tensors
     parts = [torch.empty_like(own) for _ in range(run.world_size)]
     dist.all_gather(parts, own)
     return [part.tolist() for part in parts]

@@ -1,6 +1,6 @@
-"""The proof of the proofs: training steps with something wrong in them, on purpose. Each must be seen by a check.
+"""Inject faults into training steps, to test the checks: each fault must be detected.
 
-test_proofs.py runs all of them in every strategy; ``repro run train-step flags.sabotage=NAME`` runs one.
+tests/repro_kit injects all of them in every strategy; ``repro run train-step flags.sabotage=NAME`` injects one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from repro_kit.strategies import Wrapped
 import torch
 import torch.distributed as dist
 
-# What is done wrong, and from which step on (0: the first).
+# Fault -> the first step that has it (0: the first step).
 SABOTAGES = {
     "skip_all_reduce": ("the gradients' reduction between ranks is left out", 0),
     "late_skip": ("... from the second step on", 1),
@@ -30,8 +30,8 @@ SABOTAGES = {
     "late_rate": ("the scheduler is one step off: the last step's learning rate is 0.9 times what it should be", 1),
 }
 SCALE = 1.0001
-# What cannot go wrong in a strategy. With tensor parallelism the ranks share one batch: no rank has tokens of its own
-# to count, or another rank's data. DeepSpeed's step drops the partitioned gradients itself: zero_grad finds nothing.
+# Faults that cannot occur in a strategy. With tensor parallelism the ranks share one batch: no rank has tokens of its
+# own, or another rank's data. DeepSpeed's step drops the partitioned gradients itself, so zero_grad has no effect.
 CANNOT_BE = {
     "tp": ("unequal_tokens", "same_data"),
     "zero2": ("keep_gradients",),
@@ -40,7 +40,7 @@ CANNOT_BE = {
 
 
 def sabotaged(run: Run, trained: Wrapped, inputs: dict[str, torch.Tensor], step: int, sabotage: str) -> float:
-    """One training step; wrong as ``sabotage`` says, where the step is one of those."""
+    """Run one training step, with the fault ``sabotage`` if it applies to this step."""
     last = run.rank == run.world_size - 1
     if step < SABOTAGES[sabotage][1]:
         loss = trained.loss(inputs)
@@ -57,7 +57,7 @@ def sabotaged(run: Run, trained: Wrapped, inputs: dict[str, torch.Tensor], step:
         labels[:, labels.shape[1] // 2 :] = -100
         inputs = {**inputs, "labels": labels}
     skip = sabotage in ("skip_all_reduce", "late_skip")
-    # DDP's no_sync must be on during the forward already; elsewhere the forward's own reductions (tp) stay.
+    # DDP's no_sync must already be on during the forward; in tp the reductions of the forward stay.
     with trained.unreduced() if skip and trained.unreduced_in_forward else nullcontext():
         loss = trained.loss(inputs)
     factor = {
@@ -82,14 +82,14 @@ def sabotaged(run: Run, trained: Wrapped, inputs: dict[str, torch.Tensor], step:
 
 @contextmanager
 def without(*calls: tuple[Any, str]) -> Iterator[None]:
-    """These methods (owner, name) do nothing."""
+    """Replace these methods (owner, name) by no-ops."""
     with replaced(*((owner, name, lambda *_, **__: None) for owner, name in calls)):
         yield
 
 
 @contextmanager
 def rate(trained: Wrapped, factor: float) -> Iterator[None]:
-    """The optimizer's learning rate times ``factor``; a step at rate 0 is one that was not made."""
+    """Multiply the optimizer's learning rate by ``factor``; 0 skips the update."""
     groups = trained.optimizer.param_groups
     kept = [group["lr"] for group in groups]
     for group in groups:
@@ -103,7 +103,7 @@ def rate(trained: Wrapped, factor: float) -> Iterator[None]:
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes (owner, name, value) replaced where they are there, and put back as they were."""
+    """Replace attributes (owner, name, value) where they exist, and restore them afterwards."""
     done = [(owner, name, value, name in vars(owner), getattr(owner, name)) for owner, name, value in changes
             if hasattr(owner, name)]  # fmt: skip
     for owner, name, value, _, _ in done:
@@ -116,7 +116,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 class _Done:
-    """The handle of a collective that was left out."""
+    """The handle of a collective that was skipped."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -127,9 +127,9 @@ class _Done:
 
 @contextmanager
 def reductions_left_out(*scatters: tuple[Any, str]) -> Iterator[None]:
-    """Every reduction between ranks gives back this rank's own part. For strategies that reduce from Python.
+    """Make every reduction between ranks return this rank's own part; for strategies that reduce from Python.
 
-    ``scatters``: further places (owner, attribute) where torch's reduce_scatter_tensor is called from.
+    ``scatters``: further attributes (owner, name) that hold torch's reduce_scatter_tensor.
     """
     from torch.distributed import _functional_collectives as functional
 

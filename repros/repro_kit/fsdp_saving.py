@@ -1,4 +1,4 @@
-"""Sharding and stepping of the vision + language model, for the cases that save FSDP optimizer state."""
+"""Shard and step the vision and language model, for the cases that save FSDP optimizer state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 def sharded(
     run: Run, model: nn.Module, mixed_precision: bool = False, ignored: Iterable[nn.Parameter] = ()
 ) -> nn.Module:
-    """``model`` under the run's strategy: FSDP2 where the strategy says so, else FSDP1 with the strategy's options."""
+    """Wrap ``model`` in the run's strategy: FSDP2, or FSDP1 with the strategy's options."""
     quiet_cuda()
     if run.strategy["slug"] == "fsdp2":
         return _fully_sharded(run, model)
@@ -28,7 +28,7 @@ def sharded(
     options: dict[str, Any] = {"ignored_states": list(ignored)} if ignored else {}
     if mixed_precision:
         options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
-    if run.options["sharding"].startswith("HYBRID"):  # two groups: shards within each, copies across
+    if run.options["sharding"].startswith("HYBRID"):  # two groups: shards within a group, copies across groups
         from torch.distributed.device_mesh import init_device_mesh
 
         options["device_mesh"] = init_device_mesh(run.device.type, (2, run.world_size // 2))
@@ -47,13 +47,13 @@ def sharded(
 def _fully_sharded(run: Run, model: nn.Module) -> nn.Module:
     try:
         from torch.distributed.fsdp import fully_shard
-    except ImportError:  # its place before torch 2.6
+    except ImportError:  # its location before torch 2.6
         from torch.distributed._composable.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
 
     model.to(run.device)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
-    for module in [*model.modules()][:0:-1]:  # innermost first, the root (first) last
+    for module in [*model.modules()][:0:-1]:  # innermost modules first, the root last
         if is_unit(run.options["wrap"], module):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -62,21 +62,21 @@ def _fully_sharded(run: Run, model: nn.Module) -> nn.Module:
 
 
 def quiet_cuda() -> None:
-    """torch before 2.4 calls these two while it gathers states, whatever the device: harmless without CUDA then."""
+    """Replace two CUDA functions that torch before 2.4 calls while it gathers states on any device."""
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.memory_summary = lambda device=None, abbreviated=False: ""
 
 
 def first_forward(run: Run, model: nn.Module, dtype: torch.dtype) -> None:
-    """Older FSDP1 finds its root unit in the first forward only, and loads nothing into a model without one."""
+    """Run a forward: older FSDP1 finds its root unit in the first forward only, and loads nothing before."""
     if run.strategy["slug"] == "fsdp":
         with torch.no_grad():
             loss_of(run, model, 0, dtype)
 
 
 def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype) -> list[float]:
-    """One training step; returns this rank's loss and the norm of what it holds afterwards, to compare two runs."""
+    """Run one training step; return this rank's loss and the norm of its parameters, to compare two runs."""
     loss = loss_of(run, model, number, dtype)
     loss.backward()
     optimizer.step()

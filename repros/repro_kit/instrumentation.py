@@ -1,14 +1,14 @@
-"""Evidence that what a variant names was in effect, measured while it works: a library that falls back says nothing.
+"""Measure whether the options that a variant names are active: a library that falls back silently gives no error.
 
-``watch(run, module)`` is the one line that a script needs after it has made its model parallel. Kept in the record
-(``effects``), and judged there against the strategy's promises (harness/repro_matrix/grading/effect.py), never here:
+A script calls ``watch(run, module)`` once after wrapping its model. The measurements go into the record (``effects``);
+harness/repro_matrix/grading/effect.py compares them with what the strategy promises:
 
 ``group``        ranks and backend of the process group
-``parameters``   elements (and bytes) that this rank holds, and of the whole model, when it was made parallel
-``gradients``    likewise, when the optimizer steps; ``updates``: what it steps on; ``states``: what it keeps
-``collectives``  calls between several ranks in the last step, by kind, as torch's process groups were called
+``parameters``   elements (and bytes) that this rank holds, and of the whole model, after wrapping
+``gradients``    the same, when the optimizer steps; ``updates``: what it steps on; ``states``: its state
+``collectives``  calls between several ranks in the last step, by kind, counted at torch's process groups
 
-The rest are for flags: each gives a number and the bounds that the flag promises (``note``). Nothing is run twice, and
+Other measurements belong to flags: a number and the bounds that the flag promises (``note``). Nothing runs twice, and
 no operation is intercepted: a dispatch mode costs a tenth of a short attempt, and could change what fails.
 """
 
@@ -26,23 +26,23 @@ import torch.distributed as dist
 from torch import nn
 
 _KINDS = {"gather": "gather", "reduce": "reduce", "broadcast": "broadcast", "alltoall": "all_to_all"}
-_calls: dict[str, int] = {}  # collectives of this process so far, by kind
+_calls: dict[str, int] = {}  # collectives of this process, by kind
 _patched = False
 
 
 def note(
     run: Run, what: str, actual: float, least: float | None = None, most: float | None = None, subject: str = ""
 ) -> None:
-    """One number, and the bounds between which it must lie if ``what`` was in effect."""
+    """Record one number and the bounds within which it must lie if ``what`` is active."""
     item: dict[str, Any] = {"what": what, "actual": actual, "subject": subject}
     item.update({} if least is None else {"least": least}, **({} if most is None else {"most": most}))
     run.record.data["effects"].append(item)
 
 
 def watch(run: Run, module: Any, whole: int | None = None) -> Any:
-    """Measure what this rank holds of ``module`` and watch its training steps; returns the module.
+    """Measure what this rank holds of ``module`` and observe its training steps; return the module.
 
-    ``whole``: elements of the whole model, for libraries that leave nothing in their parameters that tells.
+    ``whole``: elements of the whole model, for libraries whose parameters do not show it.
     """
     watched = getattr(run, "watched", None)
     if watched is None:
@@ -62,9 +62,9 @@ def _put(run: Run, what: str, actual: int, size: int, whole: int) -> None:
 
 
 def sizes(parameters: Iterable[Any], module: Any = None) -> tuple[int, int, int]:
-    """(elements held here, their bytes, elements of the whole) of parameters; tied ones count once.
+    """Return (elements held here, their bytes, elements of the whole) of parameters; tied parameters count once.
 
-    ``module``: what may hold units of FSDP1, which alone know the whole of their parameters.
+    ``module``: may contain FSDP1 units, which alone know the size of their whole parameters.
     """
     held = size = whole = 0
     managed, seen = _flat(module), set()
@@ -87,7 +87,7 @@ def sizes(parameters: Iterable[Any], module: Any = None) -> tuple[int, int, int]
 
 
 def _flat(module: Any) -> dict[int, int] | None:
-    """Of every parameter that FSDP1 has taken, the elements of the whole; None where there is no FSDP1."""
+    """Return the whole size of each parameter that FSDP1 manages; None without FSDP1."""
     if module is None or not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
         return None
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -104,17 +104,17 @@ def _flat(module: Any) -> dict[int, int] | None:
 
 
 class Watched:
-    """The steps of what is trained: what the last one held, reduced and called."""
+    """The training steps: what the last one held, reduced and called."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.module: Any = None  # the last whose forward was called with gradients
+        self.module: Any = None  # the last one whose forward ran with gradients
         self.modules: list[Any] = []
-        self.whole: int | None = None  # elements of the whole model, where its parameters do not tell
+        self.whole: int | None = None  # elements of the whole model, where its parameters do not show it
         self.optimizers: list[Any] = []
-        # Of each parameter that was stepped on: its elements and bytes, and its gradient's.
+        # Of each updated parameter: elements and bytes of it and of its gradient.
         self.stepped: dict[int, tuple[int, int, int, int]] = {}
-        self.before: dict[str, int] = {}  # calls so far, when the step began
+        self.before: dict[str, int] = {}  # calls before the step
         self.called: dict[str, int] = {}
         self.at_end: list[Callable[[], None]] = []
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -129,12 +129,12 @@ class Watched:
 
     def _before_forward(self, module: Any, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self.module = module  # a model that only takes over a checkpoint has no step
+            self.module = module  # a model that only loads a checkpoint has no step
             self.stepped.clear()
             self.before = dict(_calls)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        """Some libraries step group by group: what was seen since the last forward is one step."""
+        """Begin a step: everything since the last forward is one step, even if a library steps group by group."""
         if not self.stepped:
             self.called = {kind: count - self.before.get(kind, 0) for kind, count in _calls.items()}
         self.optimizers = [optimizer]
@@ -171,7 +171,7 @@ class Watched:
 
 
 def count_collectives() -> None:
-    """Count the calls of every process group of several ranks. DDP's reducer calls them from C++, past this."""
+    """Count the calls of all process groups of several ranks, except those of DDP's reducer, which is C++."""
     global _patched
     if _patched:
         return
@@ -180,7 +180,7 @@ def count_collectives() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     places: list[tuple[Any, str]] = [(c10d.ProcessGroup, name) for name in dir(c10d.ProcessGroup)]
-    # DTensor's go to C++ from here.
+    # DTensor calls C++ from here.
     places += [(functional, name) for name in ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor")]
     for owner, name in places:
         kind = next((kind for word, kind in _KINDS.items() if word in name.replace("_to_", "to")), None)
@@ -201,7 +201,7 @@ def _counted(real: Any, kind: str, of_group: bool) -> Any:
 
 
 def ddp_reductions(module: Any) -> int:
-    """Buckets that DDP's reducer says it has reduced between several ranks in its last step; 0 for anything else."""
+    """Return the number of buckets that DDP's reducer reduced between ranks in its last step; 0 for other modules."""
     wrapped = getattr(module, "module", None)
     while type(module).__name__ != "DistributedDataParallel" and wrapped is not None:
         module, wrapped = wrapped, getattr(wrapped, "module", None)
@@ -209,14 +209,14 @@ def ddp_reductions(module: Any) -> int:
         return 0
     said = module._get_ddp_logging_data()
     if not said.get("backward_comm_time") and module.device_type == "cpu":
-        module.logger.set_runtime_stats_and_log()  # DDP does so itself at the next forward: there was one step only
+        module.logger.set_runtime_stats_and_log()  # DDP does this at the next forward, and there was one step only
         said = module._get_ddp_logging_data()
     buckets = len([size for size in str(said.get("bucket_sizes", "")).split(",") if size.strip()])
     return int(said.get("num_buckets_reduced") or buckets) if said.get("backward_comm_time") else 0
 
 
 def finish(run: Run) -> None:
-    """Called by the kit when the body has ended: the process group, and what the last step was seen to do."""
+    """Record the process group and the last step. The kit calls this when the script ends."""
     if dist.is_available() and dist.is_initialized():
         group = {"what": "group", "actual": dist.get_world_size(), "backend": str(dist.get_backend())}
         run.record.data["effects"].append(group)
@@ -226,7 +226,7 @@ def finish(run: Run) -> None:
 
 
 def checkpointing(run: Run, model: Any, asked: bool) -> None:
-    """Whether a layer's forward is repeated in the backward: once for every forward with gradients, or never."""
+    """Measure whether the backward repeats a layer's forward: once for every forward with gradients, or never."""
     from repro_kit.strategies import layer_classes
 
     layers = tuple(layer_classes(model)) or (nn.TransformerEncoderLayer,)
@@ -235,7 +235,7 @@ def checkpointing(run: Run, model: Any, asked: bool) -> None:
     seen = {"forward": 0, "backward": 0}
 
     def look(*_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # autograd is at work
+        if torch._C._current_graph_task_id() != -1:  # inside the backward
             seen["backward"] += 1
         elif model.training:
             seen["forward"] += 1
@@ -250,7 +250,7 @@ def checkpointing(run: Run, model: Any, asked: bool) -> None:
 
 
 def watch_flag(run: Run, at_end: Callable[[], None]) -> None:
-    """``at_end`` is called when the body has ended, to note what was seen by then."""
+    """Call ``at_end`` when the script ends, to record what was observed."""
     watched = getattr(run, "watched", None)
     if watched is None:
         watched = run.watched = Watched(run)  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def watch_flag(run: Run, at_end: Callable[[], None]) -> None:
 
 
 def adapters(run: Run, model: Any, unfrozen: bool = False) -> None:
-    """LoRA: adapters there are, they are trained, and (but for ``unfrozen``) nothing else is."""
+    """Record LoRA: adapters exist, are trained, and (except ``unfrozen``) nothing else is."""
     lora = [(name, p) for name, p in model.named_parameters() if "lora_" in name]
     note(run, "lora", sum(p.requires_grad for _, p in lora), least=max(len(lora), 1), subject="adapters' parameters")
     if not unfrozen:
@@ -266,14 +266,14 @@ def adapters(run: Run, model: Any, unfrozen: bool = False) -> None:
         note(run, "lora alone", rest, most=0, subject="trained parameters that are no adapter's")
 
 
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as Trainer's arguments call them
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # names of Trainer's arguments
 
 
 def precision(run: Run, model: Any, flag: str) -> None:
-    """The share of a layer's matrix products that were made in the dtype that ``flag`` names.
+    """Record the share of a layer's matrix products in the dtype that ``flag`` names.
 
-    What is wanted is read from the flag here, not taken from the script: one that trains in another dtype would say so
-    itself that it wanted it.
+    The expected dtype comes from the flag and not from the script: a script that trains in the wrong dtype would expect
+    it.
     """
     wanted = getattr(torch, DTYPES.get(run.flags[flag], run.flags[flag]))
     seen = {True: 0, False: 0}
@@ -293,19 +293,19 @@ def precision(run: Run, model: Any, flag: str) -> None:
 
 
 def tokens(run: Run, ids: torch.Tensor, prompt: torch.Tensor, count: int) -> None:
-    """Tokens generated beyond the prompt, in each row."""
+    """Record the number of generated tokens per row."""
     made = ids.shape[-1] - prompt.shape[-1]
     note(run, "tokens", made, least=count, most=count, subject=f"{tuple(ids.shape)} after {tuple(prompt.shape)}")
 
 
 def stored(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that a file of these tensors must have at least: tied ones share a storage, which is written once."""
+    """Return the minimum size in bytes of a file with these tensors; tied tensors are written once."""
     storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
     return sum(storages.values())
 
 
 def files(run: Run, path: Path | str, least: int = 1) -> None:
-    """Bytes of the files that were read back: at least those of what came out of them."""
+    """Record the bytes of the files that were loaded: at least those of the loaded tensors."""
     path = Path(path)
     found = [part for part in (path.rglob("*") if path.is_dir() else [path]) if part.is_file()]
     total = sum(part.stat().st_size for part in found)

@@ -1,4 +1,4 @@
-"""Fine-tuning as the reports do it: a LoRA model through Trainer, accelerate or torch, on this rank's own batches."""
+"""Fine-tune as users do: a LoRA model with Trainer, accelerate or torch, on this rank's own batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from repro_kit.weights import Weights, parameters_on_meta
 
 import torch
 
-# Which projections LoRA is put on, by model type.
+# The projections that get LoRA adapters, by model type.
 TARGETS = {"qwen": ["c_attn"], "llama": ["q_proj", "v_proj"], "qwen2": ["q_proj", "v_proj"]}
 
 
 def add_lora(run: Run, model: torch.nn.Module) -> torch.nn.Module:
-    """The same random adapter on every rank."""
+    """Add the same random adapter on every rank."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(run.seed)
@@ -28,26 +28,29 @@ def add_lora(run: Run, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def lora_to_draw(run: Run, model: torch.nn.Module, weights: Weights) -> torch.nn.Module:
-    """The adapter on a model whose parameters are on meta: in the model's dtype, drawn as the rest is. So B is not
-    zero, as it is in practice, and both halves move from the first step on."""
+    """Add an adapter to a model on meta, in the model's dtype, initialized like the rest.
+
+    So B is not zero, as it is in practice, and both halves move from the first step on.
+    """
     dtype = next(model.parameters()).dtype
     with parameters_on_meta():
-        model = add_lora(run, model).to(dtype)  # peft makes adapters of a bfloat16 model float32
+        model = add_lora(run, model).to(dtype)  # peft makes the adapters of a bfloat16 model float32
     weights.know(model)
     return model
 
 
 def checkpoint(model: Any) -> None:
-    """Gradient checkpointing, as today's releases advise; a model with the old hook has only its own way."""
+    """Turn gradient checkpointing on as current releases recommend; a model with the old hook has only its own way."""
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except (TypeError, ValueError):
         model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()  # for the reentrant ones: with LoRA nothing that enters a layer needs gradients
+    model.enable_input_require_grads()  # for reentrant checkpointing: with LoRA, no input of a layer needs gradients
 
 
 def remove_hook(model: torch.nn.Module) -> None:
-    """What the warning asks for: no ``_set_gradient_checkpointing`` in the modeling file. PreTrainedModel's is left."""
+    """Remove ``_set_gradient_checkpointing`` from the model's own classes, as the warning advises; PreTrainedModel
+    keeps its."""
     for kind in type(model).__mro__:
         if kind.__module__.startswith("transformers_modules") and "_set_gradient_checkpointing" in vars(kind):
             delattr(kind, "_set_gradient_checkpointing")
@@ -74,16 +77,16 @@ def batches(run: Run) -> list[dict[str, torch.Tensor]]:
 
 
 def deepspeed_on_cpu(run: Run) -> None:
-    """accelerate's part in DeepSpeed on a CPU, before it is asked for."""
-    # With this variable (or use_cpu) Trainer makes a DDP and never says that DeepSpeed is not used.
+    """Prepare accelerate for DeepSpeed on a CPU."""
+    # With this variable (or use_cpu), Trainer silently uses DDP instead of DeepSpeed.
     os.environ.pop("ACCELERATE_USE_CPU", None)
-    # An old accelerate asks for a GPU and NCCL otherwise, whatever DeepSpeed runs on.
+    # Otherwise an old accelerate requires a GPU and NCCL, whatever DeepSpeed runs on.
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     run.init_process_group()
 
 
 def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None = None) -> Any:
-    """A Trainer whose data are this rank's batches and whose optimizer is plain SGD."""
+    """Return a Trainer with this rank's batches and plain SGD."""
     from torch.utils.data import DataLoader
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -103,7 +106,7 @@ def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
     on_cpu = run.device_kind == "cpu"
     if on_cpu and deepspeed:
         deepspeed_on_cpu(run)
-    # A model that is split over several GPUs stays where it is; Trainer before 5 does not see that of one that is split
+    # A model that is split over several GPUs stays in place; Trainer before 5 does not detect a model that is split
     # over a CPU and a disk.
     split = len(getattr(model, "hf_device_map", None) or {}) > 1
 
@@ -136,7 +139,7 @@ def trainer(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
 
 
 def prepare(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:
-    """Accelerator.prepare: the accelerator, the prepared model and optimizer."""
+    """Return the accelerator, and the model and optimizer from Accelerator.prepare."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed) if deepspeed else None
@@ -151,7 +154,7 @@ def prepare(run: Run, model: torch.nn.Module, deepspeed: dict[str, Any] | None =
 
 
 def loop(run: Run, model: Any, optimizer: Any, backward: Any) -> int:
-    """The plain training loop on this rank's batches; returns how many steps had a finite loss."""
+    """Run the plain training loop on this rank's batches; return the number of steps with a finite loss."""
     clock = Clock(run)
     made = 0
     model.train()

@@ -1,5 +1,7 @@
-"""What of this machine an answer can depend on, as this rank's torch sees it. A case names those that decide its
-answers (``depends_on``); the judge compares them (harness/repro_matrix/grading/capabilities.py)."""
+"""Record the capabilities of this machine on which a result can depend, as torch reports them.
+
+A case names those that its results depend on (``depends_on_capabilities``); grading/expectations.py compares them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any, Callable
 
 
 def machine_facts() -> dict[str, Any]:
-    """The facts that torch can say; none of a package that this rank has not imported, and CUDA's only where it is in
-    use already: asking must not start a context."""
+    """Return the capabilities; none of a package that this rank has not imported, and CUDA's only where a context
+    exists."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -24,6 +26,6 @@ def machine_facts() -> dict[str, Any]:
     for name, ask in questions.items():
         try:
             found[name] = ask()
-        except Exception:  # a release or a build that cannot say it: the fact is unknown there
+        except Exception:  # unknown in this release or build
             continue
     return found

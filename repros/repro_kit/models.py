@@ -1,4 +1,4 @@
-"""Models with random weights, built from the values in conf/model: nothing is downloaded unless ``weights=hub``."""
+"""Build models with random weights from the values in conf/model; nothing is downloaded unless ``weights=hub``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ REMOTE_CODE = Path(__file__).resolve().parents[1] / "remote_code"
 
 
 def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
-    """The model's configuration object (transformers ``PretrainedConfig``) at the run's scale.
+    """Return the model's configuration (transformers ``PretrainedConfig``) at the run's scale.
 
-    ``published`` picks, for first-generation Qwen, the version of the stand-in that follows the published file also
-    where today's transformers does not bear it (remote_code/qwen_v1/modeling_qwen.py lists the differences).
+    ``published`` selects, for first-generation Qwen, the model code that follows the published file even where today's
+    transformers cannot run it (remote_code/qwen_v1/modeling_qwen.py lists the differences).
     """
     from transformers import AutoConfig
 
@@ -41,18 +41,20 @@ def config_of(run: Run, published: bool = False, **overrides: Any) -> Any:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """transformers copies remote code into its cache before it imports it, without a lock between processes: a rank
-    that imports while another one copies meets half a module (measured at 4 and at 8 ranks, once each: AttributeError,
-    no QWenLMHeadModel in it)."""
+    """Serialize the import of remote code: transformers copies it into its cache without a lock between processes.
+
+    A rank that imports during the copy of another rank gets half a module (measured at 4 and at 8 ranks:
+    AttributeError, no QWenLMHeadModel in it).
+    """
     with open(folder / "config.json") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def fetch_code(source: str, folder: Path) -> None:
-    """Have the code of a model on disk copied and imported; afterwards the copies are equal, and no rank copies again.
+    """Copy and import the code of a model on disk; later imports find equal copies and copy nothing.
 
-    ``source``: as ``from_pretrained`` will be given it; ``folder``: where its config.json lies.
+    ``source``: the argument of ``from_pretrained``; ``folder``: where its config.json lies.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -66,7 +68,7 @@ def fetch_code(source: str, folder: Path) -> None:
 def build(
     run: Run, dtype: torch.dtype = torch.float32, seed: int | None = None, published: bool = False, **overrides: Any
 ) -> torch.nn.Module:
-    """A causal language model on the CPU, the same on every rank: seeded random weights, or the hub's."""
+    """Return a causal language model on the CPU, the same on every rank: seeded random weights, or the hub's."""
     if run.model["weights"] == "hub":
         from transformers import AutoModelForCausalLM
 
@@ -86,9 +88,12 @@ def drawable(
     source: torch.device | str = "cpu",
     **overrides: Any,
 ) -> tuple[torch.nn.Module, Weights]:
-    """The model that ``build`` gives, with its parameters on meta, and what fills them (``source``: where values are
-    drawn, see Weights). A seed of one's own means random weights whatever the run's are."""
-    torch.manual_seed(run.seed if seed is None else seed)  # for whatever a script draws next: alike on every rank
+    """Return the model of ``build`` with its parameters on meta, and its Weights (``source``: the device that generates
+    them).
+
+    An explicit seed means random weights, whatever the run's weights are.
+    """
+    torch.manual_seed(run.seed if seed is None else seed)  # later random numbers of a script are the same on every rank
     from_hub = run.model["weights"] == "hub"
     with parameters_on_meta():
         model = _from_hub(run, dtype) if from_hub else _put_together(run, dtype, published, **overrides)
@@ -99,7 +104,7 @@ def drawable(
 
 
 def _from_hub(run: Run, dtype: torch.dtype) -> Any:
-    """The published model's code and configuration."""
+    """Return the published model's code and configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = bool(run.model.get("remote_code"))
@@ -110,7 +115,7 @@ def _from_hub(run: Run, dtype: torch.dtype) -> Any:
 
 
 def hub_folder(name: str) -> Path:
-    """Where a model lies that the harness has downloaded, or a folder of one's own."""
+    """Return the folder of a model that the harness has downloaded, or the user's own folder."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -119,7 +124,7 @@ def hub_folder(name: str) -> Path:
 
 
 def on_meta(run: Run, dtype: torch.dtype = torch.float32, **overrides: Any) -> torch.nn.Module:
-    """The model with nothing in memory, for questions about its shape alone."""
+    """Return the model without any memory, for questions about its shape."""
     with torch.device("meta"):
         return _put_together(run, dtype, False, **overrides)
 
@@ -133,7 +138,8 @@ def _put_together(run: Run, dtype: torch.dtype, published: bool, **overrides: An
 
 
 def batch(run: Run, rank: int, step: int = 0, size: int = 2, length: int = 16) -> dict[str, torch.Tensor]:
-    """Token ids (size x length), mask and labels of one rank at one step; every rank can make every other rank's."""
+    """Return token ids (size x length), mask and labels of one rank at one step; any rank can compute those of any
+    other."""
     generator = torch.Generator().manual_seed(1000 * run.seed + 100 * step + rank + 1)
     ids = torch.randint(0, run.model["config"]["vocab_size"], (size, length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}

@@ -1,4 +1,4 @@
-"""2-norms of tensors and of their differences, chunk by chunk: no further copy of a large tensor is made."""
+"""Compute 2-norms of tensors and of their differences chunk by chunk, without a copy of a large tensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ CHUNK = 2**22  # elements
 
 
 def each_chunk(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same elements of tensors of one shape, CHUNK of them at a time. Parts of the tensors, not copies of them,
-    where they are contiguous."""
+    """Yield the same CHUNK elements of tensors of one shape; views where the tensors are contiguous."""
     if all(tensor.is_contiguous() for tensor in tensors):
         yield from zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors))
     elif tensors[0].numel():
@@ -21,8 +20,10 @@ def each_chunk(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def norm(one: torch.Tensor, *others: torch.Tensor) -> float:
-    """|a|, |a - b|, or of four (a - b) - (c - d); in float32, on the first one's device. NaN or infinity when any
-    element is, infinity when shapes differ."""
+    """Return |a|, |a - b|, or |(a - b) - (c - d)| in float32, on the first tensor's device.
+
+    NaN or infinity when any element is; infinity when shapes differ.
+    """
     tensors = [tensor.detach() for tensor in (one, *others)]
     if any(tensor.shape != one.shape for tensor in tensors):
         return math.inf
@@ -42,13 +43,13 @@ def norm_of(norms: Iterable[float]) -> float:
 
 
 def digest(tensors: Iterable[tuple[str, Any]]) -> str:
-    """The same for the same bits under the same names, in whatever order they come."""
+    """Return a digest of names and bits, independent of their order."""
     sums = sorted((name, checksum(tensor)) for name, tensor in tensors)
     return f"{zlib.crc32(repr(sums).encode()):08x}"
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of a tensor's bits."""
+    """Return a checksum of a tensor's bits."""
     if not tensor.numel():
         return 0
     return zlib.crc32(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)

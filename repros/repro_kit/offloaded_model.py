@@ -1,10 +1,9 @@
-"""A training in one process whose weights are on disk: in memory is what one module is computing with.
+"""Train in one process with the weights on disk: memory holds the module that is computing.
 
-Each parameter is a file. A module reads its own before it computes and gives them back after; what autograd keeps for
-the backward of a parameter is where to read it again, and each gradient is applied to the file as soon as it is
-complete. The operations, their order and their operands are those of the model in memory: so are the results, to the
-bit (test_streamed.py). Activations stay in memory, as many as the model keeps (gradient checkpointing is the
-model's own).
+Each parameter is a file. A module loads its own before it computes and releases them afterwards; autograd keeps a
+reference for reading a parameter again in the backward, and each gradient is applied to the file when it is complete.
+The operations, their order and their operands are those of the model in memory, and so are the results, bit for bit
+(tests/repro_kit/test_offloading.py). Activations stay in memory, as many as the model keeps.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch import nn
 
 
 class Streamed:
-    """``model`` with the values that ``value(name)`` gives, kept in ``folder`` while this is entered, and computed with
-    on ``device``. Each gradient moves its parameter by ``-lr`` times it.
+    """``model`` with the values of ``value(name)`` on disk in ``folder``, computed on ``device``; a context manager.
 
-    A parameter that is used by another module than the one that it belongs to is NaN there, never a wrong number.
+    Each gradient moves its parameter by ``-lr`` times it. A parameter that another module uses than the one that owns
+    it is NaN there, so that it is never a wrong number.
     """
 
     def __init__(
@@ -32,11 +31,11 @@ class Streamed:
         self.model, self.value, self.lr, self.folder, self.device = model, value, lr, folder, torch.device(device)
         self._parameters = dict(model.named_parameters())
         self._files = {name: folder / str(number) for number, name in enumerate(self._parameters)}
-        self._inside: dict[int, str] = {}  # where in memory the values of modules at work are -> the parameter's name
+        self._inside: dict[int, str] = {}  # memory address of loaded values -> the parameter's name
         self._undo: list[Callable[[], Any]] = []
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read one by one."""
+        """Yield parameters, read one by one."""
         for name, parameter in self._parameters.items():
             yield name, self._read(name).requires_grad_(parameter.requires_grad)
 
@@ -64,7 +63,7 @@ class Streamed:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def step(self, loss_of: Callable[[nn.Module], torch.Tensor]) -> float:
-        """One step of plain SGD on ``loss_of(model)``; the loss."""
+        """Train one step of plain SGD on ``loss_of(model)``; return the loss."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             loss = loss_of(self.model)
             loss.backward()
@@ -73,13 +72,13 @@ class Streamed:
     # --- parameters
 
     def _stand_in(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """What the module has in the parameter's place: of its shape, with one element in memory."""
+        """Return a tensor of the parameter's shape with one element in memory, which replaces it in the module."""
         values = self.value(name)
         self._write(name, values)
         nothing = torch.full((), torch.nan, dtype=values.dtype, device=self.device).expand(values.shape)
         out = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
         if out.requires_grad:
-            # Once in a backward: autograd adds up what several modules (tied ones) contribute before.
+            # Once per backward: autograd first sums the contributions of several (tied) modules.
             out.register_post_accumulate_grad_hook(lambda stand_in: self._move(name, stand_in))
         return out
 
@@ -98,7 +97,7 @@ class Streamed:
         writer.put(name, values)
         writer.close()
 
-    # --- modules at work
+    # --- modules while they compute
 
     def _watch(self, module: nn.Module, own: dict[str, tuple[nn.Parameter, str]]) -> None:
         def enter(*_: Any) -> None:
@@ -115,7 +114,7 @@ class Streamed:
                 self._inside.pop(values.untyped_storage().data_ptr(), None)
                 module._parameters[attribute] = stand_in
 
-        # First in and last out: what else is hooked on the module sees its values.
+        # Registered first and removed last, so that other hooks of the module see its values.
         self._undo.append(module.register_forward_pre_hook(enter, prepend=True).remove)
         self._undo.append(module.register_forward_hook(leave, always_call=True).remove)
 
@@ -133,7 +132,7 @@ class Streamed:
 
 
 class Fetched(torch.autograd.Function):
-    """The values that stand where ``stand_in`` is; their gradient is its gradient."""
+    """The values behind ``stand_in``; their gradient is its gradient."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""First-generation Qwen as published, with single traits put right: what the cases qwen-remote-code-* load.
+"""First-generation Qwen as published, with single defects repaired; the cases qwen-remote-code-* load it.
 
-remote_code/qwen_v1/modeling_qwen.py lists the traits. One failure hides the next: a case about a later one asks for the
-earlier ones to be repaired (the flag ``repaired``), and its fix variant for its own as well.
+remote_code/qwen_v1/modeling_qwen.py lists the defects. One failure hides the next, so a case about a later one repairs
+the earlier ones (flag ``repaired``), and its fix variant repairs its own as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from repro_kit.run import Run
 
 CLASS = "modeling_qwen_published.QWenLMHeadModel"
 STREAM_IMPORT = "from transformers_stream_generator.main import NewGenerationMixin, StreamGenerationConfig"
-# Trait -> methods of the published classes; removing them leaves those of the stand-in that runs everywhere.
+# Defect -> methods of the published classes; without them, those of the model that runs everywhere apply.
 METHODS = {
     "head_masks": [("QWenModel", "_head_masks")],
     "cache": [
@@ -29,7 +29,7 @@ METHODS = {
 
 
 def folder(run: Run) -> Path:
-    """This rank's own copy of the published files; without the streaming import where that is repaired."""
+    """Return this rank's copy of the published files; without the streaming import where that is repaired."""
     copy = run.work_dir / f"qwen_{os.getpid()}"
     shutil.copytree(REMOTE_CODE / "qwen_v1", copy, ignore=shutil.ignore_patterns("__pycache__"))
     if "imports" in run.flags["repaired"]:
@@ -42,7 +42,7 @@ def folder(run: Run) -> Path:
 
 
 def published(run: Run, files: Path) -> Any:
-    """The class from the folder, by transformers' own dynamic import."""
+    """Return the class from the folder, by transformers' dynamic import."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     model_class = get_class_from_dynamic_module(CLASS, str(files))
@@ -54,7 +54,7 @@ def published(run: Run, files: Path) -> Any:
 
 
 def own_classes(model_class: Any) -> list[type]:
-    """The published version's classes: the model's and its inner model's, without what they inherit from."""
+    """Return the classes of the published version: the model's and its inner model's, without their bases."""
     kinds = [*model_class.__mro__, *model_class.model_class.__mro__]
     return [kind for kind in kinds if kind.__module__.endswith("modeling_qwen_published")]
 
@@ -66,7 +66,7 @@ def configuration(run: Run) -> Any:
 
 
 def save_with_code(model: Any, files: Path, target: Path) -> str:
-    """save_pretrained, and the code beside it, as a published checkpoint has it."""
+    """Save the model and its code, as in a published checkpoint."""
     model.save_pretrained(str(target))
     for file in files.glob("*.py"):
         shutil.copy(file, target)

@@ -1,9 +1,9 @@
-"""What a rank lets its launcher see while it runs: the phase it is in, and which collectives it has entered.
+"""Report the progress of a running rank to its launcher: its phase, and the collectives that it has entered.
 
-The launcher asks through a pipe (records/ask-N, a FIFO) and a thread of the rank answers in records/collectives-N.json:
-the main thread may be stuck for ever inside a collective, which lets go of the GIL while it waits. The answer is made
-here, by the stack's own torch: what its flight recorder holds is a pickle in older releases, and nothing but the
-process that made it should read one. Standard library only, Python 3.9; torch is never imported here, only looked up.
+The launcher asks through a pipe (records/ask-N, a FIFO), and a thread of the rank answers in
+records/collectives-N.json: the main thread may be stuck inside a collective, which releases the GIL while it waits. The
+stack's own torch makes the answer, because older releases keep the flight recorder as a pickle, which only its own
+process should load. Standard library only, Python 3.9; this module looks torch up and never imports it.
 """
 
 from __future__ import annotations
@@ -20,39 +20,41 @@ from typing import Any
 Json = dict[str, Any]
 Release = tuple[int, ...]
 
-FRAMES_TOO = b"f"  # asks for the frames of calls, too: torch may import for seconds before it can say them
-KEPT = 16  # collectives reported beside those that still wait: the newest
-FRAMES = 40  # of the call of a collective that waits, innermost first
-RECORDED = "2000"  # collectives that torch remembers per rank (its tutorial's figure)
-MARGIN_S = 120.0  # NCCL's own time limits come so long after the launcher's: the launcher decides, they are the net
+FRAMES_TOO = b"f"  # also asks for the frames of calls, for which torch may import modules for seconds
+KEPT = 16  # completed collectives that are reported, the newest ones
+FRAMES = 40  # frames of the call of a waiting collective, innermost first
+RECORDED = "2000"  # collectives that torch remembers per rank (the value of its tutorial)
+MARGIN_S = 120.0  # seconds by which NCCL's own time limits exceed the launcher's, so that the launcher detects the hang
 
-# What torch's NCCL process groups read when they are made: (name, first release, first release without it, value).
-# ``limit`` stands for the launcher's own limit plus MARGIN_S in seconds, ``file`` for a prefix in the records folder.
-# Sources: ProcessGroupNCCL.hpp and FlightRecorder.hpp. The names TORCH_FR_* came after the recorder had become every
-# backend's (pytorch#152563, 2.8); the older ones go on working and warn, so that the later release is the safe one.
+# Variables of torch's NCCL process groups: (name, first release, first release without it, value).
+# ``limit`` is the launcher's limit plus MARGIN_S in seconds, ``file`` a prefix in the records folder.
+# Sources: ProcessGroupNCCL.hpp and FlightRecorder.hpp. The TORCH_FR_* names came after the recorder served every
+# backend (pytorch#152563, 2.8); the older names still work with a warning, so the later release is the safe bound.
 NCCL_SETTINGS: list[tuple[str, Release, Release, str]] = [
     ("TORCH_NCCL_TRACE_BUFFER_SIZE", (2, 2), (2, 9), RECORDED),
     ("TORCH_FR_BUFFER_SIZE", (2, 9), (99,), RECORDED),
     ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (2, 2), (2, 10), "file"),
     ("TORCH_FR_DUMP_TEMP_FILE", (2, 10), (99,), "file"),
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", (2, 2), (99,), "1"),
-    # Ends the process on an error or timeout of a collective, without aborting the communicator first: the abort can
-    # hang itself, and comes before the dump (pytorch#121055). It is torch's own default; torchrun sets 1.
+    # End the process on an error or timeout of a collective without aborting the communicator first: the abort can
+    # hang, and comes before the dump (pytorch#121055). This is torch's default; torchrun sets 1.
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", (2, 2), (99,), "3"),
     ("TORCH_NCCL_ENABLE_MONITORING", (2, 2), (99,), "1"),
     ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", (2, 2), (99,), "limit"),
 ]
-OURS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # set although torchrun's contract has set it
+OURS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # set although torchrun sets it, too
 
 
 def nccl_environment(release: Release, limit_s: float, records: Path) -> dict[str, str]:
-    """The settings of NCCL process groups that this release of torch knows. ``limit_s``: the launcher's own limit."""
+    """Return the variables of NCCL process groups that this torch release knows. ``limit_s``: the launcher's own
+    limit."""
     values = {"limit": str(int(limit_s + MARGIN_S)), "file": f"{records}/nccl-"}
     return {name: values.get(value, value) for name, since, until, value in NCCL_SETTINGS if since <= release < until}
 
 
 class Witness:
-    """The rank's side. ``start`` opens the pipe before anything that may hang; the thread ends with the process."""
+    """The rank's side of the monitor. ``start`` opens the pipe before anything can hang; the thread ends with the
+    process."""
 
     def __init__(self, records: Path, rank: int) -> None:
         self.pipe = records / f"ask-{rank}"
@@ -60,15 +62,15 @@ class Witness:
         self.phases = os.open(records / f"phases-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def phase(self, name: str) -> None:
-        """One write to an open file: the launcher reads the last line."""
+        """Append the phase to an open file in one write; the launcher reads the last line."""
         os.write(self.phases, f"{time.time():.3f} {name}\n".encode())
 
     def start(self) -> None:
         try:
             os.mkfifo(self.pipe, 0o600)
-            asked = os.open(self.pipe, os.O_RDWR)  # with a writer of our own it never ends
+            asked = os.open(self.pipe, os.O_RDWR)  # opened for writing, too, so that reading never ends
         except OSError:
-            return  # a file system without pipes: the launcher goes by the backtraces
+            return  # a file system without pipes: the launcher uses the backtraces
         threading.Thread(target=self._serve, args=(asked,), name="kit-witness", daemon=True).start()
 
     def _serve(self, asked: int) -> None:
@@ -76,7 +78,7 @@ class Witness:
             question = os.read(asked, 512)
             try:
                 answer = collectives(with_frames=FRAMES_TOO in question)
-            except Exception as error:  # a rank never fails because it was looked at
+            except Exception as error:  # monitoring never makes a rank fail
                 answer = {"error": f"{type(error).__name__}: {error}"}
             temporary = f"{self.answer_file}.tmp"
             with open(temporary, "w", encoding="utf-8") as out:
@@ -85,24 +87,24 @@ class Witness:
 
 
 def collectives(with_frames: bool = False) -> Json:
-    """What this rank's process groups are, and the collectives that it has entered and that torch still remembers."""
+    """Return this rank's process groups, and the collectives that it has entered and that torch remembers."""
     dump = recorded(with_frames)
     if dump is None:
         return {"groups": {}, "collectives": None, "complete": False}
     entries = dump["entries"]
-    complete = entries[0].get("record_id", entries[0].get("id")) == 0  # nothing was overwritten yet
+    complete = entries[0].get("record_id", entries[0].get("id")) == 0  # nothing was overwritten
     return {"groups": groups(dump.get("pg_config") or {}), "collectives": trimmed(entries), "complete": complete}
 
 
 def recorded(with_frames: bool) -> Json | None:
-    """The flight recorder's dump; None where this torch has none, it is switched off or holds nothing."""
+    """Return the flight recorder's dump; None where torch has none, or it is switched off or empty."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     as_json = _first(c10d, "_dump_nccl_trace_json", "_dump_fr_trace_json")
     as_pickle = _first(c10d, "_dump_nccl_trace", "_dump_fr_trace")
     if as_json is None:
         return _plain(as_pickle() if as_pickle else None)
     dump = _plain(as_json())
-    if dump is not None and as_pickle is not None and with_frames:  # only the pickle has them
+    if dump is not None and as_pickle is not None and with_frames:  # only the pickle contains frames
         active = _plain(as_pickle(onlyActive=True)) or {"entries": []}
         frames = {entry.get("record_id"): entry.get("frames") for entry in active["entries"]}
         for entry in dump["entries"]:
@@ -111,22 +113,22 @@ def recorded(with_frames: bool) -> Json | None:
 
 
 def _first(module: Any, *names: str) -> Any:
-    """The first of these functions that this release has. Where it has both, NCCL's knows more."""
+    """Return the first of these functions that this release has. Where it has both, NCCL's contains more."""
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
 def _plain(dump: Any) -> Json | None:
     if isinstance(dump, bytes) and dump[:1] != b"{":
-        dump = pickle.loads(dump)  # this process has made it a moment ago
+        dump = pickle.loads(dump)  # made by this process a moment ago
     elif isinstance(dump, (bytes, str)):
         dump = json.loads(dump)
-    if isinstance(dump, list):  # torch 2.2: the entries alone
+    if isinstance(dump, list):  # torch 2.2: only the entries
         dump = {"entries": dump}
     return dump if isinstance(dump, dict) and dump.get("entries") else None
 
 
 def groups(config: Json) -> dict[str, list[int]]:
-    """Process group -> its global ranks, as torch.distributed keeps them, else as the dump says."""
+    """Return process group -> global ranks, from torch.distributed or else from the dump."""
     found = {name: sorted(json.loads(str(each["ranks"]))) for name, each in config.items() if name and "ranks" in each}
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     for group, ranks in dict(getattr(world, "pg_group_ranks", None) or {}).items():
@@ -137,7 +139,7 @@ def groups(config: Json) -> dict[str, list[int]]:
 
 
 def trimmed(entries: list[Json]) -> list[Json]:
-    """The newest entries, the last one of each group, and all that still wait."""
+    """Return the newest entries, the last one of each group, and all that still wait."""
     last = {_group(entry): index for index, entry in enumerate(entries)}
     keep = set(last.values()) | set(range(max(0, len(entries) - KEPT), len(entries)))
     return [_entry(entry) for index, entry in enumerate(entries) if index in keep or waits(entry)]

@@ -1,8 +1,7 @@
-"""The record that each rank writes: what happened, in a form that a signature can be matched against.
+"""Write the record of a rank: what happened, in a form that signatures can be matched against.
 
-``place`` says where code lies (repro_kit/code_location.py): the installed module, ``repros.…`` for
-the project's own, "" for neither. One JSON file per rank, written atomically. Standard library only: this must work
-inside any stack.
+``place`` is the location of code (repro_kit/code_location.py): the installed module, ``repros...`` for this project's
+code, or "". One JSON file per rank, written atomically. Standard library only, because it must work inside any stack.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from typing import Any
 
 from repro_kit import code_location as place
 
-SCHEMA = 2  # 2: checks are numbers with a tolerance, or equal JSON, which the judge judges (grading/checks.py)
-MAX_ITEMS = 400  # warnings or log records kept per rank; a script that warns in a loop must not fill a disk
-MAX_TEXT = 4000  # characters kept of one message
+SCHEMA = 2  # 2: checks are numbers with a tolerance, or JSON that must be equal (grading/checks.py)
+MAX_ITEMS = 400  # warnings or log records per rank; a script that warns in a loop must not fill the disk
+MAX_TEXT = 4000  # characters of one message
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:
@@ -33,13 +32,13 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
     return text[: limit // 2] + f" ...[{len(text) - limit} more]... " + text[-limit // 2 :]
 
 
-# Code of the kit that only looks on while somebody else's function is called: its frames are left out of a traceback,
-# so that an error raised in C below it stands where it would without the kit.
+# Code of the kit that wraps a call into a library. Its frames are removed from tracebacks, so that an error that
+# C code raises below it has the location that it would have without the kit.
 ONLOOKERS: set[CodeType] = set()
 
 
 def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
-    """Type, message and frames (outermost first) of an exception, with what caused it (at most 5 deep)."""
+    """Return type, message, frames (outermost first) and causes (at most 5) of an exception."""
     kind = type(error)
     walked = list(zip(traceback.extract_tb(error.__traceback__), _frames(error.__traceback__)))
     walked = [item for item in walked if item[1].f_code not in ONLOOKERS]
@@ -55,7 +54,7 @@ def describe_exception(error: BaseException, depth: int = 0) -> dict[str, Any]:
         for said, frame in walked[-60:]
     ]
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    code = getattr(error, "error_code", None)  # torch.AcceleratorError: the driver's own number
+    code = getattr(error, "error_code", None)  # torch.AcceleratorError: the driver's error number
     return {
         "type": kind.__qualname__,
         "module": kind.__module__,
@@ -76,15 +75,15 @@ def _frames(tb: TracebackType | None) -> list[FrameType]:
 
 
 def _speaker() -> FrameType | None:
-    """Who called ``warnings.warn``; a warning's file is whom it blames, often the caller (stacklevel)."""
-    frame: FrameType | None = sys._getframe(2)  # whoever called the hook: the warnings module, or, from C, the code
+    """Return the frame that called ``warnings.warn``; the warning's file is often that of its caller (stacklevel)."""
+    frame: FrameType | None = sys._getframe(2)  # called by the warnings module, or from C
     while frame is not None and frame.f_globals.get("__name__") in ("warnings", "_py_warnings"):
         frame = frame.f_back
     return frame
 
 
 def _logging(record: logging.LogRecord) -> FrameType | None:
-    """The frame that a log record says it comes from, where it really is on the stack."""
+    """Return the stack frame that a log record names as its origin."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == record.funcName and frame.f_code.co_filename == record.pathname:
@@ -94,7 +93,7 @@ def _logging(record: logging.LogRecord) -> FrameType | None:
 
 
 class Capture(logging.Handler):
-    """Collects warnings and log records (WARNING and above) with the place they came from."""
+    """Collect warnings, and log records from WARNING up, with their locations."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -103,7 +102,7 @@ class Capture(logging.Handler):
         self._show = warnings.showwarning
 
     def install(self, every: bool = True) -> None:
-        """``every``: a warning is shown once for each place; else the process's own filters say which are shown."""
+        """Start collecting. ``every``: show each warning once per location; otherwise use the process's own filters."""
         if every:
             warnings.simplefilter("default")
         warnings.showwarning = self._warning  # type: ignore[assignment]
@@ -113,7 +112,7 @@ class Capture(logging.Handler):
         capture = self
 
         def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
-            # transformers and deepspeed switch propagation off, so that a handler at the root would miss them.
+            # transformers and DeepSpeed turn propagation off, so a handler at the root logger would miss them.
             if record.levelno >= logging.WARNING:
                 capture.emit(record)
             handle(logger, record)
@@ -140,7 +139,7 @@ class Capture(logging.Handler):
         if len(self.logs) < MAX_ITEMS:
             try:
                 message = record.getMessage()
-            except Exception as error:  # a log call with the wrong arguments is not our failure
+            except Exception as error:  # a log call with wrong arguments is not our failure
                 message = f"{record.msg!r} (could not be formatted: {error})"
             self.logs.append(
                 {
@@ -155,7 +154,7 @@ class Capture(logging.Handler):
 
 
 class Record:
-    """One rank's record. ``path`` None means: by hand, keep it in memory and print."""
+    """The record of one rank. ``path`` None (a run by hand) keeps it in memory and prints it."""
 
     def __init__(self, path: Path | None, rank: int, world_size: int) -> None:
         self.path = path
@@ -197,7 +196,8 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON, as a check records it: not-finite numbers by name, tensors as lists, the rest as text."""
+    """Return a value as JSON, as a check records it: non-finite numbers by name, tensors as lists, other values as
+    text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (bool, int, str)):
@@ -211,7 +211,7 @@ def plain(value: Any) -> Any:
 
 
 def holds(actual: Any, expected: Any, tolerance: Any) -> bool:
-    """Whether a check passes, for who runs a script by hand; the judge finds out for itself (and compares)."""
+    """Return whether a check passes, for a person who runs the script by hand; the harness grades the record itself."""
     if tolerance is None:
         return json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True)
     both_lists = isinstance(actual, list) and isinstance(expected, list)
@@ -230,7 +230,7 @@ def _plain(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that this rank really imported (not of what is merely installed)."""
+    """Return the versions of the packages that this rank imported."""
     names = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai", "numpy", "safetensors")
     found = {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in names if name in sys.modules}
     return {"python": ".".join(map(str, sys.version_info[:3])), **found}

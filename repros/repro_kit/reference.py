@@ -1,14 +1,14 @@
-"""The two runs of a reference, plain and perturbed: made once, by the ranks of a node or by an attempt before them.
+"""Make the two runs of a reference, plain and perturbed, once per node or take them from an earlier attempt.
 
-The first two ranks of a node share the work and leave what they found in the attempt's folder, tensor by tensor; nobody
-waits for it before the first check. Where the memory plan says that there is not room for two (settings ``reference``:
-"turns"), the first rank does both; where there is not even room for one, it does both with the weights on disk
-("layers", repro_kit/offloaded_model.py).
+The first two ranks of a node share the work and write the results into the attempt's folder, tensor by tensor; no rank
+waits for them before the first check. Where the memory plan says that two do not fit (settings ``reference``: "turns"),
+the first rank does both; where not even one fits, it does both with the weights on disk ("layers",
+repro_kit/offloaded_model.py).
 
-Attempts of one run that need the very same reference share it (settings ``references``: the run's folder and this
-attempt's name; by hand there are none): the first rank of a node looks whether there is one, under a key that says all
-that it depends on (cache_key.py), and tells the others. If not, it is made, and left there as soon as it is complete.
-Another attempt that is just making it is not waited for. Whose it is stands in the record (the fact ``reference``).
+Attempts of one run that need the same reference share it (settings ``references``: the run's folder and the attempt's
+name; absent in a run by hand). The first rank of a node looks it up under a key of everything that it depends on
+(cache_key.py) and informs the others. If there is none, it is made and stored when complete; attempts do not wait for
+each other. The fact ``reference`` in the record names the attempt that made it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 from torch import nn
 
 Batch = Callable[[Run, int, int], dict[str, torch.Tensor]]
-_made: list[str] = []  # references of this process: every rank makes as many
-WAIT_S = 120.0  # for what another rank computes at the same time
+_made: list[str] = []  # references of this process; every rank makes the same number
+WAIT_S = 120.0  # seconds to wait for the results of the other rank
 
 
 class Runs:
-    """What became of ``model`` from ``start`` in ``run.steps`` steps on the batches of so many ``ranks`` at once."""
+    """The training of ``model`` from ``start`` for ``run.steps`` steps on the batches of ``ranks`` at once."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Runs:
         if where in ("turns", "layers"):
             helpers = 1
         token = "one" if alone else os.environ.get("MASTER_PORT", "0")
-        _made.append(token)  # a second one in this process must not be read as the first
+        _made.append(token)  # a second reference in this process must not be mistaken for the first
         self.folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}-{len(_made)}"
         self.on_disk = self.folder.with_name(f"{self.folder.name}-weights") if where == "layers" else None
         if self._taken(model, local):
@@ -70,23 +70,25 @@ class Runs:
             self._perturbed()
             self._share()
 
-    # --- what there is to see
+    # --- results
 
     def truth(self) -> dict[str, Any]:
-        """The plain run: ``losses`` by step, ``start`` (a digest), and by tensor, the norms of ``values`` before it and
-        of the movement by the ``first`` step and until the ``last``."""
+        """Return the plain run: ``losses`` by step, ``start`` (a digest), and for each tensor the norms of its initial
+        ``values`` and of its movement by the ``first`` and until the ``last`` step.
+        """
         return self._take("truth")
 
     def noise(self) -> dict[str, Any]:
-        """How far the perturbed run is from the plain one: ``losses`` by step, ``first`` and ``last`` by tensor."""
+        """Return how far the perturbed run is from the plain one: ``losses`` by step, ``first`` and ``last`` by
+        tensor."""
         return self._take("noise")
 
     def after(self, when: str) -> Mapping[str, torch.Tensor]:
-        """The plain run's parameters after its ``first`` or ``last`` step; frozen ones are stored once."""
+        """Return the plain run's parameters after its ``first`` or ``last`` step; frozen ones are stored once."""
         first = self._shelf("first")
         return Layered(self._shelf("last"), first) if when == "last" and self.run.steps > 1 else first
 
-    # --- making them
+    # --- computation
 
     def _plain(self) -> None:
         found: dict[str, Any] = {"first": {}, "values": {}}
@@ -134,10 +136,10 @@ class Runs:
     def _moments(self, steps: int) -> list[str]:
         return ["first"] if steps == 1 else ["last"] if steps == self.run.steps and steps else []
 
-    # --- with other attempts
+    # --- sharing with other attempts
 
     def _taken(self, model: nn.Module, local: int) -> bool:
-        """Whether another attempt's stands in the folder now."""
+        """Return whether the reference of another attempt is in the folder now."""
         shared = self.run.settings.get("references")
         if not shared:
             return False
@@ -161,20 +163,20 @@ class Runs:
         )  # fmt: skip
 
     def _share(self) -> None:
-        """Leave it to the others, unless making it read what the key does not know of."""
+        """Store the reference for other attempts, unless making it read settings that its key does not contain."""
         if self.run.settings.get("references"):
             known = json.loads(self.key)["settings"]
             if known["flags"] == depends.read(self.run.flags) and known["options"] == depends.read(self.run.options):
                 self.common.leave(self.key, self.folder)
 
-    # --- between the ranks
+    # --- exchange between ranks
 
     def _leave(self, path: Path, what: dict[str, Any]) -> None:
         self._found[path.name] = what
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(signed(what), encoding="utf-8")
-        partial.rename(path)  # complete or not there
+        partial.rename(path)  # complete or absent
 
     def _take(self, name: str) -> dict[str, Any]:
         if name not in self._found:
@@ -195,12 +197,12 @@ class Runs:
 
 
 def signed(what: dict[str, Any]) -> str:
-    """What is left, with a checksum: the tolerances that every check is judged by are in it."""
+    """Return the content with a checksum: it contains the tolerances of all checks."""
     return json.dumps({"what": what, "crc": _crc(what)})
 
 
 def verified(path: Path) -> dict[str, Any]:
-    """What was left there. Raises ValueError where it is not what was written."""
+    """Return the content of a signed file. Raise ValueError where it was changed."""
     found = json.loads(path.read_text(encoding="utf-8"))
     if found["crc"] != _crc(found["what"]):
         raise ValueError(f"{path.name} of the reference is not what was written: changed on the disk")
@@ -212,7 +214,7 @@ def _crc(what: dict[str, Any]) -> int:
 
 
 class Layered(Mapping):
-    """What the upper mapping has, else the lower one."""
+    """A mapping that looks up a key in the upper mapping, then in the lower one."""
 
     def __init__(self, upper: Mapping[str, Any], lower: Mapping[str, Any]) -> None:
         self.upper, self.lower = upper, lower

@@ -1,8 +1,8 @@
-"""What attempts of one run leave each other: a folder of files under a key that says all that they depend on.
+"""Share files between the attempts of one run, under a key that describes everything that they depend on.
 
-The key is a text, compared as a text; every file has a checksum. What is not whole, was changed since or lies under
-another's key is as good as not there, and nobody waits for another attempt: whoever finds nothing makes it. The first
-that is complete stays. A maker that is killed leaves nothing that could be taken. Standard library only.
+Keys are texts and are compared as texts; every file has a checksum. An incomplete or changed entry, or one of another
+key, is ignored. Attempts do not wait for each other: the first complete entry stays. A writer that is killed leaves no
+entry. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import shutil
 import uuid
 from pathlib import Path
 
-MADE = "made.json"  # what it is and who made it; a folder gets its name when it is complete
-LIMIT = 2 * 2**30  # bytes that stay; one thing that is larger stays alone
+MADE = "made.json"  # key and author of the entry; a folder gets its final name when it is complete
+LIMIT = 2 * 2**30  # bytes in total; a larger entry stays alone
 
 
 class Common:
-    """``folder``: the run's. ``attempt``: who takes and leaves; on the same file system, else files are copied."""
+    """``folder``: the run's. ``attempt``: the reader and writer. On another file system, files are copied."""
 
     def __init__(self, folder: Path, attempt: str, limit: int = LIMIT) -> None:
         self.folder, self.attempt, self.limit = folder, attempt, limit
 
     def take(self, key: str, into: Path) -> str | None:
-        """Put the files that lie under ``key`` into the new folder ``into``; returns the attempt that made them, or
-        None where there are none that can be believed: those are removed."""
+        """Link the files under ``key`` into the new folder ``into``; return the attempt that made them, or None.
+
+        Invalid entries are removed.
+        """
         there, partial = self._place(key), _unique(into)
         if not there.exists():
             return None
@@ -48,8 +50,8 @@ class Common:
             return None
 
     def leave(self, key: str, made: Path) -> bool:
-        """Let others take the files of ``made``, which must be complete. False where there are some already, or where
-        the disk would have no room for them beside those of another attempt."""
+        """Store the files of ``made``, which must be complete. Return False where there is an entry, or no room on
+        the disk."""
         there, partial = self._place(key), _unique(self.folder / ".leaving")
         files = sorted(path for path in made.iterdir() if path.is_file())
         size = sum(path.stat().st_size for path in files)
@@ -63,7 +65,7 @@ class Common:
             said = {"key": key, "made_by": self.attempt, "bytes": size, "sums": sums}
             (partial / MADE).write_text(json.dumps(said), encoding="utf-8")
             self._make_room(size)
-            partial.rename(there)  # fails where somebody was first
+            partial.rename(there)  # fails where another attempt was first
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             return False
@@ -73,7 +75,8 @@ class Common:
         return self.folder / short(key)
 
     def _make_room(self, size: int) -> None:
-        """Remove the oldest until there is room for so many bytes more. Who uses their files has links of its own."""
+        """Remove the oldest entries until ``size`` more bytes fit. Attempts that use an entry have links of their
+        own."""
         found = []
         for path in self.folder.glob(f"[!.]*/{MADE}"):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -87,7 +90,7 @@ class Common:
 
 
 def short(key: str) -> str:
-    """The name of what lies under a key."""
+    """Return the folder name of a key."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -97,7 +100,7 @@ def _unique(path: Path) -> Path:
 
 def _drop(path: Path) -> None:
     gone = _unique(path.with_name(".gone"))
-    with contextlib.suppress(OSError):  # somebody else was quicker
+    with contextlib.suppress(OSError):  # another attempt was quicker
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
@@ -107,7 +110,7 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, or one that knows no links
+    except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
 
 

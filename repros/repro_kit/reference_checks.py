@@ -1,21 +1,21 @@
-"""The proof of clean training: the same steps in one process, and what must agree with them.
+"""Check training against the same steps in a single process.
 
-``Reference`` trains the model as one process would, on all ranks' batches at once, before it is made parallel
-(repro_kit/reference.py). Checks:
+``Reference`` trains the model as one process would, on the batches of all ranks at once, before the model is made
+parallel (repro_kit/reference.py). Checks:
 
-``steps``     all steps ran, each with a finite loss
-``loss``      each step's loss, meant over the ranks, is the reference's
-``gradient``  the update by the first step is the reference's
-``updates``   the update by all steps is the reference's: what only goes wrong later is seen here
-``batches``   each rank had data of its own, and a gradient of its own before the reduction (or all had the same data,
-              where the ranks share a batch): otherwise a reduction that is left out changes nothing
-``start``     every rank began with the parameters that the reference began with
-``rounding``  the yardstick itself: how far rounding alone moves the reference
-``checkpoint`` what was saved and loaded into a newly wrapped model is what is in memory, bit for bit
+``steps``      all steps ran, each with a finite loss
+``loss``       each step's loss, averaged over the ranks, equals the reference's
+``gradient``   the update of the first step equals the reference's
+``updates``    the update of all steps equals the reference's; finds errors of later steps
+``batches``    each rank had its own data and its own gradient before the reduction (or all had the same data, where
+               ranks share a batch): otherwise a missing reduction would change nothing
+``start``      every rank began with the parameters of the reference
+``rounding``   how far rounding alone moves the reference
+``checkpoint`` parameters saved and loaded into a newly wrapped model equal those in memory, bit for bit
 
-Tolerances are derived, not chosen: the reference's steps are repeated from parameters that are one unit in the last
-place off, and each tensor may differ by at most ``FACTOR`` times what that changed. docs/proofs.md says what the
-smallest errors are that each proof sees; test_proofs.py proves that every sabotage of fault_injection.py is seen.
+Tolerances are derived: the reference's steps are repeated from parameters that are one unit in the last place off, and
+each tensor may differ by at most ``FACTOR`` times the difference that this made (TTrace, arXiv 2506.09280).
+docs/concepts/evidence.md gives the smallest errors that the checks find; tests/repro_kit injects faults to prove it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# Large enough that the update stands out of the weights' rounding, small enough to go on training.
+# Large enough for an update well above the rounding of the weights, small enough to train.
 LR = 0.1
 RATES = {torch.float32: LR, torch.bfloat16: 1.0}
 
@@ -50,11 +50,12 @@ Named = Union[Tensors, Iterable["tuple[str, torch.Tensor]"]]  # by name, all at 
 
 
 class Reference:
-    """What a single process makes of ``model`` (left as it was), and how much of a difference is rounding.
+    """The result of training ``model`` in a single process (``model`` stays unchanged), and the effect of rounding on
+    it.
 
-    ``same_batch``: the ranks share one batch (tensor parallelism). ``ranks``: how many ranks' batches make up a step,
-    if it is not all of them. ``computes_in``: the dtype of mixed precision, where it is not the parameters' own.
-    ``weights``: what draws the model's parameters where they are on meta; ``begin`` must then be called.
+    ``same_batch``: the ranks share one batch (tensor parallelism). ``ranks``: the number of ranks whose batches make a
+    step, if not all. ``computes_in``: the dtype of mixed precision, if not that of the parameters. ``weights``
+    initializes parameters on meta; ``begin`` must then be called.
     """
 
     def __init__(
@@ -80,33 +81,34 @@ class Reference:
             start = Copied(model)
             self.began = digest(start.values.items())
         else:
-            # Layer by layer a device has room for it, too.
+            # Layer by layer it fits on a device, too.
             on_device = run.settings.get("reference") in ("device", "layers")
             start = Drawn(model, weights, run.device if on_device else "cpu")
         together = 1 if same_batch else ranks or run.world_size
         runs = Runs(run, model, start, together, self.lr, make_batch, computes_in)
         self.truth, self.noise, self.after = runs.truth, runs.noise, runs.after
-        self.watch(model)  # from here on: what it sees next is the training
+        self.watch(model)  # from here on it observes the training
 
     # --- the checks
 
     def watch(self, model: nn.Module) -> None:
-        """``model`` is what is trained; to be called where it is another object than the reference was made of."""
+        """Observe ``model``; call this where the trained model is another object than the reference's."""
         self.own = Own(model)
 
     def begin(self, now: Named) -> None:
-        """The parameters that the ranks begin with, as the strategy holds them."""
+        """Record the parameters with which the ranks begin, as the strategy holds them."""
         self.began = digest(pairs(now))
 
     def check_first(self, run: Run, now: Named) -> None:
-        """The check ``gradient``, of the full parameters after the first step."""
+        """Record the check ``gradient`` from the full parameters after the first step."""
         self._check_moved(run, "gradient", now, "first")
 
     def check(
         self, run: Run, *, last: Named, first: Optional[Named] = None, losses: Optional[list[float]] = None
     ) -> None:
-        """All checks. Full parameters by name after the ``first`` (unless ``check_first`` has been called) and the
-        ``last`` step, all at once or one by one; ``losses``: this rank's."""
+        """Record all checks. ``first`` and ``last``: full parameters by name after these steps, all at once or one by
+        one (first is not needed after ``check_first``); ``losses``: those of this rank.
+        """
         self.check_batches(run)
         if losses is not None:
             self.check_losses(run, losses)
@@ -123,7 +125,7 @@ class Reference:
         run.check("steps", actual=sum(map(math.isfinite, losses)), expected=run.steps, tolerance=0)
         mean = losses
         if run.world_size > 1:
-            padded = [*losses, *[math.nan] * run.steps][: run.steps]  # a rank that made fewer steps must not hang here
+            padded = [*losses, *[math.nan] * run.steps][: run.steps]  # a rank with fewer steps must not hang here
             mean = [sum(step) / run.world_size for step in zip(*gather(run, padded))]
         expected = self.truth()["losses"]
         tolerance = FACTOR * max(
@@ -143,7 +145,8 @@ class Reference:
         run.check("batches", actual=distinct, expected=[run.world_size] * 2, tolerance=0, subject=what)
 
     def _check_moved(self, run: Run, check: str, now: Named, when: str) -> None:
-        """How far ``now`` is from where the reference went: each tensor, and all of them, as parts of all movement."""
+        """Compare the movement of each tensor, and of all together, with the reference's, relative to the whole
+        movement."""
         found = compare(
             now, self.after(when), self.truth()[when], self.noise()[when], self.truth()["values"], self.trained
         )
@@ -151,9 +154,9 @@ class Reference:
 
 
 class Own:
-    """What this rank's model really saw in its first step: token ids, and the gradient of its last hidden states.
+    """What this rank's model saw in its first step: token ids, and the gradient of its last hidden states.
 
-    That gradient is an activation's: no strategy reduces it between ranks, so it is this rank's own.
+    That gradient belongs to an activation, which no strategy reduces between ranks.
     """
 
     def __init__(self, model: Any) -> None:
@@ -166,7 +169,7 @@ class Own:
         return [self.ids, self.gradient]
 
     def _enter(self, _module: Any, inputs: Any) -> None:
-        # A recomputation or a second step changes nothing.
+        # Recomputation and later steps are ignored.
         self.calls += 1
         if self.calls == 1 and inputs and torch.is_tensor(inputs[0]):
             ids = inputs[0].detach().flatten().to("cpu", torch.float64)
@@ -193,14 +196,15 @@ def compare(
     stored: Mapping[str, float],
     names: Iterable[str],
 ) -> dict[str, Any]:
-    """A check's got, want, tolerance and looked_at: the tensor, or the whole, that is worst for what it is allowed.
+    """Return a check's actual, expected, tolerance and subject, for the tensor (or the whole) that is worst for its
+    tolerance.
 
-    ``now``: parameters, taken one by one; ``want``: what they are to be; ``moved``: how far each is to have moved;
-    ``noise``: by how much one perturbation changed that; ``stored``: half a unit in the last place of what is stored,
-    for tensors so small that chance makes their noise nothing. ``names`` must be in ``now``; the others (frozen ones)
-    are looked at where they are.
+    ``now``: parameters, taken one by one; ``want``: their expected values; ``moved``: the expected movement of each;
+    ``noise``: how much a perturbation changed it; ``stored``: half a unit in the last place of the stored values, for
+    tensors so small that their noise is zero by chance. ``names`` must be in ``now``; others (frozen ones) are compared
+    where present.
     """
-    scale = norm_of(moved.values()) or math.nan  # nothing moved: nothing is proven
+    scale = norm_of(moved.values()) or math.nan  # nothing moved: the check is void
     off = {name: norm(tensor.detach().cpu(), expected[name]) for name, tensor in pairs(now) if name in expected}
     missing = sorted(set(names) - set(off))
     if missing:
@@ -217,7 +221,7 @@ def compare(
 
 
 def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -> None:
-    """Save, load into what ``fresh`` wraps anew (from other weights), compare with memory."""
+    """Save, load into the newly wrapped model of ``fresh`` (other initial weights), and compare with memory."""
     folder = run.work_dir / "checkpoint"
     if run.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -226,7 +230,7 @@ def check_checkpoint(run: Run, trained: Wrapped, fresh: Callable[[], Wrapped]) -
     run.phase("save")
     trained.save(folder)
     run.phase("load")
-    loaded = fresh()  # from another seed: if loading did nothing, everything would differ
+    loaded = fresh()  # from another seed: without loading, everything would differ
     loaded.load(folder)
     names, differ = [], []
     for (name, expected), (other, actual) in zip_longest(trained.each(), loaded.each(), fillvalue=("", torch.empty(0))):

@@ -1,7 +1,8 @@
-"""One rank of one variant: ``main(run)`` gives a script its settings, its process group and its record.
+"""Run a case's script on one rank: ``main(run)`` receives its settings, its process group and its record.
 
-Run by the harness (``--settings FILE``) or by hand (``torchrun --nproc-per-node 2 repros/<case>.py --variant broken``).
-Import the kit before torch: some settings must be in the environment before torch and transformers are imported.
+The harness starts scripts with ``--settings FILE``; a person with
+``torchrun --nproc-per-node 2 repros/<case>.py --variant unfixed``.
+Import the kit before torch: some variables must be set before torch and transformers are imported.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# NVIDIA's containers turn TF32 on by these, which rounds float32 to 10 bits: every proof in float32 would fail there.
-# The harness leaves them out of a rank's environment; a variant that is about precision names them under its ``env``.
+# NVIDIA's containers turn TF32 on with these variables. TF32 rounds float32 to 10 bits, so float32 checks would fail.
+# The harness removes them from a rank's environment; a variant about precision sets them in its ``env``.
 TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 if "--settings" not in sys.argv:
     for _name in TF32:
@@ -48,7 +49,7 @@ from repro_kit.settings import resolve, variant_axis
 if TYPE_CHECKING:
     import torch
 
-# Variables that change what is measured, beside those that torchrun and the kit set.
+# Variables that change what is measured, apart from those that torchrun and the kit set.
 _SWITCHES = (
     "TRANSFORMERS_", "HF_", "ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "TORCH", "PYTORCH_", "PYTHON", "NCCL_",
     "GLOO_", "CUDA_LAUNCH", "CUBLAS", "CUDNN", "NVIDIA_TF32", "ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_",
@@ -59,12 +60,11 @@ _NO_MATTER = (
     "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
-PEER_GRACE_S = 2.0  # how long a rank that failed waits for the others to write what happened to them
+PEER_GRACE_S = 2.0  # seconds that a failed rank waits for the records of the others
 
 
 class Settings(dict[str, Any]):
-    """Flags or options that remember which of them were read (``read``): a variant's change that nobody reads is
-    none."""
+    """Flags or options that remember which of them were read: a change that is never read has no effect."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -82,7 +82,7 @@ class Settings(dict[str, Any]):
 
 
 class Run:
-    """What a script works with: settings, this rank's place, and the record it fills."""
+    """The settings of one rank, its place in the process group, and the record that it fills."""
 
     def __init__(self, settings: dict[str, Any], record: Record, witness: Witness | None = None) -> None:
         self.settings = settings
@@ -115,10 +115,10 @@ class Run:
 
         if self.device_kind != "cuda":
             return torch.device("cpu")
-        return torch.device("cuda", self.local_rank % self.devices)  # one a rank, unless several share one
+        return torch.device("cuda", self.local_rank % self.devices)  # one per rank, unless several share a GPU
 
     def phase(self, name: str) -> None:
-        """Names what the rank is doing now; kept in the record, so that an error says where it happened."""
+        """Name what the rank is doing, so that an error can say where it happened."""
         if self.model.get("scale") == "full":
             self._peak()
             give_memory_back()
@@ -127,7 +127,7 @@ class Run:
             self.witness.phase(name)
 
     def _peak(self) -> None:
-        """How much memory this rank has held at most until its phase ended: a fact, to be read beside the plan."""
+        """Record the memory peak (MiB) of the phase that ends; to be compared with the memory plan."""
         peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         self.record.data["facts"].setdefault("peak_mb", {})[self.record.data["phase"]] = peak
 
@@ -135,17 +135,17 @@ class Run:
         self.record.data["metrics"][name] = value
 
     def fact(self, name: str, value: Any) -> None:
-        """Something seen that is worth keeping (a wrapper's type, a shape): evidence, not judged."""
+        """Record an observation that is not graded, such as a wrapper's type or a shape."""
         self.record.data["facts"][name] = value
 
     def check(
         self, name: str, *, actual: Any, expected: Any, tolerance: float | None = None, subject: str = ""
     ) -> None:
-        """One proof, which the judge judges (grading/checks.py). Each name once, while the body runs.
+        """Record one check; grading/checks.py grades it. Each name may be used once.
 
-        Numbers, or flat lists of them, need a ``tolerance``: every |got - want| must be within it. Everything else must
-        be equal, and ``looked_at`` says what was looked at. A failed check does not stop the rank: it is how a silent
-        failure becomes visible.
+        Numbers, or flat lists of them, need a ``tolerance``: every |actual - expected| must be within it. Other values
+        must be equal, and ``subject`` says what was compared. A failed check does not stop the rank, because a silent
+        failure shows itself in its checks.
         """
         actual, expected, tolerance = plain(actual), plain(expected), plain(tolerance)
         self.record.data["checks"].append(
@@ -174,14 +174,14 @@ class Run:
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("WORLD_SIZE", "1")
         limit_s = self.settings.get("limit_s")
-        if self.backend == "fake":  # torch's own: this rank is alone in it, collectives return at once (torch >= 2.1)
+        if self.backend == "fake":  # torch's fake group: this rank is alone, collectives return at once (torch >= 2.1)
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
         elif limit_s is None or "nccl" not in self.backend:
             dist.init_process_group(self.backend)
         else:
-            # The launcher decides what a hang is; NCCL's own limit (10 minutes) must not come first at full size.
+            # The launcher detects hangs; NCCL's own limit (10 minutes) must not expire first at full size.
             dist.init_process_group(self.backend, timeout=timedelta(seconds=max(600.0, limit_s + MARGIN_S)))
 
 
@@ -195,31 +195,31 @@ def _device_kind(wanted: str, devices: int) -> str:
 
 def _environment(settings: dict[str, Any]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        # gloo resolves the host's own name otherwise, which stalls for seconds where DNS does not know it.
+        # Otherwise gloo resolves the host name, which takes seconds where DNS does not know it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if settings["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         if _release("deepspeed") < (0, 16):
-            # deepspeed's own launcher sets it, torchrun does not; without it these releases call the program numactl.
-            # With it all of them clear 69 MB of shared memory in every rank, for reductions that no script makes.
+            # DeepSpeed's launcher sets this, torchrun does not; without it these releases call the program numactl.
+            # With it, every rank clears 69 MB of shared memory for reductions that no script uses.
             os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not settings.get("record_dir"):
         mine = (*_NO_MATTER, *(settings.get("env") or {}))
         set_here = sorted(name for name in _GIVEN if name.startswith(_SWITCHES) and not name.startswith(mine))
         if set_here and os.environ.get("RANK", "0") == "0":
-            # Not removed: whoever debugs by hand may want them. The harness's ranks do not inherit them.
+            # Not removed: they may be useful for debugging. The harness does not pass them on to its ranks.
             sys.stderr.write(f"note: set in this shell, and not when the harness runs it: {', '.join(set_here)}\n")
-        # By hand: modules of remote code that one release of transformers has copied are not good for another.
+        # A run by hand: remote code that one release of transformers has copied does not fit another release.
         os.environ.setdefault("HF_MODULES_CACHE", f"{tempfile.gettempdir()}/repro-hf-modules-{os.getpid()}")
     if settings["model"].get("weights") != "hub" or settings.get("record_dir"):  # the harness has downloaded them
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pin_float32() -> None:
-    """float32 is computed as float32 in every rank, whatever the release or its container thinks of TF32.
+    """Compute float32 as float32 in this rank, whatever the release or its container does about TF32.
 
-    A script may turn it on again; what held at the end is in the record's facts.
+    A script may turn TF32 on again; the state at the end is recorded as a fact.
     """
     torch_module = sys.modules.get("torch")
     if torch_module is not None and not any(os.environ.get(name) for name in TF32):
@@ -229,7 +229,7 @@ def pin_float32() -> None:
 
 
 def float32_facts() -> dict[str, Any]:
-    """How float32 is computed in this process."""
+    """Return how this process computes float32."""
     facts: dict[str, Any] = {name: os.environ[name] for name in TF32 if name in os.environ}
     torch_module = sys.modules.get("torch")
     if torch_module is not None:
@@ -237,13 +237,13 @@ def float32_facts() -> dict[str, Any]:
             facts["matmul_precision"] = torch_module.get_float32_matmul_precision()
             facts["cuda_matmul_tf32"] = torch_module.backends.cuda.matmul.allow_tf32
             facts["cudnn_tf32"] = torch_module.backends.cudnn.allow_tf32
-        except RuntimeError as error:  # newer releases refuse to answer when both of their interfaces were used
+        except RuntimeError as error:  # newer releases raise when both of their interfaces were used
             facts["unknown"] = clip(str(error), 200)
     return facts
 
 
 def _release(package: str) -> tuple[int, ...]:
-    """(major, minor) of what is installed; () where it is not."""
+    """Return (major, minor) of an installed package, or ()."""
     try:
         return tuple(int(part) for part in version(package).split(".")[:2])
     except (PackageNotFoundError, ValueError):
@@ -251,10 +251,12 @@ def _release(package: str) -> tuple[int, ...]:
 
 
 def give_memory_back() -> None:
-    """What is free in this process goes back to the system (glibc). It keeps blocks of less than 32 MiB by itself, a
-    layer's weights among them: a plan of phases, each of which is gone when the next one begins, would be wrong by what
-    is left of them. (Measured: 850 MiB after a reference whose model has 235, 380 so. To have every block returned when
-    it is freed, by M_MMAP_THRESHOLD, made the reference take twice the CPU time.)"""
+    """Return free memory to the system (glibc).
+
+    glibc keeps blocks below 32 MiB, so a plan of phases that follow each other would be wrong by what is left of them.
+    Measured: 850 MiB after a reference whose model has 235 MiB, 380 MiB with this call. Returning every block when it
+    is freed (M_MMAP_THRESHOLD) doubled the CPU time of the reference.
+    """
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
@@ -262,20 +264,20 @@ def give_memory_back() -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL this rank when its launcher dies (Linux): nothing may keep a GPU after the harness is gone."""
+    """Kill this rank when its launcher dies (Linux), so that it does not keep a GPU."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
-        pass  # not Linux; the next run clears what is left
+        pass  # not Linux: the next run removes leftovers
 
 
 def _option_file(group: str, name: str) -> Path:
-    """The file of a case, model or strategy: a shipped one by its name, anybody's by its path."""
+    """Return the file of a case, model or strategy: a shipped one by name, another one by path."""
     return Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "conf" / group / f"{name}.yaml"
 
 
 def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
-    """Settings for a script run by hand, from the same files that the harness reads (needs PyYAML)."""
+    """Resolve the settings of a script that is run by hand, from the files that the harness reads (needs PyYAML)."""
     import yaml
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -338,7 +340,7 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
 
 
 def main(body: Callable[[Run], None]) -> None:
-    """Run a case's body on this rank, write its record and end the process. Never returns."""
+    """Run a case's script on this rank, write its record and end the process. Never returns."""
     script = sys.modules["__main__"].__file__ or sys.argv[0]
     if sys.argv[1:2] == ["--settings"]:
         settings = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
@@ -348,7 +350,7 @@ def main(body: Callable[[Run], None]) -> None:
 
 
 def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
-    """Run ``body`` with ``settings`` and write the record; returns the exit code (0, or 1 when the body raised)."""
+    """Run ``body`` with ``settings`` and write the record. Return the exit code: 0, or 1 when the body raised."""
     _environment(settings)
     record_dir = settings.get("record_dir")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -356,8 +358,8 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
         die_with_parent()
         stacks = open(Path(record_dir) / f"stacks-{rank}.txt", "w")  # noqa: SIM115 - must stay open
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        faulthandler.enable(file=stacks, all_threads=False)  # where it stood when a signal ended it
-        faulthandler.enable(file=stacks)  # a crash by a signal leaves its stack, too
+        faulthandler.enable(file=stacks, all_threads=False)  # a signal leaves the stack
+        faulthandler.enable(file=stacks)  # a crash by a signal leaves its stack
     record = Record(Path(record_dir) / f"rank-{rank}.json" if record_dir else None, rank, world)
     record.capture.install()
     record.write()
@@ -386,7 +388,7 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
 
 
 def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
-    """What the launcher sees of this rank while it runs; none by hand."""
+    """Return what reports this rank's progress to the launcher; None for a run by hand."""
     if not settings.get("record_dir"):
         return None
     records = Path(settings["record_dir"])
@@ -397,7 +399,7 @@ def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
             else:
                 os.environ.setdefault(name, value)
     witness = Witness(records, rank)
-    if not settings["normal_exit"]:  # how the process ends is tested there: with no thread but the case's own
+    if not settings["normal_exit"]:  # the case tests how the process ends, so only its own threads may run
         witness.start()
     return witness
 
@@ -414,17 +416,17 @@ def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
     elif code:
         _await_peers(record)
     if settings["normal_exit"] and code == 0:
-        # The case tests how a process ends: let the interpreter do all of it.
+        # The case tests how a process ends: let the interpreter shut down normally.
         sys.stdout.flush()
         sys.exit(code)
-    # Ending here skips the interpreter's own teardown, where some torch releases deadlock or abort (LAUNCH traps):
-    # a failure there is not the one that this case is about. Cases that are about it set launch.teardown.
+    # Exiting here skips the interpreter's shutdown, where some torch releases deadlock or abort: such a failure
+    # is not the one that this case is about. Cases about it set launch.normal_exit.
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 def _await_peers(record: Record) -> None:
-    """Give the other ranks a moment to record their own error before our exit makes the launcher end them."""
+    """Wait a moment for the records of the other ranks: the launcher ends them when this rank exits."""
     assert record.path is not None
     limit = time.monotonic() + PEER_GRACE_S
     while time.monotonic() < limit:
@@ -440,7 +442,7 @@ def _await_peers(record: Record) -> None:
 
 
 def report(record: Record) -> None:
-    """What happened, for a person who runs the script by hand."""
+    """Print the record for a person who runs the script by hand."""
     data = record.data
     lines = []
     error = data["exception"]

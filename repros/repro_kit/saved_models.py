@@ -1,4 +1,4 @@
-"""A model on disk, for the cases that are about loading: written once, loaded by every rank."""
+"""Store a model on disk for the cases about loading: written once, loaded by every rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ WAIT_S = 60.0
 
 
 def store(run: Run, model: torch.nn.Module, name: str = "model") -> str:
-    """Rank 0 writes the model; the others wait for the complete folder, without a process group, which may not exist
-    yet. No dots in the folder's name: transformers makes a Python module of a remote-code folder."""
-    # By hand work_dir may be /tmp, where another run has left its own.
+    """Write the model on rank 0; the others wait for the complete folder without a process group, which may not exist
+    yet.
+
+    The folder's name has no dots: transformers makes a Python module of a remote-code folder.
+    """
+    # In a run by hand work_dir may be /tmp, which may contain the files of another run.
     token = os.environ.get("MASTER_PORT", "") if run.world_size > 1 else str(os.getpid())
     folder: Path = run.work_dir / f"{run.case}-{name}-{token}"
     if run.rank == 0:
@@ -38,7 +41,7 @@ def store(run: Run, model: torch.nn.Module, name: str = "model") -> str:
 
 
 def load(run: Run, folder: str, **options: Any) -> torch.nn.Module:
-    """from_pretrained of such a folder."""
+    """Load such a folder with from_pretrained."""
     from transformers import AutoModelForCausalLM
 
     remote = bool(run.model.get("remote_code"))
@@ -50,14 +53,17 @@ def load(run: Run, folder: str, **options: Any) -> torch.nn.Module:
 
 
 def check_split(run: Run, places: Mapping[str, Any] | None) -> None:
-    """On GPUs: a device map has really spread the model over several. With one entry, or with the rest on the host,
-    what is shown is another case. Over how many is accelerate's affair: a small model has too few layers for eight."""
+    """Check on GPUs that a device map spread the model over several of them.
+
+    With one entry, or with the rest on the host, the run would show another failure. A small model has too few layers
+    for eight GPUs, so the number is accelerate's choice.
+    """
     gpus = {str(place) for place in (places or {}).values()} - {"cpu", "disk", "meta"}
     run.check("split", actual=len(gpus) > 1, expected=True, subject=f"the map: {len(gpus)} of {run.devices} GPUs")
 
 
 def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose tensor is missing, still on the meta device, or not equal to the source's."""
+    """Return the names of tensors that are missing, still on meta, or not equal to the source's."""
     have = model.state_dict()
     wrong = []
     for name, expected in source.items():
@@ -70,6 +76,6 @@ def differing(model: torch.nn.Module, source: dict[str, torch.Tensor]) -> list[s
 
 
 def sharded(model: torch.nn.Module, full: dict[str, torch.Size]) -> list[str]:
-    """Parameters of which this rank holds a part only: the evidence that a model is really parallel."""
+    """Return the parameters of which this rank holds only a part: evidence that the model is parallel."""
     local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in model.named_parameters()}
     return [name for name, p in local.items() if p.shape != full[name]]

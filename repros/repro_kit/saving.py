@@ -1,4 +1,4 @@
-"""The proof for saving: what was written and reloaded into a fresh model and optimizer is what was in memory."""
+"""Check saving: what was written and reloaded into a new model and optimizer equals what was in memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 
 def local(value: Any) -> Any:
-    """The part of a tensor that this rank holds (a DTensor's shard, or the tensor itself)."""
+    """Return the part of a tensor that this rank holds (a DTensor's shard, or the tensor itself)."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def equal(a: Any, b: Any) -> bool:
-    """The same values, to the last bit (a bf16 value equals the fp32 value that it was widened to)."""
+    """Return whether values are equal to the last bit (a bf16 value equals the fp32 value made from it)."""
     a, b = local(a), local(b)
     if torch.is_tensor(a) and torch.is_tensor(b):
         kind = torch.promote_types(a.dtype, b.dtype)
@@ -29,7 +29,7 @@ def dtype_of(value: Any) -> str:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each parameter's state in the optimizer's order; an entry that is missing or empty is {}."""
+    """Return each parameter's state in the optimizer's order; {} for a missing or empty one."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return [dict(optimizer.state[p]) if p in optimizer.state and local(p).numel() else {} for p in held]
 
@@ -41,7 +41,7 @@ def compare(
     fresh: torch.nn.Module,
     fresh_optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Each parameter and optimizer state against its reloaded counterpart.
+    """Compare each parameter and optimizer state with its reloaded counterpart.
 
     Checks ``weights``, ``states`` (values), ``dtypes`` (of both) and ``groups`` (the optimizer's settings).
     """

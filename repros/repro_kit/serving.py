@@ -1,4 +1,4 @@
-"""Greedy generation by a serving framework, from a model that is in memory. Not yet run anywhere: see fsdp-generate."""
+"""Generate greedily with a serving framework from a model in memory. Not run anywhere yet; see fsdp-generate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def vllm(run: Run, model: Any, ids: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
-    """What vLLM makes of the same weights and prompts: prompts and new tokens, as ``generate`` returns them."""
+    """Return prompts and new tokens from vLLM for the same weights and prompts, as ``generate`` returns them."""
     from vllm import LLM, SamplingParams
 
     folder = run.work_dir / "served"

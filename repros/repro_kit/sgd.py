@@ -1,4 +1,4 @@
-"""What cases train on that go through somebody else's loop (Trainer, accelerate, deepspeed): plain SGD, own batches."""
+"""Plain SGD and the run's batches, for cases that use the loop of a library (Trainer, accelerate, DeepSpeed)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["LR", "data", "trained"]
 
 
 def data(run: Run, rank: int, step: int) -> dict[str, torch.Tensor]:
-    """A batch whose first label is ignored: Trainer counts labels before the shift by one, the model after it."""
+    """Return a batch whose first label is ignored: Trainer counts labels before the shift by one, the model after
+    it."""
     made = batch(run, rank, step)
     made["labels"][:, 0] = -100
     return made

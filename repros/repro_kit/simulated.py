@@ -1,8 +1,8 @@
-"""Simulated GPUs: fake tensors on cuda:0 to cuda:N-1. No GPU takes part, and no other rank (`launch.backend: fake`).
+"""Simulate GPUs with fake tensors on cuda:0 to cuda:N-1, without a GPU or other ranks (`launch.backend: fake`).
 
-A fake tensor has a shape and a device but no data, so that a model of any size fits, and torch checks the devices of
-every operation as on real GPUs (its message lacks the part "(when checking argument ...)", which a kernel adds). It
-says where tensors are; nothing about numbers, memory, time or what other ranks send.
+A fake tensor has a shape and a device but no data, so models of any size fit, and torch checks the devices of every
+operation as on real GPUs (its message lacks the part "(when checking argument ...)", which a kernel adds). A simulation
+shows where tensors are; nothing about numbers, memory, time or what other ranks send.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SIZE, LENGTH = 2, 16  # sequences and tokens of the batch
-# Places in c10's list of device types (c10/core/DeviceType.h: fixed, they are stored in files).
+# Numbers of device types (c10/core/DeviceType.h; they are stored in files and never change).
 _CUDA, _META = 1, 14
 
 
 @contextmanager
 def fake_gpus() -> Iterator[None]:
-    """Every tensor that is made here is fake, on whatever device it says, without a GPU, a driver or a CUDA build.
+    """Return a context in which all new tensors are fake, on any device, without a GPU, a driver or a CUDA build.
 
-    torch switches to a tensor's device before it computes. On a build without CUDA, or without a driver, there is
-    nobody to do that; on a machine with GPUs it would be done. For this process it becomes the switch of meta tensors,
-    which does nothing. torch >= 2.8 does the same for itself (`_ensureCUDADeviceGuardSet`), in CUDA builds only.
+    torch switches to a tensor's device before it computes, which fails without CUDA or a driver. In this process the
+    switch is replaced by that of meta tensors, which does nothing. torch >= 2.8 does the same
+    (`_ensureCUDADeviceGuardSet`), in CUDA builds only.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -39,7 +39,7 @@ def fake_gpus() -> Iterator[None]:
 
 
 def meta_model(run: Run) -> torch.nn.Module:
-    """The model on the meta device: shapes only, also at full size."""
+    """Return the model on the meta device: shapes only, also at full size."""
     from transformers import AutoModelForCausalLM
 
     trust = bool(run.model.get("remote_code"))
@@ -48,9 +48,10 @@ def meta_model(run: Run) -> torch.nn.Module:
 
 
 def place(model: torch.nn.Module, where: Callable[[str], int]) -> None:
-    """Every parameter and buffer on the GPU that ``where`` says for its module's name; tied ones stay one tensor."""
+    """Move every parameter and buffer to the GPU that ``where`` gives for its module's name; tied ones stay one
+    tensor."""
     done: dict[int, torch.nn.Parameter] = {}
-    keep = []  # so that no id is given twice
+    keep = []  # keeps the ids unique
     for name, module in model.named_modules():
         device = torch.device("cuda", where(name))
         for key, parameter in module._parameters.items():
@@ -66,7 +67,7 @@ def place(model: torch.nn.Module, where: Callable[[str], int]) -> None:
 
 
 def split(model: torch.nn.Module, gpus: int) -> dict[str, int]:
-    """accelerate's own map (device_map="auto") for so many equal GPUs that together just hold the model."""
+    """Return accelerate's map (device_map="auto") for equal GPUs that together just hold the model."""
     from accelerate import infer_auto_device_map
 
     room = sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) // gpus
@@ -79,16 +80,16 @@ def split(model: torch.nn.Module, gpus: int) -> dict[str, int]:
 
 
 def gpu_of(places: dict[str, int], name: str) -> int:
-    """The GPU that a map gives to a module."""
+    """Return the GPU that a map gives to a module."""
     return next((gpu for part, gpu in places.items() if f"{name}.".startswith(f"{part}.") or not part), 0)
 
 
 def hook(model: torch.nn.Module, places: dict[str, int]) -> None:
-    """The hooks that device_map hangs on a model: bring a module's inputs to the GPU of the map."""
+    """Add the hooks of a device map, which move a module's inputs to its GPU."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     for name, gpu in places.items():
-        # accelerate gives a number; torch takes one for a GPU of this machine, and there may be none
+        # accelerate passes a number, which torch takes for a GPU of this machine; there may be none
         device = torch.device("cuda", gpu)
         add_hook_to_module(model.get_submodule(name), AlignDevicesHook(execution_device=device, place_submodules=True))
 
@@ -98,14 +99,14 @@ def tokens(gpu: int) -> torch.Tensor:
 
 
 def check_logits(run: Run, logits: torch.Tensor, gpu: int) -> None:
-    """Whole logits, on the GPU where they should be."""
+    """Check that the logits are whole and on the expected GPU."""
     expected = [SIZE, LENGTH, run.model["config"]["vocab_size"]]
     run.check("shape", actual=list(logits.shape), expected=expected, tolerance=0, subject="the logits' shape")
     run.check("device", actual=str(logits.device), expected=f"cuda:{gpu}", subject="the logits' device")
 
 
 def check_home(run: Run, model: torch.nn.Module) -> None:
-    """All of this rank's parameters and buffers on its own GPU, and on no other."""
+    """Check that all parameters and buffers of this rank are on its own GPU."""
     found = sorted({str(t.device) for t in [*model.parameters(), *model.buffers()]})
     subject = f"the devices of {sum(1 for _ in model.parameters())} parameters and of the buffers"
     run.check("home", actual=found, expected=[f"cuda:{run.rank}"], subject=subject)

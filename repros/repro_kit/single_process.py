@@ -1,10 +1,9 @@
-"""The same training steps in one process, plain or with everything that goes in perturbed by one rounding.
+"""Train the same steps in one process, plain or with all inputs perturbed by one rounding.
 
-How far the perturbed run comes out from the plain one is what rounding can do to this model, in these steps, tensor by
-tensor: the yardstick of repro_kit/reference_checks.py (the idea is TTrace's, arXiv 2506.09280). What a run leaves is
-on disk and read
-tensor by tensor, so that no process holds more than the model that it trains; where not even that fits, its weights are
-on disk, too (repro_kit/offloaded_model.py).
+The distance between both runs is what rounding can do to this model in these steps, tensor by tensor; the tolerances of
+repro_kit/reference_checks.py derive from it (the idea is TTrace's, arXiv 2506.09280). Results are stored on disk and
+read tensor by tensor, so that no process holds more than the model that it trains; where not even that fits, the
+weights are on disk, too (repro_kit/offloaded_model.py).
 """
 
 from __future__ import annotations
@@ -23,25 +22,26 @@ import torch
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]
-SEED = 20250607  # of the signs of the perturbation
+SEED = 20250607  # for the signs of the perturbation
 
 
 class Start(Protocol):
-    """Where a training begins: a model with its first values, and each of them by its parameter's name.
+    """The beginning of a training: a model with its initial values, and each value by its parameter's name.
 
-    ``bare``: the model as it was given; ``drawn``: its values are not kept, but drawn anew; ``device``: where it
-    computes."""
+    ``bare``: the model as it was passed in; ``drawn``: values are generated again instead of stored; ``device``: where
+    it computes.
+    """
 
     bare: nn.Module
     drawn: bool
     device: Any
 
-    def model(self) -> Any: ...  # a context: the model with these values, which is then as it was
-    def value(self, name: str) -> torch.Tensor: ...  # the caller's own
+    def model(self) -> Any: ...  # a context: the model with these values; restored afterwards
+    def value(self, name: str) -> torch.Tensor: ...  # a copy for the caller
 
 
 class Copied:
-    """The start of a model that is there: every value is kept."""
+    """The beginning of an existing model: every value is stored."""
 
     drawn = False
 
@@ -62,7 +62,7 @@ class Copied:
 
 
 class Drawn:
-    """The start of a model on meta: its values are drawn when they are wanted."""
+    """The beginning of a model on meta: values are generated on demand."""
 
     drawn = True
 
@@ -80,8 +80,11 @@ class Drawn:
 
 
 class Perturbed:
-    """Another start, every value one unit in the last place away, up or down at random: of the dtype that it has, or of
-    the wider-spaced one that the training ``computes_in`` (autocast, FSDP's mixed precision)."""
+    """A beginning with every value one unit in the last place off, up or down at random.
+
+    The unit is that of the value's dtype, or of the coarser one that the training ``computes_in`` (autocast, mixed
+    precision of FSDP).
+    """
 
     def __init__(self, start: Start, computes_in: Optional[torch.dtype] = None) -> None:
         self.start, self.computes_in = start, computes_in
@@ -100,7 +103,7 @@ class Perturbed:
     def _perturb(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         signs = torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
         size = unit(tensor.dtype, self.computes_in)
-        # Wide enough that only the last step rounds; float64 for all would be half of the reference at full size.
+        # Wide enough that only the last step rounds; float64 for all would take half the time at full size.
         wide = torch.float64 if tensor.dtype in (torch.float32, torch.float64) else torch.float32
         for (part,) in each_chunk(tensor):
             up = torch.randint(0, 2, part.shape, generator=signs, dtype=torch.int8)
@@ -109,7 +112,7 @@ class Perturbed:
         return tensor
 
 
-Seen = Union[nn.Module, Streamed]  # what has ``named_parameters``
+Seen = Union[nn.Module, Streamed]  # anything with ``named_parameters``
 
 
 def train_alone(
@@ -120,9 +123,11 @@ def train_alone(
     after: Callable[[int, Seen], None],
     on_disk: Optional[Path] = None,
 ) -> list[float]:
-    """``steps`` steps of plain SGD from ``start``; the losses. ``loss_at(model, step=step)``: a step's loss; ``after(n,
-    seen)`` sees the parameters before the first step (n = 0) and after each. ``on_disk``: the folder in which the
-    weights are, where they are not to be in memory."""
+    """Train ``steps`` steps of plain SGD from ``start``; return the losses.
+
+    ``loss_at(model, step=step)`` computes a step's loss; ``after(n, seen)`` receives the parameters before the first
+    step (n = 0) and after each. ``on_disk``: the folder for weights that do not fit in memory.
+    """
     losses: list[float] = []
     with start.model() if on_disk is None else Streamed(start.bare, start.value, lr, on_disk, start.device) as seen:
         after(0, seen)
@@ -133,7 +138,7 @@ def train_alone(
 
 
 def one_step(start: Start, seen: Seen, lr: float, loss_of: Callable[[nn.Module], torch.Tensor]) -> float:
-    """A step's loss."""
+    """Train one step; return its loss."""
     if isinstance(seen, Streamed):
         return seen.step(loss_of)
     loss = loss_of(seen)
@@ -151,7 +156,8 @@ def stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def updated_at_once(parameters: Iterable[nn.Parameter], lr: float) -> Iterator[None]:
-    """Plain SGD, parameter by parameter as the backward makes their gradients: only one gradient is there at a time."""
+    """Apply plain SGD to each parameter as soon as the backward has its gradient, so that only one gradient exists
+    at a time."""
 
     def update(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -169,5 +175,5 @@ def updated_at_once(parameters: Iterable[nn.Parameter], lr: float) -> Iterator[N
 
 
 def unit(dtype: torch.dtype, computes_in: Optional[torch.dtype] = None) -> float:
-    """One unit in the last place, as a part of the value."""
+    """Return one unit in the last place, relative to the value."""
     return max(torch.finfo(kind).eps for kind in (dtype, computes_in or dtype))

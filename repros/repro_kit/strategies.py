@@ -1,6 +1,6 @@
-"""The six ways to train in parallel, behind one small interface: ``wrap(run, model, lr)``.
+"""Train in parallel with one of six strategies behind a small interface: ``wrap(run, model, lr)``.
 
-Each class says in full how its library is used; scripts whose case *is* such a use write it out themselves instead.
+Each class shows in full how its library is used; a script whose case *is* such a use writes it out instead.
 The optimizer is plain SGD: its update is the gradient times the learning rate, which reference_checks.py relies on.
 """
 
@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-Tensors = dict  # name -> full, plain tensor
+Tensors = dict  # name -> full tensor
 
 
 class Wrapped:
-    """A model made parallel: forward, step, its full parameters, and a checkpoint. Every rank calls every method."""
+    """A parallel model: forward, step, full parameters, and checkpoints. Every rank calls every method."""
 
-    same_batch = False  # tensor parallelism: the ranks share one batch; otherwise each has its own
-    unreduced_in_forward = False  # whether unreduced() must be on during the forward too
+    same_batch = False  # tensor parallelism: all ranks use the same batch
+    unreduced_in_forward = False  # whether unreduced() must also cover the forward
 
     def __init__(self, run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> None:
         self.run = run
@@ -43,13 +43,13 @@ class Wrapped:
         raise NotImplementedError
 
     def fill(self, module: nn.Module) -> nn.Module:
-        """The module on this rank's device; drawn there where its parameters are still on meta."""
+        """Move a module to this rank's device; initialize its parameters there if they are on meta."""
         if self.weights is None:
             return module.to(self.run.device)
         return self.weights.fill(module, self.run.device)
 
     def make_optimizer(self, lr: float) -> Any:
-        # foreach=False: its fused loop refuses a mixture of DTensor and plain parameters (tp).
+        # foreach=False: the fused loop refuses a mixture of DTensor and plain parameters (tp).
         return torch.optim.SGD(self.module.parameters(), lr=lr, foreach=False)
 
     def wrapped_type(self) -> str:
@@ -65,16 +65,17 @@ class Wrapped:
         self.optimizer.zero_grad()
 
     def tensors(self) -> Tensors:
-        """Full copies of all parameters on the CPU, on every rank, under the names of the unwrapped model."""
+        """Return full copies of all parameters on the CPU, on every rank, named as in the unwrapped model."""
         return dict(self.each())
 
     def each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same one by one, so that no rank holds the whole model. Every rank must take all of them."""
+        """Yield full parameters one by one, so that no rank holds the whole model. Every rank must consume all of
+        them."""
         for name, parameter in self.inner.named_parameters():
             yield name, full(parameter)
 
     def save(self, folder: Path) -> None:
-        """Here: one file of full tensors, written by the first rank."""
+        """Write one file of full tensors on the first rank."""
         if self.run.rank == 0:
             torch.save(self.inner.state_dict(), folder / "model.pt")
         dist.barrier()
@@ -83,27 +84,27 @@ class Wrapped:
         self.inner.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
 
     def zeroing(self) -> list[tuple[Any, str]]:
-        """For the proof of the proofs: the methods (owner, name) by which gradients are zeroed after a step."""
+        """Return the methods (owner, name) that zero gradients after a step; for fault injection."""
         return [(self.optimizer, "zero_grad")]
 
     def unreduced(self) -> AbstractContextManager[Any]:
-        """For the proof of the proofs: a context in which the reduction of gradients between ranks is left out."""
+        """Return a context that skips the reduction of gradients between ranks; for fault injection."""
         from repro_kit.fault_injection import reductions_left_out
 
         return reductions_left_out()
 
 
 def full(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter, on the CPU, in memory of its own."""
+    """Return a whole parameter on the CPU, in memory of its own."""
     value: Any = parameter.detach()
     if hasattr(value, "full_tensor"):
-        gathered = any(placement.is_shard() for placement in value.placements)  # otherwise it is the parameter itself
+        gathered = any(placement.is_shard() for placement in value.placements)  # otherwise this is the parameter itself
         return value.full_tensor().to("cpu", copy=not gathered)
     return value.to("cpu", copy=True)
 
 
 def layer_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """The classes of the model's transformer layers, by the names that the model itself gives."""
+    """Return the classes of the transformer layers, by the names that the model declares."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return {type(module) for module in model.modules() if type(module).__name__ in names}
 
@@ -125,7 +126,7 @@ class Ddp(Wrapped):
         return DistributedDataParallel(model, device_ids=ids)
 
     def unreduced(self) -> AbstractContextManager[Any]:
-        return self.module.no_sync()  # the reducer is C++: its own switch leaves the all-reduce out
+        return self.module.no_sync()  # the reducer is C++; its own switch skips the all-reduce
 
 
 class Fsdp(Wrapped):
@@ -140,7 +141,7 @@ class Fsdp(Wrapped):
             sharding_strategy=ShardingStrategy[self.run.options["sharding"]],
             use_orig_params=self.run.options["use_orig_params"],
             device_id=self.run.device,
-            # Called for every module of a unit, before the unit is flattened and sharded: one unit is whole at a time.
+            # Called for every module of a unit before the unit is sharded, so that one unit is whole at a time.
             param_init_fn=None if self.weights is None else self._draw,
         )
 
@@ -180,7 +181,7 @@ class Fsdp(Wrapped):
 
 
 def own_parameters(unit: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A unit's parameters without those of units inside it; what is tied comes once."""
+    """Yield a unit's parameters without those of nested units; tied parameters once."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -196,8 +197,9 @@ def own_parameters(unit: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str
 
 
 def fsdp_policy(run: Run, model: nn.Module) -> Callable[..., Any]:
-    """The auto-wrap policy that the strategy's options name: each layer a unit; torch's size-based one; or each layer
-    and every other module that has parameters (``module``: none are left in the root)."""
+    """Return the auto-wrap policy of the strategy's options: a unit per layer; torch's size-based one; or a unit per
+    layer and per other module with parameters (``module``), which leaves none in the root.
+    """
     from torch.distributed.fsdp.wrap import (
         lambda_auto_wrap_policy,
         size_based_auto_wrap_policy,
@@ -222,11 +224,12 @@ def fsdp_policy(run: Run, model: nn.Module) -> Callable[..., Any]:
 
 
 class Sharded(Wrapped):
-    """What FSDP2 and tensor parallelism share: DTensor parameters in a model of the same class, sharded checkpoints."""
+    """The common part of FSDP2 and tensor parallelism: DTensor parameters in the model's own class, sharded
+    checkpoints."""
 
     def wrapped_type(self) -> str:
         sharded = sum(hasattr(parameter, "full_tensor") for parameter in self.inner.parameters())
-        if not sharded:  # a plan whose names match nothing only warns, and everything would agree for no reason
+        if not sharded:  # a plan whose names match nothing only warns; then every check would pass without sharding
             raise RuntimeError("no parameter of the model has been sharded")
         return f"{type(self.module).__name__}: {sharded} of {len(self.names)} parameters are DTensor"
 
@@ -246,8 +249,9 @@ class Sharded(Wrapped):
 
 
 def fully_sharded(run: Run, model: nn.Module, fill: Callable[[nn.Module], nn.Module] | None = None) -> Any:
-    """FSDP2: each layer a unit (the strategy's wrap=layer), the rest the root's. ``fill``: puts a unit on the device
-    before it is sharded, so that one is whole at a time."""
+    """Apply FSDP2: a unit per layer (wrap=layer), the rest in the root's. ``fill`` puts a unit on the device before it
+    is sharded, so that one unit is whole at a time.
+    """
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:  # torch 2.4 and 2.5
@@ -272,7 +276,7 @@ class Fsdp2(Sharded):
 
 
 class Tp(Sharded):
-    """Tensor parallelism over all ranks, by torch's own DTensor and a plan by module names."""
+    """Tensor parallelism over all ranks, with torch's DTensor and a plan by module names."""
 
     same_batch = True
 
@@ -287,11 +291,11 @@ class Tp(Sharded):
         head: Any = model.lm_head
         tied = head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
         mesh, names = shard_mesh(self.run), [name for name, _ in model.named_modules()]
-        for pattern, style in tp_plan(model).items():  # one module after the other: only one is ever whole
+        for pattern, style in tp_plan(model).items():  # module by module, so that only one is whole
             for name in fnmatch.filter(names, pattern):
                 parallelize_module(self.fill(model.get_submodule(name)), mesh, style)
         self.fill(model)
-        if tied:  # each of the two modules has been given a sharded parameter of its own
+        if tied:  # each of the two modules has its own sharded parameter now
             head.weight = model.get_input_embeddings().weight  # type: ignore[operator]
         for module in model.modules():
             if hasattr(module, "q_proj"):  # transformers before 4.48 keeps the head counts on the attention module
@@ -302,7 +306,7 @@ class Tp(Sharded):
 
 
 class Zero(Wrapped):
-    """DeepSpeed ZeRO, stage 2 or 3, by repro_kit/zero.py."""
+    """DeepSpeed ZeRO, stage 2 or 3 (repro_kit/zero.py)."""
 
     def wrap(self, model: nn.Module) -> Any:
         from repro_kit import zero
@@ -333,7 +337,7 @@ class Zero(Wrapped):
 
         import deepspeed
 
-        # DeepSpeed keeps a reference to torch's function from the time it was initialised.
+        # DeepSpeed keeps a reference to torch's function from its initialization.
         return reductions_left_out((deepspeed.comm.comm.cdb, "reduce_scatter_function"))
 
     def each(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -360,9 +364,9 @@ STRATEGIES: dict[str, type[Wrapped]] = {
 
 
 def wrap(run: Run, model: nn.Module, lr: float, weights: Weights | None = None) -> Wrapped:
-    """The model in the run's strategy; its own parameters are taken over, not copied, where that is possible.
+    """Wrap the model in the run's strategy. Parameters are taken over without a copy where possible.
 
-    ``weights``: what draws them where they are on meta (repro_kit.models.drawable), unit by unit as they are sharded.
+    ``weights`` initializes parameters on meta (repro_kit.models.drawable), unit by unit as they are sharded.
     """
     return STRATEGIES[run.strategy["slug"]](run, model, lr, weights)
 

@@ -1,4 +1,4 @@
-"""Tensors in a file, written and read one at a time: what one process leaves for others without any holding it all."""
+"""Store tensors in a file and read them one at a time, so that no process holds all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class Writer:
-    """Fills a shelf; others see it once it is closed. A name is put once."""
+    """Writes a file of tensors; readers see it once it is closed. Each name is written once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Writer:
         self.file.close()
         partial = self.path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(self.index), encoding="utf-8")
-        partial.rename(index_of(self.path))  # complete or not there
+        partial.rename(index_of(self.path))  # complete or absent
 
 
 def index_of(path: Path) -> Path:
@@ -42,7 +42,7 @@ def index_of(path: Path) -> Path:
 
 
 class Shelf(Mapping):
-    """Name -> tensor; each look reads it from the file anew. Raises ValueError where the file is not what was put."""
+    """Name -> tensor, read from the file on each access. Raise ValueError where the file was changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

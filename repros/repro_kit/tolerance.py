@@ -1,11 +1,9 @@
-"""How much of a difference is rounding: the yardstick of every proof that compares with one process.
+"""Derive tolerances for comparisons with one process from the effect of rounding.
 
-The same is computed once more from parameters that are one unit in the last place off (repro_kit/single_process.py).
-What that changes
-is what rounding can do to the result; another way to compute it may be off by some times as much: ``FACTOR`` for the
-results of training (repro_kit/reference_checks.py too), ``OUTPUT`` for one forward. docs/proofs.md says what was
-measured, and what the
-smallest errors are that such a proof sees.
+The same computation is repeated from parameters that are one unit in the last place off
+(repro_kit/single_process.py). The change that this makes is what rounding can do to the result; another way to compute
+it may differ by a multiple: ``FACTOR`` for the results of training (repro_kit/reference_checks.py, too), ``OUTPUT`` for
+one forward. docs/concepts/evidence.md gives the measurements and the smallest errors that such a check finds.
 """
 
 from __future__ import annotations
@@ -22,17 +20,17 @@ import torch
 from torch import nn
 
 FACTOR, OUTPUT = 8.0, 4.0
-# The yardstick is no good where rounding alone changes the result as a whole by more than this part of it.
+# The check is void where rounding alone changes the whole result by more than this share of it.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 Part = Union[torch.Tensor, Tensors]
 
 
 class Single:
-    """What ``use(model)`` gives in one process, plain and perturbed: tensors, by name of the part that is checked.
+    """The results of ``use(model)`` in one process, plain and perturbed: tensors by the name of the checked part.
 
-    The model is left as it was. ``computes_in``: the dtype of mixed precision, where it is not the parameters' own.
-    ``factor``: how many times the change that the perturbation makes a result may be off.
+    The model stays unchanged. ``computes_in``: the dtype of mixed precision, if not that of the parameters. ``factor``:
+    the allowed multiple of the change that the perturbation makes.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class Single:
             other = kept(use(perturbed))
         kind = computes_in or next(model.parameters()).dtype
         self._good = {part: moved(expected, other[part]) <= ROUNDING[kind] for part, expected in self._expected.items()}
-        # Chance may leave a number as it was: what is stored is rounded all the same.
+        # A number may stay unchanged by chance, but stored values are rounded all the same.
         self._noise = {
             part: {
                 key: max(apart(other[part][key], value), unit(value.dtype) * largest(value))
@@ -60,9 +58,11 @@ class Single:
         }
 
     def check(self, run: Run, name: str, actual: Part, part: Optional[str] = None, like: Optional[Part] = None) -> None:
-        """Check that ``got`` is the plain run's ``part`` (the one of the check's name), or what is ``like`` it: of the
-        tensor that is worst for what it is allowed, the greatest distance of two elements, as a part of its greatest.
-        Where the yardstick is no good the tolerance is not a number, and the check proves nothing."""
+        """Check that ``got`` equals the plain run's ``part`` (by default the check's name) or that of ``like``.
+
+        Reports the tensor that is worst for its tolerance: the largest distance of two elements, relative to the
+        largest element. Where rounding changes too much, the tolerance is NaN and the check is void.
+        """
         part = part or name
         expected, noise, have = self._expected[part], self._noise[part], kept({part: actual})[part]
         aim = expected if like is None else kept({part: like})[part]
@@ -73,7 +73,7 @@ class Single:
         ratio = {key: off[key] / noise[key] if noise[key] else (math.inf if off[key] else 0.0) for key in expected}
         least = worst(ratio.values())
         where = next(key for key in expected if ratio[key] == least or least != least != ratio[key])
-        # A tensor of zeros has no greatest value.
+        # a tensor of zeros has no largest element
         size = largest(expected[where]) or max(map(largest, expected.values())) or math.nan
         run.check(
             name,
@@ -85,7 +85,7 @@ class Single:
 
 
 def moved(expected: Tensors, other: Tensors) -> float:
-    """By which part of it the perturbation changes the whole; NaN where there is nothing."""
+    """Return by which share the perturbation changes the whole result; NaN for no result."""
     whole = norm_of(map(norm, expected.values())) or math.nan
     return norm_of(norm(expected[key], other[key]) for key in expected) / whole
 
@@ -95,15 +95,15 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def kept(result: dict[str, Part]) -> dict[str, Tensors]:
-    """Copies on the CPU, each part's tensors by name: what a model gives may change with it."""
+    """Return copies on the CPU, each part's tensors by name: the model's outputs may change with it."""
     parts = {part: found if isinstance(found, dict) else {"": found} for part, found in result.items()}
     return {part: {name: on_host(value.detach()) for name, value in found.items()} for part, found in parts.items()}
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to("cpu", copy=True)  # of what is not there, ``apart`` is infinity
+    return tensor if tensor.is_meta else tensor.to("cpu", copy=True)  # ``apart`` of a missing tensor is infinity
 
 
 def training(losses: list[float], model: nn.Module) -> dict[str, Part]:
-    """What a training gives: its losses, and the weights that it ends with."""
+    """Return the results of a training: its losses and final weights."""
     return {"losses": torch.tensor(losses), "weights": model.state_dict()}

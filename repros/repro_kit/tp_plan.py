@@ -1,4 +1,4 @@
-"""The plan of tensor parallelism: which module is split how, by torch's DTensor styles and the models' module names."""
+"""Plan tensor parallelism: how each module is split, with torch's DTensor styles and the models' module names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def tp_plan(model: nn.Module) -> dict[str, Any]:
-    """Column-parallel, then row-parallel, in each block; embedding and head by vocabulary; the rest is replicated."""
+    """Split blocks column-parallel, then row-parallel; embedding and head by vocabulary; the rest is replicated."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     try:
@@ -21,8 +21,8 @@ def tp_plan(model: nn.Module) -> dict[str, Any]:
     if hasattr(model, "transformer"):  # first-generation Qwen
         return {
             "transformer.wte": embedding,
-            # query, key and value lie one after the other in c_attn, and the published forward splits the whole of
-            # it: half of its rows is not half of the heads. So its output is gathered, and each rank has all heads.
+            # c_attn holds query, key and value one after the other, and the published forward splits all of it:
+            # half of its rows is not half of the heads. So its output is gathered, and each rank has all heads.
             "transformer.h.*.attn.c_attn": ColwiseParallel(output_layouts=Replicate()),
             "transformer.h.*.attn.c_proj": RowwiseParallel(input_layouts=Replicate()),
             "transformer.h.*.mlp.w1": ColwiseParallel(),

@@ -1,6 +1,6 @@
-"""A small vision tower + language model of plain torch modules, and how its parts become FSDP units.
+"""A small vision tower and language model of plain torch modules, and how its parts become FSDP units.
 
-The language half takes its sizes from the run's model; the module names are those that multimodal checkpoints use.
+The language half takes its sizes from the run's model; the module names are those of multimodal checkpoints.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def build(run: Run, seed: int, dtype: torch.dtype = torch.float32, parts: str = 
 
 
 def loss_of(run: Run, model: nn.Module, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """This rank's loss of one step: the ids and pixels depend on seed, step and rank alone."""
+    """Return this rank's loss of one step; ids and pixels depend only on seed, step and rank."""
     maker = torch.Generator().manual_seed(1000 * run.seed + 100 * step + run.rank + 1)
     ids = torch.randint(0, run.model["config"]["vocab_size"], (2, TOKENS), generator=maker)
     pixels = torch.randn(2, PATCHES, PIXELS, generator=maker).to(dtype)
@@ -107,10 +107,10 @@ def loss_of(run: Run, model: nn.Module, step: int, dtype: torch.dtype = torch.fl
 
 
 def is_unit(wrap: str, module: nn.Module) -> bool:
-    """Whether ``module`` becomes an FSDP unit of its own; what no unit takes is left in the root unit.
+    """Return whether ``module`` becomes an FSDP unit; other modules stay in the root unit.
 
-    ``none``: nothing; ``layer``: the blocks, as a transformer-layer policy does; ``tower``: the blocks and each half
-    as a whole; ``module``: every module that holds parameters of its own.
+    ``none``: nothing; ``layer``: the blocks, as with a transformer-layer policy; ``tower``: the blocks and each half as
+    a whole; ``module``: every module with parameters of its own.
     """
     if wrap == "none":
         return False

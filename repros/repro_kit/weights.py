@@ -1,8 +1,8 @@
-"""Weights that come one parameter at a time, so that no rank has to hold a whole model.
+"""Generate weights one parameter at a time, so that no rank has to hold a whole model.
 
-A model is put together with its parameters on the meta device (``drawable`` in models.py) and filled module by
-module: a strategy fills one unit, shards it, and goes on (strategies.py). What a parameter holds depends on the
-seed and its name alone, never on who draws it or how it is cut, so that the single-process reference draws the same.
+A model is built with its parameters on the meta device (``drawable`` in models.py) and filled module by module: a
+strategy fills one unit, shards it, and continues (strategies.py). Values depend only on the seed and the parameter's
+name, not on rank or sharding, so the single-process reference generates the same.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, Iterator
 import torch
 from torch import nn
 
-# What fills a parameter when a model is put together.
+# Functions that initialize a parameter while a model is built.
 DRAWN = ("normal_", "uniform_", "fill_", "zero_")
 
 
 class Weights:
-    """What fills the parameters of one model. ``std``: of matrices; vectors are ones (norms) or zeros (biases).
+    """The values of one model's parameters. ``std``: of matrices; vectors are ones (norms) or zeros (biases).
 
-    ``source``: the device on which values are drawn, wherever they go then. Another kind of device draws other values:
-    all who are to have the same name the same one.
+    ``source``: the device on which values are generated, wherever they are used. Different kinds of devices generate
+    different values.
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float, source: torch.device | str = "cpu") -> None:
@@ -35,14 +35,17 @@ class Weights:
         self.know(model)
 
     def know(self, model: nn.Module) -> None:
-        """Take up parameters on meta that have come since (LoRA's). By identity: names change when modules are wrapped,
-        and the one counts under which a parameter was seen first. They are kept, so that an id stays theirs."""
+        """Register parameters on meta that were added since (LoRA's), by identity.
+
+        Names change when modules are wrapped; the first name counts. The parameters are kept so that their ids stay
+        unique.
+        """
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":
                 self.known.setdefault(id(parameter), (name, parameter))
 
     def draw(self, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """The values of one parameter, on the source device."""
+        """Return the values of one parameter on the source device."""
         out = torch.empty(shape, dtype=dtype, device=self.source)
         if out.dim() < 2:
             return out.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -52,7 +55,7 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, device: torch.device | str = "cpu", recurse: bool = True) -> nn.Module:
-        """Give ``module`` values where it is on meta; what is tied stays tied. Returns the module."""
+        """Initialize the parameters of ``module`` that are on meta; tied ones stay tied. Return the module."""
         for part in module.modules() if recurse else [module]:
             for attribute, parameter in list(part._parameters.items()):
                 if parameter is not None and id(parameter) in self.known:
@@ -63,7 +66,7 @@ class Weights:
         return module
 
     def _filled(self, parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:
-        # Weakly: once a unit is sharded, nobody may hold what it was made from. A tied one that is gone is drawn again.
+        # Weak references: a sharded unit's values are freed. A tied parameter that is freed is generated again.
         made = self.made[id(parameter)]() if id(parameter) in self.made else None
         if made is None:
             name, _ = self.known[id(parameter)]
@@ -74,7 +77,7 @@ class Weights:
 
     @contextmanager
     def filled(self, model: nn.Module, device: torch.device | str = "cpu") -> Iterator[nn.Module]:
-        """``model`` with values for a while; then it is on meta again, as it was."""
+        """Return a context in which ``model`` has values; afterwards it is on meta again."""
         kept = [(part, dict(part._parameters), dict(part._buffers)) for part in model.modules()]
         self.fill(model, device)
         try:
@@ -106,11 +109,11 @@ class Published(Weights):
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules made in here have their parameters on meta, and their buffers, which code computes, as usual.
+    """Return a context in which new modules have their parameters on meta; buffers are real (like accelerate's
+    init_empty_weights).
 
-    (accelerate's init_empty_weights does the same.) A parameter's memory is given back before anything is written to
-    it; what torch's layers and transformers would draw into it is not drawn: torch computes that for nothing, in Python
-    (a quarter of the CPU time of a DDP attempt).
+    A parameter's memory is released before anything is written to it. The initializations of torch's layers and
+    transformers are skipped: torch computes them in Python, which takes a quarter of the CPU time of a DDP attempt.
     """
     register = nn.Module.register_parameter
 
@@ -129,7 +132,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     for name in DRAWN:
-        setattr(torch.Tensor, name, undrawn(name))  # Tensor inherits them: no method of its own is replaced
+        setattr(torch.Tensor, name, undrawn(name))  # Tensor inherits these methods, so none of its own is replaced
     try:
         yield
     finally:

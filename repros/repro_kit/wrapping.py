@@ -1,7 +1,6 @@
-"""How the inference cases shard a model: FSDP1 (with mixed precision where asked for), FSDP2 or DDP.
+"""Shard the model of the inference cases: FSDP1 (with mixed precision on request), FSDP2 or DDP.
 
-Only the wrapping stands here; the call that fails stands in each case's script. repro_kit/strategies.py is the same for
-whole training runs.
+This is only the wrapping; the call that fails is in each case's script. repro_kit/strategies.py wraps whole trainings.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 
 
 def mixed_precision(run: Run) -> Any:
-    """FSDP1's MixedPrecision for the flags ``mixed`` (null or bf16) and ``cast_root``."""
+    """Return FSDP1's MixedPrecision for the flags ``mixed`` (null or bf16) and ``cast_root``."""
     from torch.distributed.fsdp import MixedPrecision
 
     if run.flags.get("mixed") is None:
@@ -28,7 +27,7 @@ def mixed_precision(run: Run) -> Any:
 
 
 def one_process(run: Run, model: nn.Module) -> Any:
-    """A copy that computes what one process would; with mixed precision on, its parameters are bf16."""
+    """Return a copy that computes as one process would; with mixed precision its parameters are bf16."""
     one = copy.deepcopy(model)
     if run.flags.get("mixed"):
         for parameter in one.parameters():
@@ -37,7 +36,7 @@ def one_process(run: Run, model: nn.Module) -> Any:
 
 
 def wrap(run: Run, model: nn.Module) -> Any:
-    """The model under the run's strategy; says in the record which wrapper it really got."""
+    """Wrap the model in the run's strategy; record the actual wrapper."""
     slug = run.strategy["slug"]
     wrapped: Any
     if slug == "fsdp":
@@ -62,12 +61,12 @@ def wrap(run: Run, model: nn.Module) -> Any:
 
 
 def own_batch(run: Run, step: int = 0) -> dict[str, torch.Tensor]:
-    """This rank's batch at one step, on its device."""
+    """Return this rank's batch at one step, on its device."""
     return {name: value.to(run.device) for name, value in batch(run, run.rank, step).items()}
 
 
 def full_parameters(run: Run, wrapped: Any) -> dict[str, torch.Tensor]:
-    """Full copies of all parameters, on every rank, under the names of the model that was wrapped."""
+    """Return full copies of all parameters, on every rank, named as in the unwrapped model."""
     if run.strategy["slug"] == "fsdp":
         from torch.distributed.fsdp import FullStateDictConfig, StateDictType
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -80,14 +79,14 @@ def full_parameters(run: Run, wrapped: Any) -> dict[str, torch.Tensor]:
 
 
 def held_bytes(tensors: Any) -> int:
-    """Bytes that this rank holds for these tensors, each storage counted once."""
+    """Return the bytes that this rank holds for these tensors; each storage counts once."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}
     return sum(storages.values())
 
 
 def cache_length(cache: Any) -> int:
-    """Tokens in a KV cache: a Cache object, or the tuple of older releases."""
+    """Return the number of tokens in a KV cache: a Cache object, or the tuple of older releases."""
     if cache is None or (isinstance(cache, tuple) and not cache):
         return 0
     return int(cache[0][0].shape[-2] if isinstance(cache, tuple) else cache.get_seq_length())

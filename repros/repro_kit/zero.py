@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO for a script: its configuration, its engine and whole parameters. deepspeed is imported on use."""
+"""Configure DeepSpeed's ZeRO for a script: configuration, engine and whole parameters. Imports deepspeed on use."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 
 def config(run: Run, stage: int, **extra: Any) -> dict[str, Any]:
-    """A ZeRO configuration that also runs on a CPU: torch's own optimizer, which deepspeed calls untested."""
+    """Return a ZeRO configuration that also runs on a CPU, with torch's optimizer, which DeepSpeed calls untested."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,  # left out, it means no clipping in some releases and clipping at 1.0 in others
-        # Small buckets and no persistent parameters: even a tiny model is really partitioned.
+        "gradient_clipping": 0.0,  # the default is no clipping in some releases and clipping at 1.0 in others
+        # Small buckets and no persistent parameters, so that even a tiny model is partitioned.
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 10000, "stage3_param_persistence_threshold": 0},
         **extra,
     }
 
 
 def module() -> Any:
-    """deepspeed, imported so that zero.Init works: the newest releases need these parts of torch loaded before it."""
+    """Import deepspeed so that zero.Init works: the newest releases need some modules of torch loaded before it."""
     import importlib
 
     for name in ("torch._dynamo", "torch._dynamo.polyfills.loader"):
@@ -39,7 +39,7 @@ def module() -> Any:
 
 
 def engine(run: Run, model: torch.nn.Module, stage: int, lr: float = 0.1, **extra: Any) -> Any:
-    """deepspeed.initialize with plain SGD, whose updates show the gradients."""
+    """Call deepspeed.initialize with plain SGD, whose updates show the gradients."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     made, *_ = module().initialize(
         model=model,
@@ -52,13 +52,13 @@ def engine(run: Run, model: torch.nn.Module, stage: int, lr: float = 0.1, **extr
 
 
 def partition(run: Run, model: torch.nn.Module, **extra: Any) -> None:
-    """ZeRO-3: give every rank its part of these parameters (those that are whole yet), and no more than that."""
+    """ZeRO-3: partition those of these parameters that are still whole, and only those."""
     settings = config(run, 3, **extra)
     module().zero.Init(module=model, config_dict_or_path=settings, dtype=next(model.parameters()).dtype)
 
 
 def whole(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Whole copies of parameters that may be partitioned. Every rank must call it."""
+    """Return whole copies of parameters that may be partitioned. Every rank must call it."""
     found = []
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):
