@@ -11,6 +11,7 @@ from repro_matrix.grading.observation import Attempt, module_names
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import Match, match_attempt
 from repro_matrix.records.outcome import Outcome
+from repro_matrix.results.summary import Row, rows_of
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 DIST = f"{SITE}/torch/distributed"
@@ -179,6 +180,11 @@ def outcome(name: str, reason: str = "because", **changes: Any) -> Outcome:
 def _named(seen: dict[str, Any], name: str) -> dict[str, Any]:
     """The observation as that of an attempt of its own."""
     return {**seen, "attempt": {**seen["attempt"], "id": name}} if "attempt" in seen else seen
+
+
+def summary_rows(*documents: Any) -> list[Row]:
+    """The summary rows of documents as they are, without grading them."""
+    return [row for each in documents for row in rows_of(each, {})]
 
 
 def document(

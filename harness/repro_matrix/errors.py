@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import IntEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,10 +19,19 @@ FILES = (".py", ".txt", ".lock")
 FEW = 20  # choices that are listed beside the nearest one
 
 
-class ReproError(Exception):
-    """Something the user can mend: usage, configuration, results folder. Exit code 2."""
+class ExitCode(IntEnum):
+    OK = 0
+    DIFFERS = 1  # a result differs from its expectation
+    USAGE = 2
+    INCOMPLETE = 3  # less was measured than requested
+    DEFECT = 70  # as EX_SOFTWARE of sysexits.h
+    INTERRUPTED = 130
 
-    exit_code = 2
+
+class ReproError(Exception):
+    """Something that the user can mend: usage, configuration, results folder."""
+
+    exit_code: int = ExitCode.USAGE
 
 
 class ConfigError(ReproError):
@@ -33,9 +43,9 @@ class ResultsError(ReproError):
 
 
 class MeasureError(ReproError):
-    """Less could be measured than was asked for (infra). Exit code 3."""
+    """Less could be measured than was requested."""
 
-    exit_code = 3
+    exit_code = ExitCode.INCOMPLETE
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

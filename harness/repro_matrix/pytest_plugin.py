@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timezone
@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from repro_matrix.config.schema import Case
     from repro_matrix.records.document import Document
     from repro_matrix.results.quarantine import Quarantine
+    from repro_matrix.results.summary import Row
     from repro_matrix.runner.engine import Event
     from repro_matrix.runner.session import Session
 
@@ -41,7 +43,7 @@ FAILS = {
     "SIGNATURE_MISMATCH",
     "FAILED",
 }  # verdicts that report a failure
-Row = dict[str, Any]
+Result = tuple["Row", str]  # a variant, and why the run does not end with 0 although its verdict is as expected
 
 
 @dataclass
@@ -53,18 +55,18 @@ class Measurement:
     entries: Sequence[Quarantine]
     notes: list[str] = field(default_factory=list)
     wanted: dict[int, list[str]] = field(default_factory=dict)  # plan's number -> the selected variants
-    _rows: dict[int, Future[list[Row]]] = field(default_factory=dict)
+    _results: dict[int, Future[list[Result]]] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)  # id of a started plan -> its number
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def rows(self, number: int) -> list[Row]:
-        """Return the rows of a cell once it is measured. Raises ReproError: the run ended without it."""
+    def results(self, number: int) -> list[Result]:
+        """Return the results of a cell once it is measured. Raises ReproError: the run ended without it."""
         if self._thread is None:
-            self._rows = {each: Future() for each in self.wanted}
+            self._results = {each: Future() for each in self.wanted}
             self._thread = threading.Thread(target=self._run, name="repro", daemon=True)
             self._thread.start()
-        return self._rows[number].result()
+        return self._results[number].result()
 
     def close(self) -> None:
         """Stop what is running."""
@@ -95,36 +97,34 @@ class Measurement:
             problem = MeasureError(summary.problem or "the run was ended")
         except BaseException as error:  # noqa: BLE001 - the tests would wait for ever
             problem = error
-        for rows in self._rows.values():
-            if not rows.done():
-                rows.set_exception(problem)
+        for results in self._results.values():
+            if not results.done():
+                results.set_exception(problem)
 
     def _take(self, event: Event) -> None:
         if event.kind == "cell" and event.document is not None:
-            rows = rows_of(event.document, self.entries, datetime.now(timezone.utc).date())
-            self._rows[self._numbers[id(event.plan)]].set_result(rows)
+            today = datetime.now(timezone.utc).date()
+            results = results_of(event.document, self.prepared.catalogue.cases, self.entries, today)
+            self._results[self._numbers[id(event.plan)]].set_result(results)
 
 
-def rows_of(document: Document, entries: Sequence[Quarantine], today: date) -> list[Row]:
-    """Return the rows of a cell's variants. ``wrong``: why a run would end with an error although the variant's verdict
-    is as expected ("" where there is nothing)."""
-    from repro_matrix.results import quarantine, rows
-    from repro_matrix.results.exit_code import missed
+def results_of(
+    document: Document, cases: Mapping[str, Case], entries: Sequence[Quarantine], today: date
+) -> list[Result]:
+    """Return the row of each variant of a cell, and why a run would end with an error although the verdict is as
+    expected ("" where there is nothing)."""
+    from repro_matrix.results import quarantine
+    from repro_matrix.results.summary import rows_of
     from repro_matrix.text import counted
 
-    applied = quarantine.applied([document], entries, today)
-    (shown,) = applied.documents
-    first = next(iter(document["variants"]))
+    rows = quarantine.mark_rows(rows_of(document, cases), entries, today)
     found = []
-    for row in rows.variant_rows(shown):
-        variant = str(row["variant"])
-        lost = {name: missed(document["variants"][name]["attempts"]) for name in dict.fromkeys((first, variant))}
-        over = [entry for entry in applied.expired if entry.covers(entry.cell, variant)]
-        wrong = [entry.over() for entry in over]
-        wrong += [f"{counted(count, 'attempt')} of {name} gave no answer" for name, count in lost.items() if count > 0]
-        if variant in document["verdicts"] and document["verdicts"][variant].get("unseen"):
-            wrong.append(str(row["reason"]))
-        found.append({**row, "wrong": "; ".join(wrong)})
+    for row in rows:
+        problems = quarantine.expired([row], entries, today)
+        lost = [each for each in (rows[0], row) if each.lost_attempts > 0]
+        problems += [f"{counted(each.lost_attempts, 'attempt')} of {each.variant} gave no answer" for each in lost]
+        problems += [row.reason] if row.unseen else []
+        found.append((row, "; ".join(dict.fromkeys(problems))))
     return found
 
 
@@ -193,23 +193,21 @@ class VariantItem(pytest.Item):
     def runtest(self) -> None:
         if self.skipped:
             pytest.skip(self.skipped)
-        rows = self.config.stash[MEASUREMENT].rows(self.number)
-        row = next(row for row in rows if row["variant"] == self.name)
-        self.user_properties.append(("verdict", row["verdict"]))
-        self.user_properties.append(("reproduce", str(row["torchrun"])))
-        text = f"{row['verdict']}: {row['reason']}"
-        wrong = row.get("wrong")
-        if not wrong and (row["verdict"] is None or not row["attempts"]):
-            pytest.skip(str(row["reason"]))
-        if wrong or row["expected"] == "unexpected" or row["verdict"] == "INCONCLUSIVE":
-            raise Differs("\n".join(filter(None, (wrong, text))), row["expectation"], row["torchrun"])
-        if row["expected"] == "quarantined":
-            by = row["quarantined"]
-            pytest.xfail(f"{text} (quarantined by {by['owner']} until {by['until']}: {by['reason']})")
-        if row["verdict"] in FAILS and row["expected"] == "expected":
+        results = self.config.stash[MEASUREMENT].results(self.number)
+        row, wrong = next(result for result in results if result[0].variant == self.name)
+        self.user_properties.append(("verdict", row.verdict))
+        self.user_properties.append(("reproduce", str(row.torchrun)))
+        text = f"{row.verdict}: {row.reason}"
+        if not wrong and (row.verdict is None or not row.attempts):
+            pytest.skip(row.reason)
+        if wrong or row.state == "unexpected" or row.verdict == "INCONCLUSIVE":
+            raise Differs("\n".join(filter(None, (wrong, text))), row.expected_verdict, row.torchrun)
+        if row.state == "quarantined":
+            pytest.xfail(f"{text} (quarantined: {row.quarantine})")
+        if row.verdict in FAILS and row.state == "expected":
             pytest.xfail(text)
-        if row["verdict"] == "FAILED":
-            raise Differs(text, None, row["torchrun"])
+        if row.verdict == "FAILED":
+            raise Differs(text, None, row.torchrun)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         from repro_matrix.errors import ReproError

@@ -21,7 +21,7 @@ def claiming(*predictions: dict[str, Any], slug: str = "some-case", **claim: Any
 
 def rows(known: Case, *documents: dict[str, Any]) -> list[Row]:
     """The summary rows of documents as they are, without grading them."""
-    return [one for d in documents for one in rows_of(d, known, {}, evidence=d.get("path", ""))]  # type: ignore[arg-type]
+    return [one for d in documents for one in rows_of(d, {}, evidence=d.get("path", ""))]  # type: ignore[arg-type]
 
 
 def row(known: Case, *documents: dict[str, Any]) -> ClaimRow:

@@ -6,10 +6,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import document, observation, ok
+from observations import document, observation, ok, summary_rows
 from repro_matrix.report.run_summary import by_attention, figures, without_expectation
 from repro_matrix.results.exit_code import exit_code
-from repro_matrix.results.summary import rows_of
 
 STATES = ["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
 
@@ -28,26 +27,28 @@ def cell(states: list[str], accelerator: str = "cuda", **changes: Any) -> dict[s
 
 
 def test_exit_code_difference_from_a_cpu_is_not_an_error() -> None:
-    assert exit_code([cell(["differs_from_cpu", "matches_cpu"])], 1) == 0
-    assert exit_code([cell(["differs_from_cpu", "unexpected"])], 1) == 1
+    assert exit_code(summary_rows(cell(["differs_from_cpu", "matches_cpu"])), 1) == 0
+    assert exit_code(summary_rows(cell(["differs_from_cpu", "unexpected"])), 1) == 1
 
 
 def test_exit_code_mostly_without_expectations_on_gpus_is_3() -> None:
-    assert exit_code([cell(["no_expectation", "matches_cpu"])], 1) == 0, "half is not more than half"
-    assert exit_code([cell(["no_expectation", "no_expectation", "expected"])], 1) == 3
-    assert exit_code([cell(["no_expectation"]), cell(["expected", "differs_from_cpu"])], 1) == 0, "over the whole run"
-    assert exit_code([cell(["no_expectation", "no_expectation"], "cpu")], 1) == 0, (
+    assert exit_code(summary_rows(cell(["no_expectation", "matches_cpu"])), 1) == 0, "half is not more than half"
+    assert exit_code(summary_rows(cell(["no_expectation", "no_expectation", "expected"])), 1) == 3
+    assert exit_code(summary_rows(cell(["no_expectation"]), cell(["expected", "differs_from_cpu"])), 1) == 0, (
+        "over the whole run"
+    )
+    assert exit_code(summary_rows(cell(["no_expectation", "no_expectation"], "cpu")), 1) == 0, (
         "on a CPU a new release is what people come to try"
     )
     unmeasured = cell(["no_expectation", "no_expectation", "expected"])
     unmeasured["verdicts"]["fix0"]["measured"] = unmeasured["verdicts"]["fix1"]["measured"] = False
-    assert exit_code([unmeasured], 1) == 0, "a skip by declared need is no missing expectation"
+    assert exit_code(summary_rows(unmeasured), 1) == 0, "a skip by declared need is no missing expectation"
 
 
 def test_by_attention_puts_differences_first_and_figures_count_them() -> None:
     cells = [cell(["expected"], model="a"), cell(["matches_cpu", "differs_from_cpu"], model="b"),
              cell(["no_expectation"], model="c"), cell(["unexpected"], model="d")]  # fmt: skip
-    rows = [row for each in cells for row in rows_of({**each, "cell_id": each["model"]}, None, {})]
+    rows = summary_rows(*({**each, "cell_id": each["model"]} for each in cells))
     ordered = by_attention(rows)
     assert list(dict.fromkeys(row.model for row in ordered)) == ["d", "b", "a", "c"]
     assert [row.variant for row in ordered if row.model == "b"] == ["unfixed", "fix0", "fix1"]
@@ -59,6 +60,6 @@ def test_by_attention_puts_differences_first_and_figures_count_them() -> None:
 @given(st.lists(st.lists(st.sampled_from(STATES), min_size=1, max_size=3), max_size=4))
 def test_by_attention_keeps_every_row(cells: list[list[str]]) -> None:
     stored = [{**cell(states, model=str(n)), "cell_id": str(n)} for n, states in enumerate(cells)]
-    rows = [row for each in stored for row in rows_of(each, None, {})]
+    rows = summary_rows(*stored)
     assert sorted(map(repr, by_attention(rows))) == sorted(map(repr, rows))
-    assert (exit_code(stored, 0) == 1) == any(row.state == "unexpected" for row in rows)
+    assert (exit_code(rows, 0) == 1) == any(row.state == "unexpected" for row in rows)

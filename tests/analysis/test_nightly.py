@@ -281,7 +281,7 @@ def test_last_measured_is_the_newest_run_that_measured_the_cell(tmp_path: Path) 
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("repro_matrix.config.project.published", list)  # grading compares with the baseline
-    monkeypatch.setattr(quarantine.read, "__defaults__", (tmp_path / "quarantine.yaml",))
+    monkeypatch.setattr(quarantine, "file", lambda: tmp_path / "quarantine.yaml")
     return tmp_path
 
 

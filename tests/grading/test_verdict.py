@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import case, control, document, observation, ok, outcome
+from observations import case, control, document, observation, ok, outcome, summary_rows
 from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, judge_pair, wilson
 from repro_matrix.records.outcome import Outcome, Recognized, Verdict
 from repro_matrix.results.exit_code import exit_code
@@ -237,7 +237,7 @@ def test_new_case_that_does_not_fire_is_inconclusive(unfixed: str, fix: str) -> 
     assert found.name == "INCONCLUSIVE" and found.unseen and found.measured and not found.failure_ids
     assert not judge(CASE, outcomes)["fix"].unseen
     stored = document({"unfixed": [(unfixed, observation(ok(0)))], "fix": [(fix, observation(ok(0)))]})
-    assert exit_code([{**stored, "verdicts": {"fix": found.to_json()}}], 1) == 3
+    assert exit_code(summary_rows({**stored, "verdicts": {"fix": found.to_json()}}), 1) == 3
 
 
 def test_new_case_that_fires_or_fired_has_a_verdict() -> None:

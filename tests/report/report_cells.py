@@ -26,7 +26,7 @@ def stored_cell(verdict: str = "FIXED", state: str = "expected", error: str = "b
 
 
 def rows(stored: dict[str, Any]) -> list[Row]:
-    return rows_of(stored, None, {}, "cpu/stack/cell.json")  # type: ignore[arg-type]
+    return rows_of(stored, {}, "cpu/stack/cell.json")  # type: ignore[arg-type]
 
 
 def cell(*args: Any, source: str = "", **changes: Any) -> Cell:

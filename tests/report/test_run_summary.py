@@ -33,11 +33,11 @@ def identified(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(*results: dict[str, Any]) -> list[Row]:
-    return [row for each in results for row in rows_of(each, None, {})]  # type: ignore[arg-type]
+    return [row for each in results for row in rows_of(each, {})]  # type: ignore[arg-type]
 
 
 def shown(*results: dict[str, Any], width: int = text.WIDTH) -> list[str]:
-    return list(run_summary.sections(results, by_attention(rows(*results)), width))  # type: ignore[arg-type]
+    return list(run_summary.sections(by_attention(rows(*results)), width))
 
 
 def section(results: list[dict[str, Any]], title: str) -> list[str]:
@@ -145,13 +145,13 @@ def test_describe_exit_gives_the_reason() -> None:
 )
 def test_unfixed_variant_alone_with_another_failure_is_listed_and_exit_3(kinds: list[str], code: int) -> None:
     alone = identified(document({"unfixed": [(kind, observation(ok(0))) for kind in kinds]}, {}))
-    assert exit_code([alone], 1) == code  # type: ignore[list-item]
+    assert exit_code(rows(alone), 1) == code
     assert bool(section([alone], "NOT COMPARED: in 1 cell")) == (code == 3)
 
 
 def test_unfixed_variant_with_another_failure_beside_a_fix_is_left_to_the_verdict() -> None:
     ran: Any = {"unfixed": [("other_failure", observation(ok(0)))], "fix": [("passed", observation(ok(0)))]}
-    assert exit_code([document(ran, {"fix": "SIGNATURE_MISMATCH"})], 1) == 0  # type: ignore[list-item]
+    assert exit_code(rows(document(ran, {"fix": "SIGNATURE_MISMATCH"})), 1) == 0
 
 
 def _failing(state: str = "differs_from_cpu", known: bool = False, **errors: str | None) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_cell_whose_variants_all_fail_with_the_same_error_is_listed_and_exit_3(
     result: dict[str, Any], code: int
 ) -> None:
     assert bool(section([result], "NO COMPARISON: in 1 cell")) == (code == 3)
-    assert exit_code([result], 1) == code  # type: ignore[list-item]
+    assert exit_code(rows(result), 1) == code
 
 
 def test_describe_counts_names_cells_with_only_an_unfixed_variant() -> None:

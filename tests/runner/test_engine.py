@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observations import as_promised
+from observations import as_promised, summary_rows
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import Order, RunSettings
@@ -29,7 +29,6 @@ from repro_matrix.planning.cells import place
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results import provenance
 from repro_matrix.results.exit_code import bisect_exit, exit_code
-from repro_matrix.results.rows import variant_rows
 from repro_matrix.results.store import Store
 from repro_matrix.runner.attempts import Attempts
 from repro_matrix.runner.engine import Engine, Event, Later, RunContext, Summary
@@ -168,7 +167,7 @@ def test_run_stores_a_graded_document(tmp_path: Path) -> None:
     assert stored[0]["variants"]["unfixed"]["attempts"][0]["observation"]["ranks"][0]["record"]["exception"]["type"]
     kinds = [event.kind for event in events if event.kind != "time"]
     assert kinds[0] == "cells" and kinds.count("attempt") == 3 and kinds[-1] == "cell"
-    assert [row["variant"] for row in variant_rows(stored[0])] == ["unfixed", "root-call", "summon"]
+    assert list(stored[0]["variants"]) == ["unfixed", "root-call", "summon"]
 
 
 def test_script_changed_during_the_run_is_infra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +217,7 @@ def test_launcher_that_raises_does_not_stop_the_run(tmp_path: Path) -> None:
     summary = run(tmp_path, Fake(explode))
     assert verdicts(summary) == {"root-call": "INCONCLUSIVE", "summon": "FIXED"}
     assert "a fault of ours" in summary.documents[0]["verdicts"]["root-call"]["reason"]
-    assert exit_code(summary.documents, 1) == 3
+    assert exit_code(summary_rows(*summary.documents), 1) == 3
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -381,20 +380,22 @@ def test_upstream_fixed_needs_an_older_failure(tmp_path: Path) -> None:
 
 def test_exit_codes(tmp_path: Path) -> None:
     documents = run(tmp_path, Fake()).documents
-    assert exit_code(documents, 1) == 0
-    assert exit_code(documents, 2) == 3 and exit_code([], 1) == 3  # fewer cells than asked for is not green
-    assert exit_code(documents, 1, stopped_early=True) == 3
+    assert exit_code(summary_rows(*documents), 1) == 0
+    assert (
+        exit_code(summary_rows(*documents), 2) == 3 and exit_code([], 1) == 3
+    )  # fewer cells than asked for is not green
+    assert exit_code(summary_rows(*documents), 1, stopped_early=True) == 3
     documents[0]["variants"]["summon"] |= {
         "attempts": [],
         "skipped": "needs",
         "skip": {"kind": "packages", "needs": []},
     }
-    assert exit_code(documents, 1) == 0
+    assert exit_code(summary_rows(*documents), 1) == 0
     documents[0]["variants"]["summon"]["skip"]["kind"] = "build"  # it could be here, and could not be made
-    assert exit_code(documents, 1) == 3
+    assert exit_code(summary_rows(*documents), 1) == 3
     documents[0]["verdicts"]["summon"]["expected"] = "unexpected"
-    assert exit_code(documents, 5) == 1
-    assert bisect_exit(documents) == 1 and bisect_exit([]) == 125
+    assert exit_code(summary_rows(*documents), 5) == 1
+    assert bisect_exit(summary_rows(*documents)) == 1 and bisect_exit([]) == 125
 
 
 def test_cells_that_wait_for_a_build_run_after_it(tmp_path: Path) -> None:

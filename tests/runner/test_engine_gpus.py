@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_nvml import FakeGpu, FakeNvml, Process
+from observations import summary_rows
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, Nvml
 from repro_matrix.environment.profiles import Profile
@@ -88,7 +89,7 @@ def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(tmp_path: Path, mo
     assert sum("Xid 79" in str(why) for why in once_more) == 1
     assert verdicts(summary) == {"root-call": "FIXED"}
     document["verdicts"]["root-call"]["expected"] = "expected"
-    assert exit_code(summary.documents, 1) == 0  # nothing is missed
+    assert exit_code(summary_rows(*summary.documents), 1) == 0  # nothing is missed
     assert summary.gpu_notes == [f"gpu0 ({nvml.gpus[0].uuid}) is not used any more: Xid 79"]
 
 
@@ -127,7 +128,7 @@ def test_too_few_gpus_left_is_infra_and_names_them(tmp_path: Path, monkeypatch: 
     assert launcher.launched == ["unfixed"] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
     reason = summary.documents[0]["verdicts"]["root-call"]["reason"]
     assert "needs 2 GPUs; 1 can be used (gpu1: NVML: GPU is lost)" in reason
-    assert exit_code(summary.documents, 1) == 3
+    assert exit_code(summary_rows(*summary.documents), 1) == 3
 
 
 def test_gpu_of_another_user_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_run_does_not_wait_for_ever_for_another_user(tmp_path: Path, monkeypatch
     summary = run_on_gpus(tmp_path, nvml, launcher, on_event=lambda event: texts.append(event.text))
     assert launcher.launched == [] and verdicts(summary) == {"root-call": "INCONCLUSIVE"}
     assert any("gpu1 is in use: process 4711" in text for text in texts)  # said while it waits
-    assert exit_code(summary.documents, 1) == 3
+    assert exit_code(summary_rows(*summary.documents), 1) == 3
 
 
 def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ import threading
 import xml.etree.ElementTree as ET
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from observations import document, observation, ok
 from repro_matrix.errors import MeasureError
 from repro_matrix.paths import CONFIG_PATH
-from repro_matrix.pytest_plugin import Measurement, rows_of
+from repro_matrix.pytest_plugin import Measurement, results_of
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
@@ -24,27 +25,28 @@ AT = f"repro::{CASE}::qwen1.5-0.5b/ddp"
 SEEN: dict[str, tuple[str, str]] = {}  # variant -> (verdict, expected); a variant that is not named: (FIXED, expected)
 
 
-def measured(self: Measurement, number: int) -> list[dict[str, Any]]:
+def measured(self: Measurement, number: int) -> list[tuple[SimpleNamespace, str]]:
     variants = tuple(self.wanted[number])
     ASKED.append(variants)
     return [
-        {"variant": variant, "verdict": verdict, "expected": expected, "expectation": "FIXED", "attempts": 1,
-         "reason": f"of {variant}", "torchrun": f"torchrun {variant}", **MORE.get(variant, {})}
-        for variant in variants for verdict, expected in [SEEN.get(variant, ("FIXED", "expected"))]
+        (SimpleNamespace(variant=variant, verdict=verdict, state=state, expected_verdict="FIXED", attempts=[1],
+                         reason=f"of {variant}", torchrun=f"torchrun {variant}", quarantine="#12 (ada)"),
+         WRONG.get(variant, ""))
+        for variant in variants for verdict, state in [SEEN.get(variant, ("FIXED", "expected"))]
     ]  # fmt: skip
 
 
 ASKED: list[tuple[str, ...]] = []
-MORE: dict[str, dict[str, Any]] = {}  # variant -> what else its row says
+WRONG: dict[str, str] = {}  # variant -> why the run does not end with 0
 
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(Measurement, "rows", measured)
+    monkeypatch.setattr(Measurement, "results", measured)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     SEEN.clear()
-    MORE.clear()
+    WRONG.clear()
     ASKED.clear()
 
     def run(*words: str) -> pytest.RunResult:
@@ -93,7 +95,7 @@ def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> No
 
 
 def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
-    MORE["freeze"] = {"wrong": "1 attempt of unfixed gave no answer"}
+    WRONG["freeze"] = "1 attempt of unfixed gave no answer"
     result = run("-k", "freeze or touch")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*by hand: torchrun freeze*"])
@@ -101,10 +103,9 @@ def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
 
 def test_a_quarantined_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
     SEEN["freeze"] = ("NOT_FIXED", "quarantined")
-    MORE["freeze"] = {"quarantined": {"owner": "ada", "until": "2026-12-01", "reason": "#12"}}
     result = run("-rx", "-k", "freeze or touch")
     result.assert_outcomes(passed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of freeze (quarantined by ada until 2026-12-01: #12)"])
+    result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of freeze (quarantined: #12 (ada))"])
 
 
 def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
@@ -113,8 +114,7 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
 
     def wrong(unfixed: list[Any], fix: list[Any], entries: list[Quarantine], **changes: Any) -> str:
         made = document({"unfixed": unfixed, "fix": fix}, {"fix": "FIXED"}, cell_id="c/m", **changes)
-        rows = {row["variant"]: row for row in rows_of(made, entries, today)}
-        return str(rows["fix"]["wrong"])
+        return {row.variant: wrong for row, wrong in results_of(made, {}, entries, today)}["fix"]
 
     reproduced, good, bad = ("reproduced", passed), ("passed", passed), ("infra_error", lost)
     again = ("passed", observation(ok(0), ok(1), retry_of="port: taken"))
@@ -126,12 +126,12 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     def entry(day: int, **more: Any) -> Quarantine:
         return Quarantine(**{"cell": "c/m", "owner": "ada", "until": date(2026, 11, day), "reason": "#12", **more})
 
-    assert "entry for c/m expired on 2026-11-21 (owner: ada, reason: #12)" in wrong([reproduced], [good], [entry(21)])
+    assert "entry expired: c/m, ada until 2026-11-21: #12" in wrong([reproduced], [good], [entry(21)])
     assert wrong([reproduced], [good], [entry(22)]) == wrong([reproduced], [good], [entry(21, variant="other")]) == ""
     made = document({"unfixed": [reproduced], "fix": [good]}, {"fix": "NOT_FIXED"}, cell_id="c/m")
     made["verdicts"]["fix"]["expected"] = "unexpected"
-    _, row = rows_of(made, [entry(22)], today)
-    assert row["expected"] == "quarantined" and row["quarantined"]["owner"] == "ada"
+    _, (row, _) = results_of(made, {}, [entry(22)], today)
+    assert row.state == "quarantined" and "ada" in str(row.quarantine)
 
 
 def test_what_is_left_out_is_counted_against_what_there_is(run: Any) -> None:
@@ -205,15 +205,11 @@ def test_one_run_measures_the_selected_variants(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(workplace, "execute", execute)
     monkeypatch.setattr(
-        "repro_matrix.pytest_plugin.rows_of",
-        lambda document, *entries: [{"variant": a.variant} for a in document["plan"].variants],
+        "repro_matrix.pytest_plugin.results_of",
+        lambda document, *given: [a.variant for a in document["plan"].variants],
     )
     measurement = prepared_measurement(tmp_path, "touch", "freeze")
-    assert (
-        measurement.rows(0)
-        == measurement.rows(0)
-        == [{"variant": "unfixed"}, {"variant": "freeze"}, {"variant": "touch"}]
-    )
+    assert measurement.results(0) == measurement.results(0) == ["unfixed", "freeze", "touch"]
     assert launched == [("unfixed", "freeze", "touch")]
     measurement.close()
 
@@ -225,7 +221,7 @@ def test_a_run_that_fails_fails_its_tests(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(workplace, "execute", execute)
     measurement = prepared_measurement(tmp_path, "fsdp")
     with pytest.raises(MeasureError, match="another run is writing here"):
-        measurement.rows(0)
+        measurement.results(0)
     measurement.close()
 
 

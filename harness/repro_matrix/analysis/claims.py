@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from packaging.version import InvalidVersion, Version
 
@@ -21,6 +21,7 @@ from repro_matrix.config.axes import Strategy
 from repro_matrix.config.schema import Case, Claim, Prediction
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.comparability import settings_difference
+from repro_matrix.records.attempt import Settings
 from repro_matrix.results.summary import Row
 from repro_matrix.text import counted, first_line
 
@@ -174,7 +175,9 @@ def _evidence(
     newest = next(other for other in cells if _same_cell(_first(other), row))
     for variant in dict.fromkeys([prediction.variant, prediction.relative_to or "unfixed"]):
         if variant in cell and variant in newest:
-            difference = settings_difference(_settings(cell[variant]), _settings(newest[variant]))
+            difference = settings_difference(
+                cast(Settings, cell[variant].settings), cast(Settings, newest[variant].settings)
+            )
             if difference:
                 holds, measured = None, f"left out: variant {variant}: {difference}"
                 break
@@ -200,10 +203,6 @@ def _evidence(
         when=prediction.condition,
         versions=versions,
     )
-
-
-def _settings(row: Row) -> Any:
-    return {**row.settings, **row.settings.get("plain", {})}
 
 
 def _same_cell(one: Row, other: Row) -> bool:

@@ -69,14 +69,13 @@ def from_row(row: Row, folder: str = "") -> VariantResult:
     attempts = row.evidence_attempts
     failures = sorted({name for each in attempts for name in each.failures})
     peaks = tuple(each.peak_gpu_mb or each.peak_rss_mb or 0.0 for each in attempts)
-    settings = {**row.settings, **row.settings.get("plain", {})}
     return VariantResult(
         row.case, row.cell_id, row.variant, row.axes, row.hardware.profile, row.stack.name, row.model, row.strategy,
         {name: version for name, version in row.stack.versions.items() if name in RELEVANT}, row.started, row.commit,
         row.kind == "control", row.first, as_expected(row.verdict) if row.verdict else None, row.state,
         Counter(each.outcome for each in attempts), tuple(failures),
         row.failure_text or (row.reason if row.attempts and not attempts else ""), row.skipped, row.error_at,
-        tuple(each.wall_s for each in attempts), peaks if all(peaks) else (), settings,
+        tuple(each.wall_s for each in attempts), peaks if all(peaks) else (), row.settings,
         os.path.join(folder, row.evidence) if row.evidence else "",
     )  # fmt: skip
 
@@ -143,8 +142,9 @@ def load_folder(root: Path, name: str = "") -> Side:
         reason = "no such folder of results" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise ResultsError(f"{root}: {reason}") from None
     side.rows = [from_row(row, str(root)) for row in rows]
-    unknown_cases = sorted({row.case for row in rows if not row.case_hash})
-    wrong = catalog.left_out(catalog.load().cases) if unknown_cases else {}
+    cases = catalog.load().cases
+    unknown_cases = sorted({row.case for row in rows} - cases.keys())
+    wrong = catalog.left_out(cases) if unknown_cases else {}
     for case in unknown_cases:
         if case in wrong:  # its file is there and cannot be used: nothing says what to expect of it
             side.unreadable.append(f"{root}: case {case!r} cannot be graded: {wrong[case]}")
@@ -157,5 +157,5 @@ def load_folder(root: Path, name: str = "") -> Side:
 def side_of_run(name: str, documents: Iterable[Document]) -> Side:
     """Return the results of a run that has just finished."""
     cases = catalog.load().cases
-    rows = [row for each in documents for row in rows_of(each, cases.get(each["case"]), cases)]
+    rows = [row for each in documents for row in rows_of(each, cases)]
     return Side(name, list(map(from_row, rows)))

@@ -23,10 +23,9 @@ from repro_matrix.analysis import history, regressions
 from repro_matrix.analysis.inputs import Side, VariantResult
 from repro_matrix.analysis.regressions import ChangedCase, Requested
 from repro_matrix.config import catalog
-from repro_matrix.errors import ConfigError, ResultsError
+from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.planning.cells import variants_of
 from repro_matrix.results import runs
-from repro_matrix.results.exit_code import DIFFERS, TOO_LITTLE
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.store import write_text
 from repro_matrix.runner import request, shards
@@ -100,12 +99,12 @@ def finish(night: Nightly) -> Report:
             if each.digest not in night.acknowledged:
                 changed.setdefault(each.case, []).append(each)
         reasons = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
-        reasons += [entry.over() for entry in expired]
-        code = DIFFERS if reasons else night.run_exit_code
+        reasons += [entry.describe_expired() for entry in expired]
+        code = ExitCode.DIFFERS if reasons else night.run_exit_code
         if not reasons and night.run_exit_code:
             reasons = ["the exit code of the runs"]
         if not code and (unreadable or unexcused):
-            code = TOO_LITTLE
+            code = ExitCode.INCOMPLETE
             reasons = [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
             reasons += [f"{regressions.count_missing(unexcused)} missing"] if unexcused else []
         history.store_run(night.folder, history.make_run(run_id, rows, code))
@@ -141,7 +140,7 @@ def _quarantined(
             found = [
                 f"variant {variant}: {kind}" for (cell, variant), kind in changes.items() if entry.covers(cell, variant)
             ]
-            yield f"quarantined: {entry.told()} ({'; '.join(found) or 'unchanged'})"
+            yield f"quarantined: {entry.describe()} ({'; '.join(found) or 'unchanged'})"
 
 
 def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:

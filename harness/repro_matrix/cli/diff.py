@@ -8,10 +8,9 @@ from pathlib import Path
 
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.inputs import Side, load_side
-from repro_matrix.errors import ConfigError
+from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
 from repro_matrix.results import runs
-from repro_matrix.results.exit_code import TOO_LITTLE
 from repro_matrix.text import counted
 
 EPILOG = """A, B: a folder of results, one result file, or a stack of the baseline (torch2.2-tf4.39, current). Where
@@ -48,14 +47,18 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
         raise ConfigError(f"nothing to compare: neither {args.one} nor {args.other} has a measured result")
     result = diffs.compare(one.rows, other.rows)
     unreadable = len(one.unreadable) + len(other.unreadable)
-    code = result.exit_code or (TOO_LITTLE if unreadable else 0)
+    code = result.exit_code or (ExitCode.INCOMPLETE if unreadable else 0)
     if args.json:
         values = {**diffs.diff_to_json(result), "unreadable": unreadable, "exit_code": code}
         print_json({"a": args.one, "b": args.other, **values})
         return code
     print_wrapped(*(diffs.describe_side(side.name, side.rows) for side in (one, other)))
     print_wrapped(*diffs.describe_diff(result, args.all))
-    reason = {0: "no difference", 1: "results differ", TOO_LITTLE: "the second side lacks results of the first"}[code]
+    reason = {
+        0: "no difference",
+        1: "results differ",
+        ExitCode.INCOMPLETE: "the second side lacks results of the first",
+    }[code]
     if unreadable and not result.exit_code:
         reason = f"no difference, but {counted(unreadable, 'file')} could not be read"
     print(f"exit code {code}: {reason}")

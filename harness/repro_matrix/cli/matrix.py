@@ -14,15 +14,16 @@ from repro_matrix.analysis import history
 from repro_matrix.analysis.inputs import Side, load_side, side_of_run
 from repro_matrix.cli import dry_run
 from repro_matrix.cli import options as arguments
-from repro_matrix.errors import ConfigError, ReproError
+from repro_matrix.errors import ConfigError, ExitCode, ReproError
 from repro_matrix.records.document import Document
 from repro_matrix.report import run_summary
+from repro_matrix.report.formats import record
+from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_wrapped
 from repro_matrix.results import quarantine
-from repro_matrix.results.exit_code import DIFFERS, bisect_exit, exit_code
+from repro_matrix.results.exit_code import bisect_exit, exit_code
 from repro_matrix.results.local import results_folder
-from repro_matrix.results.rows import variant_rows
-from repro_matrix.results.summary import Row, rows_of
+from repro_matrix.results.summary import rows_of
 from repro_matrix.runner import resume, session, workspace
 from repro_matrix.runner.request import print_composed
 
@@ -94,14 +95,15 @@ def measure(
     ):
         summary = workspace.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
         finish(summary)
-    applied = quarantine.applied(summary.documents, entries, datetime.now(timezone.utc).date())
-    rows = _rows(prepared, summary.documents, entries)
-    summary.documents = applied.documents
+    today = datetime.now(timezone.utc).date()
+    cases = prepared.catalogue.cases
+    rows = [row for each in summary.documents for row in rows_of(each, cases, str(each.get("path", "")))]
+    rows = run_summary.by_attention(quarantine.mark_rows(rows, entries, today))
+    expired = quarantine.expired(rows, entries, today)
     written = _page(results_folder(prepared.settings)) if page else None
     changed = _compare(before, summary.documents) if before else None
-    expired = [entry.over() for entry in applied.expired]
     if args.json:
-        records = [record for document in summary.documents for record in variant_rows(document)]
+        records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}
         comparison = {"compared_to": diffs.diff_to_json(changed)} if changed else {}
         print_json({"rows": records, "summary": totals, **comparison})
@@ -115,30 +117,21 @@ def measure(
         raise ReproError(summary.problem)
     if summary.interrupted:
         print("interrupted: --resume continues with what is missing", file=sys.stderr)
-        return 130
+        return ExitCode.INTERRUPTED
     if for_git:
-        return bisect_exit(summary.documents)
+        return bisect_exit(rows)
     missing = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
     missing |= prepared.unusable  # also stacks of single variants: their skip is not a declared requirement
     for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(missing)), *expired]:
         print(f"repro: {text}", file=sys.stderr)
     early = bool(missing or prepared.left_out)
-    code = exit_code(summary.documents, prepared.settings.min_cells, stopped_early=early)
-    code = DIFFERS if changed and changed.exit_code == DIFFERS else code
-    code = code or (ConfigError.exit_code if expired else 0)
+    code = exit_code(rows, prepared.settings.min_cells, stopped_early=early)
+    code = ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code
+    code = code or (ExitCode.USAGE if expired else ExitCode.OK)
     if not args.json:
         differences = len(changed.select(diffs.RESULTS)) if changed else 0
         print(run_summary.describe_exit(code, rows, summary, differences))
     return code
-
-
-def _rows(
-    prepared: session.Session, documents: Sequence[Document], entries: Sequence[quarantine.Quarantine]
-) -> list[Row]:
-    """Return the rows of a run, those of cells that need attention first; accepted differences are marked."""
-    cases = prepared.catalogue.cases
-    rows = [row for document in documents for row in rows_of(document, cases.get(document["case"]), cases)]
-    return run_summary.by_attention(quarantine.mark_rows(rows, entries, datetime.now(timezone.utc).date()))
 
 
 def _compare(before: Side, documents: Sequence[Document]) -> diffs.Diff:

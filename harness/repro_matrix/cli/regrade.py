@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from repro_matrix.config import catalog, project
-from repro_matrix.errors import ConfigError, ResultsError
+from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results import local, runs, summary
-from repro_matrix.results.exit_code import DIFFERS
 from repro_matrix.results.regrade import regrade
 from repro_matrix.text import counted
 
@@ -38,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
         summary.write_baseline(folder, cases)
     elif args.write:
         summary.write_rows(folder, result.rows)
-    code = DIFFERS if result.problems else 0
+    code = ExitCode.DIFFERS if result.problems else ExitCode.OK
     if args.json:
         print_json(
             {"rows": len(result.rows), "differences": result.differences, "edited": result.edited,

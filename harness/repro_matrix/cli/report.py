@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from repro_matrix.errors import ConfigError, ResultsError, nearest, unknown
+from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest, unknown
 from repro_matrix.results import runs
 from repro_matrix.text import counted
 
@@ -68,13 +68,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _exit_code(found: Results) -> int:
-    from repro_matrix.results.exit_code import TOO_LITTLE
 
     if not found.remarks.damaged:
         return 0
     number = counted(len(found.remarks.damaged), "file")
-    print(f"exit code {TOO_LITTLE}: {number} of evidence cannot be read", file=sys.stderr)
-    return TOO_LITTLE
+    print(f"exit code {ExitCode.INCOMPLETE}: {number} of evidence cannot be read", file=sys.stderr)
+    return ExitCode.INCOMPLETE
 
 
 def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found: Results) -> None:

@@ -53,7 +53,8 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
             raise ResultsError(f"{folder}: cannot be read ({error.strerror or error})") from None
         stored += rows
         rows = [row for row in rows if row.case in catalog.cases and _is_selected(row, selection or {})]
-        rows = quarantine.mark_rows(rows, entries, today, expired)
+        expired += quarantine.expired(rows, entries, today)
+        rows = quarantine.mark_rows(rows, entries, today)
         loaded.cells += cells_of(rows, name if len(folders) > 1 else "")
     loaded.stored_cases = {row.case for row in stored}
     shown = dict.fromkeys(cell.row.case for cell in loaded.cells)

@@ -8,7 +8,7 @@ from typing import Any
 
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
-from repro_matrix.results.rows import variant_rows
+from repro_matrix.results.summary import rows_of
 from repro_matrix.runner.engine import Event
 from repro_matrix.text import one_line, printable
 
@@ -87,12 +87,12 @@ class Progress:
         self.running[key] = self.bar.add_task(text, total=None)
 
     def _cell(self, plan: CellPlan, document: Document) -> None:
-        rows = variant_rows(document)
-        self.verdicts.update(row["verdict"] for row in rows if row["verdict"])
+        rows = rows_of(document, {})
+        self.verdicts.update(row.verdict for row in rows if row.verdict)
         if self.out.is_terminal or self.verbose:
             return
-        results = [f"{row['variant']} {row['verdict'] or row['outcome']}" for row in rows if row["attempts"]]
-        text = ", ".join(results) or f"skipped: {rows[0]['reason']}"
+        results = [f"{row.variant} {row.verdict or row.outcome}" for row in rows if row.attempts]
+        text = ", ".join(results) or f"skipped: {rows[0].reason}"
         self._print(one_line(f"[{self.cells}/{self.all_cells}] {plan.cell.key}: {text}"))
 
     def _print(self, text: str, style: str = "") -> None:

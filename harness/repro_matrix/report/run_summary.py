@@ -14,12 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro_matrix.records.document import Document
 from repro_matrix.report.labels import label
 from repro_matrix.report.terminal import by_reason, named, print_table
-from repro_matrix.results import identical_failures, unpaired
+from repro_matrix.results.exit_code import identical_failures, unpaired_cells, unpaired_failures
 from repro_matrix.results.local import results_folder
-from repro_matrix.results.rows import where_of
 from repro_matrix.results.summary import Row
 from repro_matrix.runner.engine import Summary
 from repro_matrix.runner.session import Session, count_by_case
@@ -32,7 +30,6 @@ DIFFERENCES = {
 }
 # The order of attention; all other states come last.
 ATTENTION = ("unexpected", "differs_from_cpu", "no_expectation")
-CellKey = tuple[str, str, str]
 
 
 # Counting rows
@@ -42,14 +39,10 @@ def by_attention(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of cells in which something differs first: from the expectation, then from what a CPU showed."""
     rows = list(rows)
     rank = {state: place for place, state in enumerate(ATTENTION)}
-    worst: dict[CellKey, int] = {}
+    worst: dict[tuple[str, str, str], int] = {}
     for row in rows:
-        worst[_cell(row)] = min(worst.get(_cell(row), 9), rank.get(row.state or "", ATTENTION.index("no_expectation")))
-    return sorted(rows, key=lambda row: worst[_cell(row)])
-
-
-def _cell(row: Row) -> CellKey:
-    return row.cell_id, row.stack.name, row.hardware.profile
+        worst[row.cell] = min(worst.get(row.cell, 9), rank.get(row.state or "", ATTENTION.index("no_expectation")))
+    return sorted(rows, key=lambda row: worst[row.cell])
 
 
 def without_expectation(rows: Iterable[Row]) -> list[Row]:
@@ -114,7 +107,7 @@ def lines(
     if every_variant:
         print_rows(rows)
     else:
-        yield from sections(summary.documents, rows, width)
+        yield from sections(rows, width)
         yield ""
     yield from describe_left_out(prepared.left_out, width)
     texts = [f"QUARANTINE EXPIRED: {text}" for text in expired]
@@ -135,15 +128,14 @@ def lines(
         yield from wrap(text, width=width)
 
 
-def sections(documents: Sequence[Document], rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
-    """Yield everything about the results, each section after an empty line. ``rows``: of these documents."""
-    stored = {(each["cell_id"], each["stack"]["name"], each["hardware"]["profile"]): each for each in documents}
+def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
+    """Yield everything about the results, each section after an empty line."""
     for state, title in DIFFERENCES.items():
         differing = [row for row in rows if row.state == state]
         if differing:
             yield from _title(f"{title}: {_variants(differing)}", width)
             for same in _same_reason(differing):
-                yield from _detail(same, stored.get(_cell(same[0])), width)
+                yield from _detail(same, width)
     quarantined = [row for row in rows if row.state == "quarantined"]
     if quarantined:
         yield from _title(f"QUARANTINED: {_variants(quarantined)}", width)
@@ -152,15 +144,16 @@ def sections(documents: Sequence[Document], rows: Sequence[Row], width: int = WI
             yield from wrap(f"{row.case} {row.model}/{row.strategy}, variant {row.variant}: {measured}", "  ", 4, width)
     failures = {
         "NOT COMPARED: in {} only the unfixed variant was measured, and its error is unexpected. Run the whole case.":
-            unpaired.unshown(documents),
+            unpaired_failures(rows),
         "NO COMPARISON: in {} every variant fails with the same error. This says nothing about the known failure.":
-            identical_failures.failing(documents),
+            identical_failures(rows),
     }  # fmt: skip
     for title, members in failures.items():
         if members:
             yield from _title(title.format(counted(len(members), "cell")), width)
-        for document, attempt in members:
-            yield from wrap(f"{where_of(document)}: {attempt['outcome']['reason']}", "  ", 4, width)
+        for row in members:
+            reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
+            yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     unanswered = [row for row in rows if _is_unanswered(row)]
     if unanswered:
         yield from _title(f"NO RESULT: {_variants(unanswered)} ran and gave no evidence", width)
@@ -207,34 +200,27 @@ def _same_reason(rows: Iterable[Row]) -> list[list[Row]]:
     """Group the variants of a cell that differ for the same reason, often an unfixed variant that fails differently."""
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[_cell(row), row.verdict, row.reason, row.expected_verdict].append(row)
+        groups[row.cell, row.verdict, row.reason, row.expected_verdict].append(row)
     return list(groups.values())
 
 
-def _detail(rows: Sequence[Row], document: Document | None, width: int) -> Iterator[str]:
+def _detail(rows: Sequence[Row], width: int) -> Iterator[str]:
     row, variants = rows[0], [each.variant for each in rows]
     heading = f"{row.case} {row.model}/{row.strategy}, variant{'s' * (len(variants) > 1)} {', '.join(variants)}"
     yield from wrap(heading, "  ", 4, width)
     note = f" [{row.note}]" if row.note else ""
     measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.reason}{note}"
     yield from wrap(measured, "    ", 3, width)
-    for line in _log(row.variant, document):
+    for line in _log(row):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
     command = replace(row, variant=",".join(variants)).command
     yield f"    $ {one_line(shlex.join(command))}"  # one line, however long: it can be pasted
 
 
-def _log(variant: str, document: Document | None) -> list[str]:
+def _log(row: Row) -> list[str]:
     """Return the last lines that the rank printed which failed first."""
-    for attempt in document["variants"][variant]["attempts"] if document else ():
-        outcome, ranks = attempt["outcome"], attempt["observation"]["ranks"]
-        if outcome["outcome"] == "passed" or not ranks:
-            continue
-        first = outcome["primary"]["rank"] if outcome["primary"] else None
-        rank = next((rank for rank in ranks if rank["rank"] == first), ranks[0])
-        printed = [one_line(line) for line in rank["log_tail"].splitlines()]
-        return [line for line in printed if line.strip()][-LOG_LINES:]
-    return []
+    printed = [one_line(line) for line in row.errors[0].log.splitlines()] if row.errors else []
+    return [line for line in printed if line.strip()][-LOG_LINES:]
 
 
 def _count_labels(rows: Iterable[Row]) -> str:
@@ -254,7 +240,7 @@ def _cases(rows: Sequence[Row], new: set[str], width: int) -> Iterator[str]:
             name if count == outcomes.total() else f"{name} in {count}" for name, count in outcomes.items()
         )
         mark = "!" if any(row.state in DIFFERENCES for row in members) else "+" if case in new else " "
-        cells = counted(len({_cell(row) for row in members}), "cell")
+        cells = counted(len({row.cell for row in members}), "cell")
         head = f"{mark} {case.ljust(names)}  {cells:>8}  "
         parts = [f"unfixed {unfixed}" if unfixed else "", _count_labels(members)]
         simulated = " [simulated]" if members[0].simulated else ""
@@ -287,7 +273,7 @@ def describe_counts(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.first and row.attempts and row.kind != "control":
             unfixed[row.case] = unfixed.get(row.case, False) or row.counts.most_common(1)[0][0] == "reproduced"
-    alone = unpaired.uncompared(rows)
+    alone = unpaired_cells(rows)
     parts = [
         f"{sum(unfixed.values())} of {counted(len(unfixed), 'known failure')} reproduced" if unfixed else "",
         ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),

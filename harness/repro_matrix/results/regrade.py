@@ -14,7 +14,7 @@ from repro_matrix.results.summary import Row
 from repro_matrix.results.supported import unbacked
 
 # What a row states about its evidence; the rest (texts, numbers) follows from the same evidence.
-GRADING = ("outcome", "verdict", "failures", "skipped", "measured", "unseen", "named_case")
+GRADING = ("outcome", "verdict", "failures", "skipped", "measured", "unseen")
 
 
 @dataclass
@@ -43,10 +43,9 @@ def regrade(folder: Path, cases: Mapping[str, Case], expectations: bool = False)
     for document in documents:
         found.edited += [f"{document['path']}: {reason}" for reason in inconsistencies(document)]
     evidence = [str(Path(document["path"]).relative_to(folder)) for document in documents]
-    graded = summary.grade_cells(folder, evidence, cases)
-    found.rows = [summary.compared(row, cases) for path in evidence for row in graded[path]]
+    found.rows = [row for rows in summary.grade_cells(folder, evidence, cases, found.damaged).values() for row in rows]
     for row in found.rows:
-        before = stored.get((row.evidence, row.variant))
+        before = next((each for each in stored.get(row.evidence, ()) if each.variant == row.variant), None)
         if before is None and stored:
             found.differences.append(f"{folder / row.evidence}: variant {row.variant}: not in the summary")
         for name in GRADING if before else ():

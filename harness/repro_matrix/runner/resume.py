@@ -10,7 +10,7 @@ from pathlib import Path
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError
-from repro_matrix.results import local, runs, summary
+from repro_matrix.results import local, runs
 from repro_matrix.runner.engine import Summary
 from repro_matrix.runner.session import Session
 from repro_matrix.runner.shards import selection
@@ -89,7 +89,6 @@ def folder(prepared: Session, texts: Sequence[str], before: Path | None = None) 
         runs.point(root)
     try:
         yield finish
-        summary.rewrite(root, prepared.catalogue.cases)
     except BaseException:
         if fresh:
             runs.drop(root)

@@ -28,9 +28,8 @@ from repro_matrix.planning.cells import variants_of
 from repro_matrix.records.document import Variant
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import local
-from repro_matrix.results.rows import error_at
 from repro_matrix.results.store import Document, Store
-from repro_matrix.results.summary import comparable_text, failure_text
+from repro_matrix.results.summary import comparable_text, error_at, failure_text
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.request import Request
 from repro_matrix.search.algorithms import Stopped
