@@ -78,20 +78,20 @@ layouts = st.builds(
 def test_plan_peak_is_the_sum_of_its_parts(model: ModelSizes, layout: Layout) -> None:
     found = plan(model, layout)
     for phase in (*found.host, *found.device):
-        assert sum(phase.parts().values()) == phase.rank() >= 0
+        assert sum(phase.parts.values()) == phase.rank() and min(phase.parts.values()) >= 0
         assert phase.node(layout.ranks) <= layout.ranks * phase.rank()
     assert found.host_node >= found.host_rank == max(phase.rank() for phase in found.host)
     stored = json.loads(json.dumps(found.to_json()))
     assert abs(sum(stored["host"]["parts_mb"].values()) - stored["host_rank_mb"]) < 1
     names = {phase.name for phase in found.host + found.device}
-    assert ("training" in names) <= layout.trains and ("loading" in names) <= (layout.loads and layout.trains)
+    assert ("training" in names) == layout.trains and ("loading" in names) == (layout.loads and layout.trains)
 
 
 @given(models, layouts)
 def test_plan_is_monotone(model: ModelSizes, layout: Layout) -> None:
     def training(ranks: int) -> int:
         found = plan(model, replace(layout, ranks=ranks, trains=True, reference="none", copies=0))
-        return sum(next(phase for phase in found.device or found.host if phase.name == "training").each.values())
+        return next(phase for phase in found.device or found.host if phase.name == "training").rank()
 
     if layout.ranks > 1:  # DDP's buckets and FSDP's whole units come with the second rank
         assert training(layout.ranks + 1) <= training(layout.ranks) + 256
@@ -144,8 +144,8 @@ def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
 @pytest.mark.parametrize(
     ("case", "phases"),
     [
-        ("train-step", {"training", "comparing", "loading"}),
-        ("fsdp-tied-embeddings", {"training", "comparing"}),  # nothing of it is loaded
+        ("train-step", {"training", "loading"}),
+        ("fsdp-tied-embeddings", {"training"}),  # nothing of it is loaded
         ("qwen15-fsdp-kv-cache", {"forward"}),
         ("fsdp-generate", {"forward"}),
     ],
@@ -158,7 +158,7 @@ def test_add_memory_plans_the_phases_that_a_case_has(case: str, phases: set[str]
 @pytest.mark.parametrize(
     ("strategy", "profile", "machine", "texts"),
     [
-        ("fsdp", CPU, LAPTOP, ["GiB on the host for 2 ranks", "this machine has 16", "weights 13.2"]),
+        ("fsdp", CPU, LAPTOP, ["GiB on the host for 2 ranks", "this machine has 16", "weights 13.19"]),
         ("fsdp", CPU, replace(ROOMY, free_gb=8.0), ["has 1000, of which 8 are free"]),
         (
             "ddp",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from repro_kit.settings import resolve
 
@@ -18,9 +17,8 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile, settle_all
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.cells import place
+from repro_matrix.planning.cells import place, unmet_requirement
 from repro_matrix.planning.plan import CellPlan, Planner
-from repro_matrix.planning.skips import unmet_requirement
 
 CATALOGUE = catalogue.load()
 CPU = Machine((), None, "cpu", 2, 24.0, "linux")
@@ -36,6 +34,7 @@ class FakeStack:
     name: str = "current"
     key: str = "fake"
     changed: tuple[str, ...] = ()
+    missing: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(
         default_factory=lambda: {
             "torch": "2.13.0+cpu",
@@ -314,12 +313,3 @@ def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
     assert "scale=full" in named[0].key and "num_hidden_layers=2" in named[0].key
     found = plans(*texts, settings=full, known=known)[0].variants[0].settings["model"]["config"]
     assert found["num_hidden_layers"] == 2 and found["hidden_size"] == 5120
-
-
-def test_plan_accepts_a_case_that_is_not_in_conf(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    case = CATALOGUE.cases["train-step"].model_copy(update={"slug": "mine", "script": str(script)})
-    known = matrix.with_case(CATALOGUE, case)
-    assert "mine" not in CATALOGUE.cases and known.script(known.cases["mine"]) == script
-    (plan,) = plans("case=mine", "model=qwen1.5-0.5b", "strategy=ddp", known=known)
-    assert plan.skipped is None and [variant.variant for variant in plan.variants] == ["control"]

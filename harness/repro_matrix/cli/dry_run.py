@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from repro_matrix.planning.memory import GIB, MemoryPlan, Phase
+from repro_matrix.planning.memory import GIB, MemoryPlan, fullest
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import (
@@ -138,5 +138,5 @@ def _sizes(plan: MemoryPlan | None) -> list[str]:
 def _fullest(plan: MemoryPlan | None, simulated: bool) -> str:
     if plan is None:
         return "simulated: its tensors need no memory" if simulated else "not known: the stack cannot build the model"
-    full: Phase = max(plan.device or plan.host, key=Phase.rank)
+    full = fullest(plan.device or plan.host)
     return f"{full.name}: {full.describe()}"

@@ -1,7 +1,7 @@
 """What each rank needs in memory, from a model's facts and a strategy; what cannot fit; how long it takes. Pure.
 
-A phase is a moment of an attempt; its parts are what is in memory then. ``each`` is on every rank, ``once`` on one rank
-or two of the node only (the reference). Bytes throughout. The parts:
+A phase is a moment of an attempt; its parts are what is in memory then, in bytes, never less than what was measured
+(docs/guides/full-size.md). The parts:
 
 base         the interpreter, torch and the other packages (measured in the stack); on a GPU, its context
 weights      the parameters a rank holds: all of them, or its shard
@@ -10,6 +10,7 @@ optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps flo
 buckets      where reductions are gathered: DDP's are as large as the gradients
 units        parameters that are whole for a moment: the layers at work under FSDP and ZeRO-3, what is compared
 activations  what the backward needs, and the largest temporary
+reference    the single process that the ranks are compared with, on one rank or two
 copies       further whole models that a case's script keeps
 """
 
@@ -23,8 +24,8 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
-from repro_matrix.planning.plan import CellPlan, VariantPlan
-from repro_matrix.planning.skips import skip
+from repro_matrix.planning.cells import Skip
+from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
 
 MIB, GIB = 2**20, 2**30
 # Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
@@ -40,13 +41,11 @@ COMPARED_MB = 64 * MIB  # float32 chunks of a tensor while it is compared (repro
 Reference = Literal["device", "host", "turns", "layers", "none"]
 REFERENCES: tuple[Reference, ...] = ("device", "host", "turns", "layers")
 
-# Seconds of one core per parameter at full size: a rank's work, and the reference's (two runs).
-RANK_S = {"cpu": 1.5e-7, "cuda": 5e-8}
-REFERENCE_S = {"cpu": 1.2e-7, "cuda": 5e-8}
-SLOWER = {"turns": 2, "layers": 3}
+# Seconds of one core per parameter at full size: of a rank, and half of the reference's two runs.
+SECONDS = {"cpu": 1.5e-7, "cuda": 5e-8}
+SLOWER = {"none": 0, "turns": 2, "layers": 3}
 START_S = 15.0
 DEADLINE_FACTOR = 20  # a machine that others use, a slow disk; hangs are detected long before
-Parts = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -105,27 +104,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class Phase:
+    """``parts``: bytes of the fullest rank. Of them ``reference`` is on ``runs`` ranks of the node only."""
+
     name: str
-    each: Parts
-    once: Parts
-    runs: int = 1  # ranks of the node that hold ``once``
+    parts: Mapping[str, int]
+    runs: int = 0
 
     def rank(self) -> int:
-        """The fullest rank's bytes."""
-        return sum(self.each.values()) + sum(self.once.values())
+        return sum(self.parts.values())
 
     def node(self, ranks: int) -> int:
-        return ranks * sum(self.each.values()) + self.runs * sum(self.once.values())
-
-    def parts(self) -> dict[str, int]:
-        """Its parts on its fullest rank, largest first."""
-        parts = {**self.each, **{f"reference's {name}": size for name, size in self.once.items()}}
-        return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda item: -item[1]))
+        reference = self.parts.get("reference", 0)
+        return ranks * (self.rank() - reference) + self.runs * reference
 
     def describe(self) -> str:
-        """``weights 14.0, gradients 14.0, activations 0.3`` (GiB), without what is less than a hundredth of it."""
-        shown = {name: size for name, size in self.parts().items() if size * 100 >= self.rank()}
-        return ", ".join(f"{name} {size / GIB:.{1 if size >= GIB / 10 else 2}f}" for name, size in shown.items())
+        """``weights 14.0, gradients 14.0, activations 0.3`` (GiB), largest first, without parts of less than 1 %."""
+        shown = sorted(((size, name) for name, size in self.parts.items() if size * 100 >= self.rank()), reverse=True)
+        return ", ".join(f"{name} {size / GIB:.2f}" for size, name in shown)
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ class MemoryPlan:
 
     @property
     def host_rank(self) -> int:
-        return max(phase.rank() for phase in self.host)
+        return fullest(self.host).rank()
 
     @property
     def host_node(self) -> int:
@@ -149,58 +144,65 @@ class MemoryPlan:
     def to_json(self) -> dict[str, Any]:
         """MiB: the peaks, and the parts of the fullest moment."""
         out: dict[str, Any] = {"host_rank_mb": _mb(self.host_rank), "host_node_mb": _mb(self.host_node)}
-        out |= {"host": _fullest(self.host)}
-        if self.device:
-            out |= {"device_rank_mb": _mb(self.device_rank), "device": _fullest(self.device)}
-        return out
+        for place in ("host", "device") if self.device else ("host",):
+            phase = fullest(getattr(self, place))
+            out[place] = {"phase": phase.name, "parts_mb": {name: _mb(size) for name, size in phase.parts.items()}}
+        return out | ({"device_rank_mb": _mb(self.device_rank)} if self.device else {})
+
+
+def fullest(phases: Iterable[Phase]) -> Phase:
+    return max(phases, key=Phase.rank)
 
 
 def _mb(size: int) -> float:
     return round(size / MIB, 1)
 
 
-def _fullest(phases: Iterable[Phase]) -> dict[str, Any]:
-    full = max(phases, key=Phase.rank)
-    return {"phase": full.name, "parts_mb": {name: _mb(size) for name, size in full.parts().items()}}
-
-
 def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     """Return what one attempt needs."""
-    whole, trained = facts.bytes * facts.parameters, facts.bytes * facts.trainable
-    steady = {"weights": weights_held(facts, layout), "optimizer": _optimizer(facts, layout), "buffers": facts.buffers}
-    activations = {"activations": facts.activation_bytes(layout.sequences), "units": _whole_at_once(facts, layout)}
-    compared = facts.bytes * (max(facts.layer, facts.root) + 2 * facts.largest) + COMPARED_MB
-    if layout.trains:
-        buckets = trained if layout.strategy == "ddp" and layout.ranks > 1 else 0
-        gradients = round(trained * steady["weights"] / whole)
-        if layout.strategy == "zero2":  # its part, and those that wait for their reduction
-            gradients = trained // layout.ranks + facts.bytes * min(facts.largest, facts.trainable)
-        work = {"training": {**steady, "gradients": gradients, "buckets": buckets, **activations}}
-        work["comparing"] = {**steady, "buckets": buckets, "units": compared}
-    else:
-        work = {"forward": {**steady, **activations}}
-    if layout.copies:  # the script builds the model whole before it is sharded
-        work["drawing"] = {"weights": whole, "buffers": facts.buffers}
-    if layout.trains and layout.loads:  # where every rank holds the whole model, from a whole file
-        file = whole if layout.strategy in ("ddp", "zero2") else compared
-        work["loading"] = {**{name: 2 * size for name, size in steady.items()}, "units": max(file, compared)}
-    reference = _reference(facts, layout)
-    runs = 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)  # the plain run and a perturbed one
+    whole = facts.bytes * facts.parameters
+    on_device = layout.place == "cuda" and layout.reference in ("device", "layers")
+    reference = Phase(
+        "reference", _reference(facts, layout), 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)
+    )
     base = {"base": layout.base + CONNECTED, "copies": layout.copies * whole}
+    work = [_working(facts, layout)]
+    if layout.copies:  # the script builds the model whole before it is sharded
+        work.append(Phase("drawing", {"weights": whole}))
+    if layout.trains and layout.loads:  # into a second model; where every rank holds the whole one, from a whole file
+        file = whole if layout.strategy in ("ddp", "zero2") else _compared(facts)
+        held = 2 * (weights_held(facts, layout) + facts.buffers)
+        work.append(Phase("loading", {"weights": held, "optimizer": 2 * _optimizer(facts, layout), "units": file}))
     if layout.place == "cpu":
-        host = [Phase("reference", base, reference, runs)]
-        host += [Phase(name, {**base, **parts}, {}) for name, parts in work.items()]
-        return MemoryPlan(layout.ranks, tuple(host), ())
+        return MemoryPlan(layout.ranks, tuple(_beside(base, phase) for phase in (reference, *work)), ())
     base["base"] += CUDA_HOST
-    on_device, moved = layout.reference in ("device", "layers"), {"units": 2 * facts.bytes * facts.largest}
-    host = [
-        Phase("reference", base, moved if on_device else reference, runs),
-        Phase("comparing", {**base, **moved}, {}),
-    ]
-    context = {"base": CONTEXT}
-    device = [Phase("reference", context, reference if on_device else {}, runs)]
-    device += [Phase(name, {**context, **parts}, {}) for name, parts in work.items()]
+    moved = {**base, "units": 2 * facts.bytes * facts.largest}  # a tensor from the device that is compared, and a copy
+    host = [Phase("comparing", moved), *([] if on_device else [_beside(base, reference)])]
+    device = [_beside({"base": CONTEXT}, phase) for phase in (*([reference] if on_device else []), *work)]
     return MemoryPlan(layout.ranks, tuple(host), tuple(device))
+
+
+def _beside(base: Mapping[str, int], phase: Phase) -> Phase:
+    return replace(phase, parts={**base, **phase.parts})
+
+
+def _working(facts: ModelSizes, layout: Layout) -> Phase:
+    """The forward and backward passes; a trained model is compared part by part afterwards, counted as at once."""
+    units, weights = _whole_at_once(facts, layout), weights_held(facts, layout)
+    parts = {"weights": weights + facts.buffers, "optimizer": _optimizer(facts, layout)}
+    parts["activations"] = facts.activation_bytes(layout.sequences)
+    if not layout.trains:
+        return Phase("forward", {**parts, "units": units})
+    trained = facts.bytes * facts.trainable
+    parts["gradients"] = round(trained * weights / (facts.bytes * facts.parameters))
+    if layout.strategy == "zero2":  # its part, and those that wait for their reduction
+        parts["gradients"] = trained // layout.ranks + facts.bytes * min(facts.largest, facts.trainable)
+    parts["buckets"] = trained if layout.strategy == "ddp" and layout.ranks > 1 else 0
+    return Phase("training", {**parts, "units": max(units, _compared(facts))})
+
+
+def _compared(facts: ModelSizes) -> int:
+    return facts.bytes * (max(facts.layer, facts.root) + 2 * facts.largest) + COMPARED_MB
 
 
 def weights_held(facts: ModelSizes, layout: Layout) -> int:
@@ -225,20 +227,16 @@ def _whole_at_once(facts: ModelSizes, layout: Layout) -> int:
 
 
 def _reference(facts: ModelSizes, layout: Layout) -> dict[str, int]:
-    """Return the parts of the single process that the ranks are compared with: everything whole, on all their batches.
-    Each gradient is used as it is made. With ``layers`` its weights are on disk, and read one parameter at a time."""
+    """Return what the single process needs: everything whole, on all ranks' batches. Each gradient is used as it is
+    made. With ``layers`` its weights are on disk, and read one parameter at a time."""
     if layout.reference == "none":
         return {}
-    on_disk = layout.reference == "layers"
     sequences = layout.sequences * (1 if layout.strategy == "tp" else layout.ranks)
-    gradient = facts.bytes * min(facts.largest, facts.trainable) * (2 if on_disk and facts.tied else 1)
+    weights = facts.largest * 2 if layout.reference == "layers" else facts.parameters
+    gradient = facts.bytes * min(facts.largest, facts.trainable) * (2 if facts.tied else 1)
     compared = facts.largest * (2 * facts.bytes + 8) + COMPARED_MB
-    read = facts.bytes * facts.largest if on_disk else 0
-    return {
-        "weights": 0 if on_disk else facts.bytes * facts.parameters,
-        "gradient, or what is compared": read + max(gradient + facts.activation_bytes(sequences), compared),
-        "buffers": facts.buffers,
-    }
+    moment = max(gradient + facts.activation_bytes(sequences), compared)
+    return {"reference": facts.bytes * weights + facts.buffers + moment}
 
 
 def choose_reference(
@@ -247,12 +245,11 @@ def choose_reference(
     """Return the plan with the reference where it fits first, or where it needs least; and which that is."""
     if layout.reference == "none":
         return plan(facts, layout), "none"
-    plans = {}
     for reference in REFERENCES[0 if layout.place == "cuda" else 1 :]:
-        plans[reference] = plan(facts, replace(layout, reference=reference))
-        if too_much(plans[reference], profile, machine) is None:
-            return plans[reference], reference
-    return plans["layers"], "layers"
+        found = plan(facts, replace(layout, reference=reference))
+        if too_much(found, profile, machine) is None:
+            break
+    return found, reference
 
 
 def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None:
@@ -260,7 +257,7 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
     if need.device and profile.gpus:
         smallest = min(profile.gpus, key=lambda gpu: gpu.memory_mb)
         if need.device_rank > smallest.memory_mb * MIB:
-            full = max(need.device, key=Phase.rank)
+            full = fullest(need.device)
             have = f"{smallest.name} has {smallest.memory_mb / 1024:.0f}"
             return f"needs {need.device_rank / GIB:.1f} GiB a rank on the device ({full.describe()}); {have}"
     free = machine.memory_gb if machine.free_gb is None else machine.free_gb  # other processes use the rest
@@ -276,9 +273,8 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
 
 def expected_seconds(facts: ModelSizes, layout: Layout, cores: int) -> float:
     """Return roughly how long one attempt at full size takes on an idle machine: in proportion to the model."""
-    rank = facts.parameters * RANK_S[layout.place] * max(1.0, layout.ranks / max(cores, 1))
-    reference = 0.0 if layout.reference == "none" else facts.parameters * REFERENCE_S[layout.place] * layout.ranks / 2
-    return START_S + rank + reference * SLOWER.get(layout.reference, 1)
+    work = max(1.0, layout.ranks / max(cores, 1)) + layout.ranks / 2 * SLOWER.get(layout.reference, 1)
+    return START_S + facts.parameters * SECONDS[layout.place] * work
 
 
 # Of one variant: its model's facts and the MiB of its packages; None: unknown, then nothing is planned.
@@ -290,13 +286,10 @@ def add_memory(
     deadline: float | None = None,
 ) -> CellPlan:  # fmt: skip
     """Return the cell with its variants' needs; variants that cannot fit are skipped, all of them where the first one
-    cannot.
-    ``deadline``: the user's own."""
+    cannot. ``deadline``: the user's own."""
     case = catalogue.cases[cell.cell.case]
     variants = [_add_memory(variant, case, profile, machine, look_up, deadline) for variant in cell.variants]
-    if variants[0].skip and not cell.variants[0].skip:
-        variants = [variant if variant.skip else replace(variant, skip=variants[0].skip) for variant in variants]
-    return replace(cell, variants=tuple(variants))
+    return replace(cell, variants=skip_with_first(variants))
 
 
 def _add_memory(
@@ -320,7 +313,7 @@ def _add_memory(
     )
     need, reference = choose_reference(facts, layout, profile, machine)
     reason = too_much(need, profile, machine)
-    planned = replace(variant, memory=need, skip=skip("memory", reason=reason) if reason else None)
+    planned = replace(variant, memory=need, skip=Skip("memory", reason) if reason else None)
     if variant.settings["model"]["scale"] != "full":
         return planned
     seconds = expected_seconds(facts, replace(layout, reference=reference), machine.cores)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from repro_kit.settings import resolve, variant_axis
 
@@ -16,26 +16,15 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError
-from repro_matrix.planning.cells import Cell, variants_of
-from repro_matrix.planning.skips import Skip, skip, unmet_requirement, unsuitable
+from repro_matrix.planning.cells import Cell, Skip, unmet_requirement, unsuitable, variants_of
 
 if TYPE_CHECKING:
     from repro_matrix.environment.machine import Machine
     from repro_matrix.environment.profiles import Profile
+    from repro_matrix.environment.stacks import Stack
     from repro_matrix.planning.memory import MemoryPlan
 
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported: the least that it needs
-
-
-class StackLike(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def versions(self) -> Mapping[str, str]: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def changed(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ class Planner:
     settings: RunSettings
     profiles: Mapping[str, Profile]
     machine: Machine
-    stacks: Mapping[str, StackLike | str]
+    stacks: Mapping[str, Stack | str]
     code: Mapping[str, str]
 
     def plan(self, cells: Iterable[Cell]) -> list[CellPlan]:
@@ -102,23 +91,12 @@ class Planner:
             fits = int(self.machine.memory_gb / MEMORY_PER_RANK_GB)
             raise ConfigError(f"ranks={cell.ranks}: this machine's {self.machine.memory_gb:g} GiB hold at most {fits}")
         case = self.catalogue.cases[cell.case]
-        variants = [self._variant(cell, case, name) for name in variants_of(case, self.settings.variants)]
-        first = variants[0].skip
-        if first:  # without the unfixed variant a fix proves nothing: the cell is skipped as a whole
-            variants = [variant if variant.skip else replace(variant, skip=first) for variant in variants]
-        else:
-            variants = [variants[0], *(_unless_equal(variant, variants[0], case) for variant in variants[1:])]
-        others = [
-            self._variant(cell, case, name)
-            for name in case.variants
-            if name not in {variant.variant for variant in variants}
-        ]
-        unasked = {
-            variant.variant: variant.fingerprint
-            for variant in others
-            if not isinstance(self.stacks.get(variant.stack, ""), str)
-        }
-        return CellPlan(cell, self.profiles[cell.hardware], tuple(variants), unasked)
+        plans = {name: self._variant(cell, case, name) for name in case.variants}
+        requested = [plans.pop(name) for name in variants_of(case, self.settings.variants)]
+        variants = [requested[0], *(_unless_equal(variant, requested[0], case) for variant in requested[1:])]
+        there = {name for name, stack in self.stacks.items() if not isinstance(stack, str)}
+        unasked = {name: variant.fingerprint for name, variant in plans.items() if variant.stack in there}
+        return CellPlan(cell, self.profiles[cell.hardware], skip_with_first(variants), unasked)
 
     def _variant(self, cell: Cell, case: Case, variant: str) -> VariantPlan:
         raw, profile, run = self.catalogue.raw["case"][cell.case], self.profiles[cell.hardware], self.settings
@@ -144,12 +122,13 @@ class Planner:
         )
         if profile.shared:
             settings["devices"] = 1
-        env = {**case.launch.env, **run.env, **spec.env}  # a variant is what its file says
         if run.env:
             settings["env"] = dict(run.env)
+        env = {**case.launch.env, **run.env, **spec.env}  # a variant is what its file says
         versions = {} if isinstance(stack, str) else dict(stack.versions)
         if not isinstance(stack, str) and stack.changed:
             versions["changed"] = stack.key
+        code = self.code.get(case.slug, "")
         return VariantPlan(
             cell=cell,
             variant=variant,
@@ -160,23 +139,22 @@ class Planner:
             deadline=run.deadline or case.launch.deadline,
             repeat=run.repeat or case.repeat,
             skip=self._skip(cell, case, spec, settings, stack),
-            fingerprint=fingerprint({**settings, "env": env}, self.code.get(case.slug, ""), versions, profile),
-            code=self.code.get(case.slug, ""),
+            fingerprint=fingerprint({**settings, "env": env}, code, versions, profile),
+            code=code,
         )
 
     def _skip(
-        self, cell: Cell, case: Case, variant: Variant, settings: Mapping[str, Any], stack: StackLike | str
+        self, cell: Cell, case: Case, variant: Variant, settings: Mapping[str, Any], stack: Stack | str
     ) -> Skip | None:
         """Return why this variant cannot run here by its declared needs, or None."""
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
-        wrong = unsuitable(case, strategy, settings, cell.ranks, profile)
-        if wrong:
+        if wrong := unsuitable(case, strategy, settings, cell.ranks, profile):
             return wrong
         if isinstance(stack, str):
             reason = f"needs stack {variant.stack}: {stack}" if variant.stack else stack
-            return skip("stack", (f"stack {variant.stack or cell.stack}",), reason=reason)
+            return Skip("stack", reason, (f"stack {variant.stack or cell.stack}",))
         needed = [
             *case.requires.packages,
             *variant.needs_on(profile.accelerator),
@@ -189,30 +167,29 @@ class Planner:
         unmet = {item: text for item in needed if (text := unmet_requirement(item, stack.versions))}
         if not unmet:
             return None
-        unusable = getattr(stack, "missing", {})
-        reasons = [unusable.get(Requirement(item).name) or text for item, text in unmet.items()]
-        return skip(
-            "build" if any(Requirement(item).name in unusable for item in unmet) else "packages",
-            tuple(unmet),
-            stack=stack.name,
-            accelerator=profile.accelerator,
-            unmet=", ".join(dict.fromkeys(reasons)),
-            known=f"; needs stack {case.requires.stack}"
-            if case.requires.stack and case.requires.stack != stack.name
-            else "",
-            why=f" ({case.requires.reason})"
-            if case.requires.reason and unmet.keys() & set(case.requires.packages)
-            else "",
-        )
+        unusable = {item: stack.missing[name] for item in unmet if (name := Requirement(item).name) in stack.missing}
+        reasons = ", ".join(dict.fromkeys((unmet | unusable).values()))
+        other = case.requires.stack if case.requires.stack != stack.name else None
+        why = case.requires.reason if unmet.keys() & set(case.requires.packages) else None
+        reason = f"stack {stack.name}: on {profile.accelerator} needs {reasons}"
+        reason += (f"; needs stack {other}" if other else "") + (f" ({why})" if why else "")
+        return Skip("build" if unusable else "packages", reason, tuple(unmet))
+
+
+def skip_with_first(variants: Sequence[VariantPlan]) -> tuple[VariantPlan, ...]:
+    """Skip all variants where the first one is skipped: without the unfixed variant a fix proves nothing."""
+    first = variants[0].skip
+    return tuple(variant if variant.skip else replace(variant, skip=first) for variant in variants)
 
 
 def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> VariantPlan:
-    """Skip a variant that the selection makes equal to the broken one (`four-ranks` with ranks=4): it proves
+    """Skip a variant that the selection makes equal to the unfixed one (`four-ranks` with ranks=4): it proves
     nothing."""
     equal = {**variant.settings, "variant": unfixed.variant} == unfixed.settings and variant.stack == unfixed.stack
-    if variant.skip or not equal or case.variants[variant.variant].env:
+    if variant.skip or unfixed.skip or not equal or case.variants[variant.variant].env:
         return variant
-    return replace(variant, skip=skip("same", variant=unfixed.variant, stack=unfixed.stack, ranks=unfixed.world_size))
+    reason = f"the same as {unfixed.variant} on stack {unfixed.stack} with {unfixed.world_size} ranks"
+    return replace(variant, skip=Skip("same", reason))
 
 
 def fingerprint(settings: Mapping[str, Any], code: str, versions: Mapping[str, str], profile: Profile) -> str:

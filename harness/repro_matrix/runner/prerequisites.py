@@ -23,9 +23,9 @@ from repro_matrix.environment.stacks import Stack, StackError, check, defined_st
 from repro_matrix.launch import extensions
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning import cells as matrix
+from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import ModelSizes, add_memory
-from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan
-from repro_matrix.planning.skips import skip
+from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, skip_with_first
 from repro_matrix.results import provenance
 from repro_matrix.runner.attempts import imports_of
 
@@ -205,17 +205,9 @@ def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list
         if (variant.stack, model["hub"]) not in known:
             known[variant.stack, model["hub"]] = download(stacks[variant.stack], model["hub"])
         why = known[variant.stack, model["hub"]]
-        return replace(variant, skip=skip("weights", (model["hub"],), reason=why) if why else None)
+        return replace(variant, skip=Skip("weights", why, (model["hub"],)) if why else None)
 
-    checked_plans = []
-    for plan in plans:
-        variants = tuple(checked(variant) for variant in plan.variants)
-        if variants[0].skip:
-            variants = tuple(
-                variant if variant.skip else replace(variant, skip=variants[0].skip) for variant in variants
-            )
-        checked_plans.append(replace(plan, variants=variants))
-    return checked_plans
+    return [replace(plan, variants=skip_with_first([*map(checked, plan.variants)])) for plan in plans]
 
 
 # -- what models need in memory: facts that a process of the stack finds on meta tensors, stored in the user's cache

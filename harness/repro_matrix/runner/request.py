@@ -82,7 +82,9 @@ class Request:
 
     def check(self) -> None:
         """Raises ConfigError (StackError): there is no such stack, profile or shard (for who prepares nothing)."""
-        for name in dict.fromkeys(name for each in self.selections for name in each.stack if name != matrix.KNOWN):
+        for name in dict.fromkeys(
+            name for each in self.selections for name in each.stack if name != matrix.REPRODUCING
+        ):
             stacks.check(name)
         for name in self.hardware:
             if name not in self.catalogue.hardware:
@@ -113,7 +115,7 @@ class Request:
     def cells(self) -> list[Cell]:
         """Every cell, in the catalogue's order; where each is measured ``placing`` says."""
         changes = matrix.overrides_of(self.settings, self.selections[0].patches)
-        wanted = [each for each in self.selections if matrix.KNOWN in each.stack]
+        wanted = [each for each in self.selections if matrix.REPRODUCING in each.stack]
         names = {name for each in wanted for name in overrides.expand("case", each.case, self.catalogue.cases)}
         return matrix.enumerate_all(self.catalogue, self.selections, changes, reproduces_on(self.catalogue, names))
 

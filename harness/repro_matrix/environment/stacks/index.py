@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import requests
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
 
@@ -30,20 +29,11 @@ CACHE_S = 3600
 @dataclass(frozen=True)
 class Release:
     version: str
-    date: str = ""  # day of its first file, where the index gives it
     yanked: bool = False
-    python: str = ""  # Requires-Python
 
     @property
     def parsed(self) -> Version:
         return Version(self.version)
-
-    def runs_on(self, python: str) -> bool:
-        """Return False where the release itself excludes this Python."""
-        try:
-            return not self.python or Version(python) in SpecifierSet(self.python)
-        except InvalidSpecifier:
-            return True
 
 
 def releases(package: str, *, yanked: bool = False, pre: bool = False) -> list[Release]:
@@ -154,12 +144,4 @@ def _collect(files: Iterable[DistributionPackage]) -> list[Release]:
             continue  # a nonstandard name
         if file.package_type in ("wheel", "sdist"):
             groups.setdefault(version, []).append(file)
-    return [
-        Release(
-            str(version),
-            min((file.upload_time.date().isoformat() for file in group if file.upload_time), default=""),
-            all(file.is_yanked for file in group),
-            next((file.requires_python for file in group if file.requires_python), ""),
-        )
-        for version, group in groups.items()
-    ]
+    return [Release(str(version), all(file.is_yanked for file in group)) for version, group in groups.items()]
