@@ -1,4 +1,4 @@
-"""`repro new` and `repro check`: as docs/guides/add-a-case.md shows them, and reports of a case that is not ready."""
+"""`repro new` and `repro check`: as docs/guides/add-a-case.md shows them, and reports of a case that is not check."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import EXCEPTION, case, document, observation, ok
-from repro_matrix.authoring import draft, ready
+from repro_matrix.authoring import check, draft
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.schema import Case
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
 
@@ -105,7 +104,7 @@ def test_new_with_bad_input_exits_2_and_writes_nothing(mine: Path, capsys: pytes
         (["a", "--like", "ddp-redy-once"], "did you mean 'ddp-ready-once'"),
         (["a", "--from-log", "empty.log"], "no rank raises an error"),
         (["a", "--from-script", "bad.py"], "bad.py:2: not valid Python"),
-        (["a", "--from-script", "none.py"], "none.py: there is no such script"),
+        (["a", "--from-script", "none.py"], "none.py cannot be read"),
         (["a", "--silent", "updates", "--from-log", "empty.log"], "--from-log"),
     ):
         assert cli.main(["new", *words]) == 2
@@ -114,15 +113,15 @@ def test_new_with_bad_input_exits_2_and_writes_nothing(mine: Path, capsys: pytes
     assert cli.main(["check", "ddp-redy-once"]) == 2
 
 
-def test_ready_finds_every_way_of_not_being_ready() -> None:
+def test_check_finds_every_way_of_not_being_ready() -> None:
     wide = case(signatures=[{**EXCEPTION, "message": "tensor"}])
-    assert "too broad" in str(ready.check_case("a.yaml", wide)[0])
-    assert ready.check_case("a.yaml", case()) == []
-    assert "line 2: not valid Python" in str(ready.check_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
+    assert "too broad" in str(next(check.check_signatures("a.yaml", wide)))
+    assert list(check.check_signatures("a.yaml", case())) == []
+    assert "line 2: not valid Python" in str(check.check_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
 
     def said(**variants: list[tuple[str, Any]]) -> str:
         made = {name: found or [] for name, found in variants.items()}
-        return "\n".join(map(str, ready.check_attempts("a.yaml", "a.py", case(), {"forkserver": [document(made)]})))
+        return "\n".join(map(str, check.check_attempts("a.yaml", "a.py", case(), {"forkserver": [document(made)]})))
 
     there = observation(ok(0))
     name = next(name for name in case().variants if name != "unfixed")
@@ -135,48 +134,28 @@ def test_ready_finds_every_way_of_not_being_ready() -> None:
     also = next(each for each in case().variants if each not in ("unfixed", name))
     reviewed = document({**good, name: [("reproduced", there)], also: [("passed", there)]})
     reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "NOT_FIXED", "expected": "expected"}
-    assert ready.check_attempts("a.yaml", "a.py", case(), {"forkserver": [reviewed]}) == []
-    assert ready.recorded({"forkserver": [reviewed]}) == {name: "NOT_FIXED"}
+    assert check.check_attempts("a.yaml", "a.py", case(), {"forkserver": [reviewed]}) == []
+    assert check.expected_non_fixes({"forkserver": [reviewed]}) == {name: "NOT_FIXED"}
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
         lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "needs": ["vllm"]}}
-        assert bool(ready.check_attempts("a.yaml", "a.py", case(), {"forkserver": [lacking]})) != ready_
-        assert ready.unmeasured({"forkserver": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
+        assert bool(check.check_attempts("a.yaml", "a.py", case(), {"forkserver": [lacking]})) != ready_
+        assert check.unmeasured({"forkserver": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
     assert "no variant passes" in said(**{**good, name: [("other_failure", there)]})
     both = {"forkserver": [document(good)], "torchrun": [document({**good, name: [("hang", there)]})]}
-    assert any("the launchers disagree" in str(each) for each in ready.check_attempts("a.yaml", "a.py", case(), both))
+    assert any("the launchers disagree" in str(each) for each in check.check_attempts("a.yaml", "a.py", case(), both))
 
 
-def test_ready_with_an_undocumented_change_finds_it() -> None:
-    known = catalogue.load().cases["ddp-ready-once"]
-    variant = known.variants["unfixed"].model_copy(
-        update={"flags": {"reentrant": False, "find_unused": False}, "help": "reentrant"}
-    )
-    both: Case = known.model_copy(update={"variants": {"unfixed": known.variants["unfixed"], "both": variant}})
-    assert "does not name flags.find_unused" in str(ready.check_case("a.yaml", both)[0])
-    # A variant may build upon another one: what is said of it is the one thing more.
-    first = variant.model_copy(update={"help": "reentrant and find_unused"})
-    more = variant.model_copy(update={"flags": {**variant.flags, "static_graph": True}, "help": "the same, static"})
-    chain = known.model_copy(update={"variants": {"unfixed": known.variants["unfixed"], "both": first, "more": more}})
-    assert ready.check_case("a.yaml", chain) == []
-
-
-def test_ready_of_every_shipped_case_finds_nothing() -> None:
-    """Helps that build upon the variant before them, or say GPUs for devices, were findings."""
-    found = [each for slug, case in catalogue.load().cases.items() for each in ready.check_case(slug, case)]
-    assert found == []
-
-
-def test_ready_with_a_signature_of_another_case_finds_it() -> None:
+def test_check_with_a_signature_of_another_case_finds_it() -> None:
     from repro_matrix.paths import BASELINE
     from repro_matrix.results.store import Store
 
     cases = catalogue.load().cases
     copy = cases["ddp-ready-once"].model_copy(update={"slug": "a-copy", "also_matches": []})
     documents = list(Store(BASELINE).documents(cases=["ddp-ready-once"]))
-    found = ready.check_other_cases("a.yaml", copy, {**cases, "a-copy": copy}, documents)
+    found = check.check_other_cases("a.yaml", copy, {**cases, "a-copy": copy}, documents)
     assert "matches the stored evidence of ddp-ready-once" in str(found[0])
-    assert ready.check_other_cases("a.yaml", cases["ddp-ready-once"], cases, documents) == []
+    assert check.check_other_cases("a.yaml", cases["ddp-ready-once"], cases, documents) == []
 
 
 def test_run_with_a_syntax_error_exits_2_before_anything_starts(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,7 +285,7 @@ def test_new_with_a_bad_reduction_exits_2(mine: Path, capsys: pytest.CaptureFixt
     (mine / "other.json").write_text('{"kind": "script"}')
     (mine / "reduced.json").write_text(json.dumps({**REDUCED, "lines": None, "script": "gone.py"}))
     for words, said in (
-        (["a", "--from-reduction", "none"], "none: No such file"),
+        (["a", "--from-reduction", "none"], "none cannot be read"),
         (["a", "--from-reduction", "text"], "repro reduce ... --json > text"),
         (["a", "--from-reduction", "other.json"], "not a result of `repro reduce"),
         (["a", "--from-reduction", "reduced.json"], "gone.py cannot be read"),

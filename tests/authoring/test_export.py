@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,8 @@ from typing import Any
 from repro_kit.settings import resolve, variant_axis
 
 import pytest
-from repro_matrix.authoring.export.bundle import Bundle, bundle
-from repro_matrix.authoring.export.script import render, run_values
-from repro_matrix.authoring.export.sources import ExportError
+from repro_matrix.authoring.bundle import Bundle, ExportError, bundle
+from repro_matrix.authoring.export import render, run_values
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
@@ -36,18 +36,18 @@ def settings_of(case: Case, variant: str) -> dict[str, Any]:
     return resolve(raw, variant, device="cpu", backend="gloo", **chosen)
 
 
-def file_of(case: Case, variant: str, proven: bool) -> str:
+def file_of(case: Case, variant: str, checks: bool) -> str:
     settings = settings_of(case, variant)
-    made = bundle(CATALOGUE.script(case).read_text(), KIT, run_values(settings), case.slug, proven)
-    return render(["What \\ it is", 'a """quote"""'], settings, {"X": "1"}, made, {"qwen_v1/a.py": 'x = "\\n"\n'})
+    made = bundle(CATALOGUE.script(case).read_text(), KIT, run_values(settings, checks), case.slug, checks)
+    return render(["What \\ it is", 'a """quote"""'], settings, {"X": "1"}, made, {"qwen_v1/a.py": "x = 1\n"}, checks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proven", [True, False])
-def test_export_of_every_case_defines_every_name_and_is_short(proven: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checks", [True, False])
+def test_export_of_every_case_defines_every_name_and_is_short(checks: bool, tmp_path: Path) -> None:
     lines = []
     for case in CATALOGUE.cases.values():
-        text = file_of(case, next(iter(case.variants)), proven)
+        text = file_of(case, next(iter(case.variants)), checks)
         (tmp_path / f"{case.slug}.py").write_text(text)
         lines.append(text.count("\n"))
         imported = {str(node.module) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
@@ -55,7 +55,7 @@ def test_export_of_every_case_defines_every_name_and_is_short(proven: bool, tmp_
     command = [ruff.find_ruff_bin(), "check", "--isolated", "--select", "E9,F821,F811", str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
-    assert proven or sorted(lines)[len(lines) // 2] <= 200
+    assert sorted(lines)[len(lines) // 2] <= (250 if checks else 200) and max(lines) <= 500
 
 
 SCRIPT = """
@@ -83,8 +83,8 @@ def body(run: Run) -> int:
 """
 PARTS = {
     "repro_kit.one": "def make():\n    return 1\n\n\ndef unused():\n    return missing\n",
-    "repro_kit.two": "def make():\n    return 2\n\n\ndef both():\n    from repro_kit.one import make as other\n"
-    "    return make() + other()\n",
+    "repro_kit.two": "def two():\n    return 2\n\n\ndef both():\n    from repro_kit.one import make\n"
+    "    return two() + make()\n",
     "repro_kit.three": "from repro_kit.run import Run\n\n\ndef three():\n    return 3\n",
     "repro_kit.run": "",
 }  # fmt: skip
@@ -106,20 +106,15 @@ def text_of(made: Bundle) -> str:
 )
 def test_bundle_behaves_as_the_script_with_its_settings(flags: dict[str, Any], expected: Any) -> None:
     made = bundle(SCRIPT, PARTS, {"flags": flags, "seed": 0}, "it", stubs=STUBS)
+    text = text_of(made)
     names: dict[str, Any] = {}
-    exec(text_of(made), names)
-
-    class Given(names["Run"]):  # type: ignore[misc]
-        seed = 0
-
-    Given.flags = flags
-    assert names["body"](Given()) == expected
-    assert "unused" not in text_of(made) and "fact" not in text_of(made) and "# about the number" in text_of(made)
-
-
-def test_bundle_keeps_the_trigger_comment_and_the_taken_branch_only() -> None:
-    made = bundle(SCRIPT, PARTS, {"flags": {"x": 0, "on": False, "which": "a"}, "seed": 0}, "it", stubs=STUBS)
-    assert "# --> here\n    total.append(make())" in text_of(made) and "both" not in text_of(made)
+    exec(text, names)
+    run = names["Run"]()
+    run.seed, run.flags = 0, flags
+    assert names["body"](run) == expected
+    assert "unused" not in text and "fact" not in text and "# about the number" in text
+    assert ("# --> here\n        total.append(make())" in text) and ("three.three" not in text)
+    assert "-1" not in text  # a branch that the settings rule out
 
 
 @pytest.mark.parametrize(
@@ -131,6 +126,12 @@ def test_bundle_keeps_the_trigger_comment_and_the_taken_branch_only() -> None:
             r"repro_kit\.rank_monitor",
         ),
         ("X = __file__\n\n\ndef body(run):\n    return X\n", "files beside it"),
+        ("from repro_kit.models import build as b\n\n\ndef body(run):\n    b()\n", "its own name"),
+        (
+            "from repro_kit.wrapping import own_batch\n\n\ndef batch():\n    pass\n\n\n"
+            "def body(run):\n    own_batch(run)\n    batch()\n",
+            "both define batch",
+        ),
     ],
 )
 def test_bundle_of_what_cannot_stand_alone_raises(script: str, message: str) -> None:
@@ -175,9 +176,9 @@ def test_export_with_an_absent_stack_uses_the_stored_versions(
         return prepare(asked, **options)
 
     monkeypatch.setattr(session, "prepare", absent)
-    assert cli.main(["export", "qwen15-fsdp-kv-cache", "--stack", "torch2.2-tf4.39+transformers@4.43.4"]) == 0
+    assert cli.main(["export", "tp-save-pretrained", "--stack", "torch2.6-tf4.51"]) == 0
     text = capsys.readouterr().out
-    assert "torch==2.2.2 transformers==4.43.4" in text and "Expected (3 of 3" in text
+    assert "torch==2.6" in text and re.search(r"Expected \(\d+ of \d+ stored", text)
     assert "Not run where this was written: no index" in text
 
 
@@ -203,34 +204,20 @@ def test_exported_script_shows_the_recorded_outcome_under_plain_torchrun(slug: s
 
 def test_wrong_with_another_outcome_is_reported() -> None:
     from exports import Ran, wrong
-    from repro_matrix.authoring.export.measured import Measured
+    from repro_matrix.authoring.export import Measured
 
-    case = CATALOGUE.cases["fsdp-uniform-dtype"]
-    reproduced = Measured(
-        {},
-        [
-            {
-                "outcome": "reproduced",
-                "recognized": [{"case": "fsdp-uniform-dtype", "signature": "uniform-dtype"}],
-                "primary": {},
-            }
-        ],
-    )
-    passed = Measured({}, [{"outcome": "passed", "recognized": []}])
+    def measured(slug: str, outcome: str, signature: str = "", kind: str = "") -> Measured:
+        recognized = [{"case": slug, "signature": signature, "kind": kind}] if signature else []
+        return Measured({}, [{"outcome": outcome, "recognized": recognized, "primary": {}}])  # type: ignore[typeddict-item]
+
+    case, hang = CATALOGUE.cases["fsdp-uniform-dtype"], CATALOGUE.cases["fsdp-generate-uneven"]
+    reproduced = measured(case.slug, "reproduced", "uniform-dtype")
     other = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: another\n'
     assert wrong(case, reproduced, 2, Ran(other, 1)) and wrong(case, reproduced, 2, Ran("finished without an error", 0))
-    assert wrong(case, passed, 2, Ran("[rank 0] every check is right\n", 0))
-    assert wrong(case, passed, 2, Ran("[rank 0] every check is right\n[rank 1] every check is right\n", 0)) is None
-    hang = CATALOGUE.cases["fsdp-generate-uneven"]
-    hangs = Measured(
-        {},
-        [
-            {
-                "outcome": "reproduced",
-                "recognized": [{"case": "fsdp-generate-uneven", "signature": "left-behind", "kind": "hang"}],
-            }
-        ],
-    )
+    right = "[rank 0] every check is right\n"
+    assert wrong(case, measured(case.slug, "passed"), 2, Ran(right, 0))
+    assert wrong(case, measured(case.slug, "passed"), 2, Ran(2 * right, 0)) is None
+    hangs = measured(hang.slug, "reproduced", "left-behind", "hang")
     assert wrong(hang, hangs, 2, Ran("", None, "sleep\nbody")) and wrong(hang, hangs, 2, Ran("", 0))
 
 

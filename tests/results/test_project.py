@@ -189,7 +189,7 @@ def test_what_git_cannot_or_may_not_say_is_no_clean_tree(tmp_path: Path, monkeyp
 
 
 def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
-    from repro_matrix.authoring.export.script import export_variant
+    from repro_matrix.authoring.export import export_variant
 
     text = export_variant("odd-batch", "drop-last").text
     assert "torch.nn.Linear(4, 2)" in text and "def body(run" in text

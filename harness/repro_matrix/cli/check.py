@@ -12,7 +12,7 @@ from repro_matrix.cli import options as arguments
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:
-    from repro_matrix.authoring.ready import Finding
+    from repro_matrix.authoring.check import Finding
     from repro_matrix.config.catalog import Catalogue
 
 TIMES = 3
@@ -28,8 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring import ready
-    from repro_matrix.authoring.measure import measure_case
+    from repro_matrix.authoring import check as ready
     from repro_matrix.config import catalog as catalogue
     from repro_matrix.config import project
     from repro_matrix.errors import unknown
@@ -45,16 +44,16 @@ def main(args: argparse.Namespace) -> int:
     found = ready.check_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
     notes: dict[str, dict[str, str]] = {}
     parses = not any("not valid Python" in finding.text for finding in found)
-    found += ready.check_case(shown, case)
+    found += ready.check_signatures(shown, case)
     for folder in project.published():
         found += ready.check_other_cases(shown, case, known.cases, Store(folder).documents())
     if parses and not args.no_run:
-        measured = measure_case(args.case, args.times, args.overrides)
+        measured = ready.measure(args.case, args.times, args.overrides)
         if measured is None:
             print(f"{case.slug}: interrupted: whether it is ready is unknown. Run it again.", file=sys.stderr)
             return 130
         found += ready.check_attempts(shown, code, case, measured)
-        notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.recorded(measured)}
+        notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.expected_non_fixes(measured)}
     found = list(dict.fromkeys(found))
     if args.json:
         findings = [vars(finding) for finding in found]

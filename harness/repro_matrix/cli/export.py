@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring.export.script import export_variant
+    from repro_matrix.authoring.export import export_variant
     from repro_matrix.config import catalog as catalogue
 
     cases = catalogue.load().cases

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from repro_matrix.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from repro_matrix.config.schema import Case
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring import draft, from_reduction
-    from repro_matrix.authoring.files import case_folders, write_files
-    from repro_matrix.config import catalog as catalogue
+    from repro_matrix.authoring import draft
+    from repro_matrix.config import catalog
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
         raise ConfigError(f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens.")
@@ -38,60 +42,40 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--from-reduction with --like or --silent: the reduction has its own shape and signature. Leave one out."
         )
-    known = catalogue.load()
+    known = catalog.load()
     if args.slug in known.cases:
         raise ConfigError(f"{args.slug} exists already. See `repro show {args.slug}`, or choose another name.")
     if args.like and args.like not in known.cases:
         raise unknown("case", args.like, known.cases, "--like")
-    shape: dict[str, Any] = draft.SHAPE
-    script = draft.SCRIPT
-    signatures = [draft.silent(args.silent) if args.silent else draft.unknown_exception()]
-    references: list[str] = []
-    models: dict[str, str] = {}
+    made = draft.Draft()
     if args.from_reduction:
-        reduction = from_reduction.read(args.from_reduction)
-        files = from_reduction.files(args.slug, reduction, args.from_reduction)
-        shape, script, signatures = files.shape, files.script, files.signatures
-        references, models = files.references, files.models
-    if args.from_script:
-        text = _read(args.from_script)
-        script, shape = draft.script_from(text, Path(args.from_script).name), draft.script_shape(text)
-    if args.from_log:
-        signatures = [_signature_of_log(args.from_log, known.cases)]
+        made = draft.of_reduction(args.slug, args.from_reduction, known)
+    elif args.from_script:
+        made = draft.of_script(draft.read_text(args.from_script, "--from-script"), Path(args.from_script).name)
+    elif args.from_log:
+        made = replace(made, signatures=[_signature_of_log(args.from_log, known.cases)])
+    if args.silent:
+        made = replace(made, signatures=[draft.silent(args.silent)])
     if args.like:
         shape = known.raw["case"][args.like]
-        script = script if args.from_script else known.script(known.cases[args.like]).read_text(encoding="utf-8")
-    folder, scripts = case_folders()
-    written = {**{folder.parent / "model" / f"{name}.yaml": text for name, text in models.items()},
-               folder / f"{args.slug}.yaml": draft.case_text(args.slug, signatures, shape, references),
-               scripts / f"{args.slug.replace('-', '_')}.py": script}  # fmt: skip
-    existing = [path for path in written if path.exists()]
-    if existing:
-        raise ConfigError(f"{existing[0]} exists and is not overwritten. Choose another name.")
-    write_files(written)
+        script = known.script(known.cases[args.like]).read_text(encoding="utf-8")
+        made = replace(made, shape=shape, script=made.script if args.from_script else script)
+    for path in made.write(args.slug):
+        print(f"wrote {path}")
     print(f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`.")
     return 0
 
 
-def _signature_of_log(path: str, cases: Any) -> dict[str, Any]:
+def _signature_of_log(path: str, cases: Mapping[str, Case]) -> dict[str, Any]:
     from repro_matrix.authoring import draft
     from repro_matrix.external.log_match import Catalogue, recognise
     from repro_matrix.external.log_scan import lines, scan
 
-    catalogue = Catalogue(cases)
-    answer = recognise(scan(lines(path), catalogue.texts), catalogue)
+    known = Catalogue(cases)
+    answer = recognise(scan(lines(path), known.texts), known)
     if answer.names:
         print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)
     errors = [failure.error for failure in answer.causes if failure.error.record]
     if not errors:
         raise ConfigError(f"{path}: no rank raises an error in this log. See `repro match {path}`.")
     return draft.signature_of_error(errors[0])
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such script") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None

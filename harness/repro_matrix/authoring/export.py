@@ -1,8 +1,7 @@
-"""Write one variant of a case as a script that stands alone: header, settings, the case, then what it uses."""
+"""Export one variant of a case as a script that stands alone: header, settings, the case, then what it uses."""
 
 from __future__ import annotations
 
-import importlib.util
 import pprint
 import re
 import subprocess
@@ -12,23 +11,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro_matrix.authoring.export.bundle import Bundle, bundle
-from repro_matrix.authoring.export.measured import Measured, measured
+from repro_matrix.authoring.bundle import Bundle, bundle
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, ReproError
+from repro_matrix.planning.plan import VariantPlan
+from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import StoredOutcome
 
 if TYPE_CHECKING:
     from repro_matrix.environment.stacks import Stack
     from repro_matrix.runner.session import Session
 
-WIDTH = 100
-SHOWN = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
+WIDTH = 110
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
 _MEANS = {
     "reproduced": "it fails as follows",
     "passed": "it works: every rank ends with its checks right",
     "hang": "it hangs; end it with Ctrl-C",
     "other_failure": "it fails, but not with the failure that is named above",
 }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The attempts of one stored document's variant."""
+
+    versions: Mapping[str, str]
+    outcomes: list[StoredOutcome]
+
+    @property
+    def outcome(self) -> StoredOutcome:
+        return self.outcomes[0]
+
+    @property
+    def fails_by_itself(self) -> bool:
+        """Whether the failure shows without a check of the script: an error, a warning, a hang, a crash."""
+        kinds = {item["kind"] for item in self.outcome["recognized"]}
+        primary = self.outcome["primary"]
+        raised = self.outcome["outcome"] in ("other_failure", "hang") or bool(primary and primary["type"])
+        return raised or bool(kinds & {"exception", "log", "hang", "signal"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +62,7 @@ class Exported:
 
 
 def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None) -> Exported:
-    """Write one variant as a file. Raises ReproError: its versions are unknown, or the script cannot stand alone."""
+    """Export one variant. Raises ReproError: its versions are unknown, or the script cannot stand alone."""
     from repro_matrix.config import project
     from repro_matrix.results.store import Store
 
@@ -54,34 +75,34 @@ def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack
     name = case.variants[variant].stack or stack or plan.cell.stack
     have = prepared.stacks.get(name)
     defaults = {flag: spec.default for flag, spec in case.flags.items()}
-    stored = measured(documents, planned, name, dict(have.versions) if have else {}, defaults)
-    versions = dict(stored.versions) if stored else dict(have.versions) if have else {}
+    here = dict(have.versions) if have else {}
+    stored = _measured(documents, planned, name, here, defaults)
+    versions = stored.versions if stored else here
     if not versions:
-        stored_with = ", ".join(sorted({document["stack"]["name"] for document in documents})) or "none"
-        why = f"{absent or planned.skipped}; nor is {slug}/{variant} stored with it (there are: {stored_with})"
-        raise ConfigError(why)
+        stacks = ", ".join(sorted({document["stack"]["name"] for document in documents})) or "none"
+        raise ConfigError(
+            f"{absent or planned.skipped}; nor is {slug}/{variant} stored with it (stored stacks: {stacks})."
+        )
     settings = dict(planned.settings)
     if case.requires.gpus:  # also where there are no GPUs
         settings |= {"device": "cuda", "backend": "nccl"}
-    proven = stored is None or not stored.fails_by_itself
+    checks = stored is None or not stored.fails_by_itself
     repros, script = prepared.catalogue.repros, prepared.catalogue.script(case)
     kit = {f"repro_kit.{path.stem}": path.read_text(encoding="utf-8") for path in (repros / "repro_kit").glob("*.py")}
     code = script.read_text(encoding="utf-8")
-    made = bundle(code, kit, run_values(settings), f"{slug} ({script.name})", proven)
+    made = bundle(code, kit, run_values(settings, checks), f"{slug} ({script.name})", checks)
     remote = settings["model"].get("remote_code")
-    files = _model_files(repros / "remote_code", remote, "_published" in code or "published(" in code) if remote else {}
+    files = _model_files(repros / "remote_code", remote, "published" in code) if remote else {}
     env = {**case.launch.env, **settings.get("env", {}), **case.variants[variant].env}
     built = have is not None and all(Path(path).exists() for path in (have.python, *have.path))
     skipped = absent or planned.skipped or (None if built else f"stack {name} is not built here")
-    header = header_lines(
-        case, variant, settings, {n: versions[n] for n in SHOWN if n in versions}, stored, proven, skipped
-    )
-    text = render(header, settings, env, made, files)
+    header = header_lines(case, variant, settings, versions, stored, checks, skipped)
+    text = render(header, settings, env, made, files, checks)
     return Exported(text, settings["world_size"], stored, skipped, have if built else None)
 
 
 def _prepare(slug: str, overrides: list[str], stack: str | None) -> tuple[Session, str | None]:
-    """The case's plan, and why the stack is not here: then the plan is for this environment."""
+    """Return the case's plan, and why the stack is not here: then the plan is for this environment."""
     from repro_matrix.runner import session
     from repro_matrix.runner.request import ask
 
@@ -95,18 +116,62 @@ def _prepare(slug: str, overrides: list[str], stack: str | None) -> tuple[Sessio
 
 
 def _model_files(folder: Path, name: str, published: bool) -> dict[str, str]:
-    """A model's own code, by its path under ``folder``; the published overrides only where the script uses them."""
+    """Return a model's own code, by its path under ``folder``; ``published``: with the published overrides."""
     files = [path for path in sorted((folder / name).iterdir()) if path.suffix in (".py", ".json")]
     used = [path for path in files if published or not path.stem.endswith("_published")]
     return {f"{name}/{path.name}": path.read_text(encoding="utf-8") for path in used}
 
 
-def run_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of `run` that a variant's settings give."""
+# -- what is stored of it
+
+
+def _measured(
+    documents: Iterable[Document],
+    variant: VariantPlan,
+    stack: str,
+    versions: Mapping[str, str],
+    defaults: Mapping[str, Any],
+) -> Measured | None:
+    """Return the most attempts with these settings on this stack; if ``versions`` are given, with these releases.
+
+    ``defaults``: of the case's flags. A flag that came after the measurement was at its default then.
+    """
+    found: list[Measured] = []
+    for document in documents:
+        stored = document["variants"].get(variant.variant)
+        have = document["stack"]["versions"]
+        same = all(have.get(name) == versions.get(name) for name in PACKAGES)
+        if (
+            stored
+            and stored["attempts"]
+            and _equal_settings(stored["settings"], variant.settings, defaults)
+            and (same if versions else document["stack"]["name"] == stack)
+        ):
+            found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))
+    return max(found, key=lambda each: len(each.outcomes), default=None)
+
+
+def _equal_settings(stored: Mapping[str, Any], planned: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    one, other = (settings["strategy"].get("options") or {} for settings in (stored, planned))
+    return (
+        {**defaults, **stored["flags"]} == planned["flags"]
+        and stored["world_size"] == planned["world_size"]
+        and stored["model"]["config"] == planned["model"]["config"]
+        and stored["strategy"]["slug"] == planned["strategy"]["slug"]
+        and all(one[name] == other[name] for name in one.keys() & other.keys())
+    )
+
+
+# -- as text
+
+
+def run_values(settings: Mapping[str, Any], checks: bool) -> dict[str, Any]:
+    """Return the attributes of `run` that a variant's settings give."""
     known = {key: settings[key] for key in ("case", "variant", "flags", "model", "strategy", "world_size", "tp_size",
              "devices", "seed", "steps", "backend", "process_group", "normal_exit")}  # fmt: skip
     options = settings["strategy"].get("options") or {}
-    return {**known, "options": options, "device_kind": settings["device"], "settings": dict(settings)}
+    values = {**known, "options": options, "device_kind": settings["device"], "checks": checks}
+    return {**values, "settings": dict(settings)}
 
 
 def header_lines(
@@ -115,10 +180,10 @@ def header_lines(
     settings: Mapping[str, Any],
     versions: Mapping[str, str],
     stored: Measured | None,
-    proven: bool,
+    checks: bool,
     skipped: str | None,
 ) -> list[str]:
-    """The lines of the script's docstring. ``proven``: it checks its result; ``skipped``: why it cannot run here."""
+    """Return the lines of the docstring. ``checks``: it checks its result; ``skipped``: why it cannot run here."""
     ranks = settings["world_size"]
     where = "GPUs" if settings["device"] == "cuda" else "CPU, gloo"
     model, strategy = settings["model"], settings["strategy"]["title"]
@@ -127,15 +192,14 @@ def header_lines(
         "",
         f"    torchrun --nproc-per-node {ranks} this_file.py",
         "",
-        "Versions: " + (" ".join(f"{name}=={version}" for name, version in versions.items()) or "unknown"),
+        "Versions: " + " ".join(f"{name}=={versions[name]}" for name in PACKAGES if name in versions),
         f"Where: {ranks} rank(s), {where}; {model['title']} ({model['scale']}, random weights); {strategy}",
+        f"Variant {variant}: {case.variants[variant].help}".removesuffix(": "),
     ]
-    if case.variants[variant].help:
-        lines.append(f"Variant {variant}: {case.variants[variant].help}")
     if skipped:
         lines.append(f"Not run where this was written: {skipped}")
     lines += ["", *_expected(stored)]
-    if not proven:
+    if not checks:
         lines.append("(If it ends without an error, the failure does not occur. It does not check its numbers.)")
     if case.references:
         lines.append(f"See: {', '.join(case.references)}")
@@ -149,9 +213,10 @@ def header_lines(
 def _expected(stored: Measured | None) -> list[str]:
     if stored is None:
         return ["No measurement with these versions is stored: the outcome to expect is unknown."]
-    outcome = stored.outcome
+    outcome, count = stored.outcome, len(stored.outcomes)
+    equal = sum(each["outcome"] == outcome["outcome"] for each in stored.outcomes)
     means = _MEANS.get(outcome["outcome"], outcome["outcome"])
-    lines = [f"Expected ({stored.equal} of {len(stored.outcomes)} stored attempts with these versions): {means}"]
+    lines = [f"Expected ({equal} of {count} stored attempts with these versions): {means}"]
     primary = outcome["primary"]
     if primary and primary["type"]:
         lines.append(f"    {primary['type']}: {primary['message'].partition(chr(10))[0][:300]}")
@@ -168,14 +233,19 @@ def render(
     env: Mapping[str, str],
     bundle: Bundle,
     files: Mapping[str, str],
+    checks: bool,
 ) -> str:
-    """One Python file. ``header``: its docstring's lines; ``files``: the model's own code, path -> text."""
+    """Return one Python file. ``header``: its docstring's lines; ``files``: the model's own code, path -> text."""
     docstring = "\n".join(header).replace("\\", "\\\\").replace('"""', "'''")
+    default = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if settings["device"] == "cpu":
+        default.update(GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true")
     code = "\n\n\n".join([*bundle.case, *bundle.kit])
-    imports = [line for line in bundle.imports if line not in ("import os", "import sys")]
+    imports = [line for line in bundle.imports if line != "import os"]
     sections = [
-        f'"""{docstring}\n"""\n\nimport os\nimport sys\n\n{_environment(settings, env)}\n\n' + "\n".join(imports),
-        _constants(settings, code),
+        f'"""{docstring}\n"""\n\nimport os\n\nos.environ.update({ {**default, **env}!r} | os.environ)\n\n'
+        + "\n".join(imports),
+        _constants(settings, code, checks),
         *([*bundle.kit, *bundle.case] if bundle.kit_first else [*bundle.case, *bundle.kit]),
         _files(files) if re.search(r"\bFILES\b", code) else "",
         'if __name__ == "__main__":\n    main(body)',
@@ -183,50 +253,39 @@ def render(
     return _formatted("\n\n\n".join(section for section in sections if section) + "\n")
 
 
-def _environment(settings: Mapping[str, Any], env: Mapping[str, str]) -> str:
-    default = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    if settings["device"] == "cpu":
-        default.update(GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true")
-    return f"os.environ.update({{**{ {**default, **env}!r}, **os.environ}})"
-
-
-def _constants(settings: Mapping[str, Any], code: str) -> str:
-    """The settings that the code uses, as literals: `run` has them as attributes."""
+def _constants(settings: Mapping[str, Any], code: str, checks: bool) -> str:
+    """Return the settings that the code uses, as literals: `run` has them as attributes."""
     used = set(re.findall(r"\b(?:run|self)\.(\w+)", code))
-    config = settings["model"]["config"]
     lines = ["class Settings:", f'    """The settings of the variant {settings["variant"]}."""', ""]
-    for name, value in run_values(settings).items():
+    for name, value in run_values(settings, checks).items():
         if name in ("model", "strategy", "flags", "settings"):  # only what is named
             value = {key: each for key, each in value.items() if re.search(rf"['\"]{re.escape(key)}['\"]", code)}
-        if name == "model" and "config" in value:
-            value["config"] = _Config()
         if name in used:
-            lines.append(textwrap.indent(f"{name} = {pprint.pformat(value, width=90, sort_dicts=False)}", "    "))
-    constant = f"CONFIG = {pprint.pformat(config, width=90, sort_dicts=False)}\n\n\n"
+            lines.append(f"    {name} = {_literal(name, value)}")
     text = "\n".join(lines)
-    return (constant if re.search(r"\bCONFIG\b", code + text) else "") + text
+    config = f"CONFIG = {pprint.pformat(settings['model']['config'], sort_dicts=False)}\n\n\n"
+    return (config if re.search(r"\bCONFIG\b", code + text) else "") + text
 
 
-class _Config:
-    def __repr__(self) -> str:
-        return "CONFIG"
+def _literal(name: str, value: Any) -> str:
+    if name == "model" and "config" in value:
+        return repr({**value, "config": None}).replace("'config': None", "'config': CONFIG")
+    return repr(value)
 
 
 def _files(files: Mapping[str, str]) -> str:
-    texts = []
-    for name, text in files.items():
-        quoted = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-        texts.append(f'    "{name}": """\\\n{quoted}""",')
-    return "# The model's own code, as it lies beside its weights.\nFILES = {\n" + "\n".join(texts) + "\n}"
+    quoted = {name: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for name, text in files.items()}
+    texts = "\n".join(f'    "{name}": """\\\n{text}""",' for name, text in quoted.items())
+    return f"# The model's own code, as it lies beside its weights.\nFILES = {{\n{texts}\n}}"
 
 
 def _formatted(text: str) -> str:
-    """``text`` as `ruff format` writes it, where ruff is installed."""
-    if importlib.util.find_spec("ruff") is None:
+    """Return ``text`` as `ruff format` writes it, if ruff is installed."""
+    try:
+        from ruff.__main__ import find_ruff_bin
+    except ImportError:
         return text
-    from ruff.__main__ import find_ruff_bin
-
-    options = ["--isolated", "--line-length", str(WIDTH + 10), "--target-version", "py39"]
+    options = ["--isolated", "--line-length", str(WIDTH), "--target-version", "py39"]
     command = [find_ruff_bin(), "format", *options, "--stdin-filename", "exported.py", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else text

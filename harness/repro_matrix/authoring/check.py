@@ -1,0 +1,186 @@
+"""Check whether a case is ready: its files, and the outcomes of several attempts with both launchers."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from repro_matrix.config.schema import Case
+from repro_matrix.config.settings import LauncherName
+from repro_matrix.errors import MeasureError
+from repro_matrix.grading import grade
+from repro_matrix.grading.signature import unrelated_matches
+from repro_matrix.records.document import Document, Variant
+from repro_matrix.records.outcome import StoredOutcome, StoredVerdict
+from repro_matrix.runner import session, workspace
+from repro_matrix.runner.request import ask
+from repro_matrix.text import counted, log
+
+Documents = Mapping[str, Iterable[Document]]  # by launcher
+
+
+@dataclass(frozen=True)
+class Finding:
+    file: str
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.key}: {self.text}"
+
+
+# -- its files
+
+
+def check_texts(file: str, text: str, script: str, code: str) -> list[Finding]:
+    """Find places that are still to be written, and a script that does not parse."""
+    found = [
+        Finding(name, f"line {number}", "TODO is left")
+        for name, content in ((file, text), (script, code))
+        for number, line in enumerate(content.splitlines(), 1)
+        if re.search(r"\bTODO\b", line)
+    ]
+    try:
+        ast.parse(code)
+    except SyntaxError as error:
+        found.append(Finding(script, f"line {error.lineno}", f"not valid Python: {error.msg}"))
+    return found
+
+
+def check_signatures(file: str, case: Case) -> Iterator[Finding]:
+    """Find signatures that match messages of other failures."""
+    for signature in case.signatures:
+        taken = unrelated_matches(case.slug, signature)
+        if taken:
+            shown = taken[0].partition("\n")[0][:100] or "the empty message"
+            what = f"too broad: matches {len(taken)} messages of other failures, such as {shown!r}"
+            yield Finding(file, f"signatures.{signature.name}.message", what)
+
+
+def check_other_cases(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[Finding]:
+    """Find stored evidence of other cases' unfixed variants that this case's signatures match, undeclared."""
+    found: dict[str, Finding] = {}
+    for document in documents:
+        other = cases.get(document["case"])
+        declared = other is None or other.slug in (case.slug, *case.also_matches) or case.slug in other.also_matches
+        if other is None or declared or "unfixed" not in document["variants"]:
+            continue
+        for attempt in document["variants"]["unfixed"]["attempts"]:
+            graded = grade.grade(other, "unfixed", attempt["observation"], {other.slug: other, case.slug: case})
+            for item in graded.recognized:
+                if item.case == case.slug:
+                    what = f"matches the stored evidence of {other.slug} ({attempt['outcome']['reason'][:80]})"
+                    found.setdefault(other.slug, Finding(file, f"signatures.{item.signature}", what))
+    return list(found.values())
+
+
+# -- its attempts
+
+
+def measure(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]] | None:
+    """Measure each variant several times with both launchers, in a folder that is removed. Raises MeasureError.
+
+    Returns launcher -> its documents; None: interrupted."""
+    request = ask([f"case={slug}", *overrides])
+    given = {key for key, _ in request.selections[0].words}
+    if "stack" not in given and (known := request.catalogue.cases[slug].requires.stack):
+        request = request.having({"stack": known})
+        log(f"{slug}: on {known}, where it is known to reproduce")
+    stop = threading.Event()
+    found: dict[str, list[Document]] = {}
+    with (
+        workspace.interruptible(stop, log, "nothing is stored"),
+        tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
+    ):
+        for launcher in (LauncherName.forkserver, LauncherName.torchrun):
+            log(f"{slug}: {counted(times, 'attempt')} a variant, {launcher.value}")
+            usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{launcher.value}"}
+            prepared = session.prepare(request.having({key: usual[key] for key in usual.keys() - given}))
+            summary = workspace.execute(prepared, lambda event: None, stop, on_warning=log)
+            if summary.problem:
+                raise MeasureError(summary.problem)
+            if stop.is_set():
+                return None
+            found[launcher.value] = summary.documents
+    return found
+
+
+# Why a variant was not launched: what this machine and stack lack, which is no defect of the case.
+_LACKING = frozenset({"gpus", "accelerator", "gpu_mode", "stack", "packages", "build", "memory", "weights", "same"})
+
+
+def unmeasured(documents: Documents) -> dict[str, str]:
+    """Return variant -> why this machine or stack cannot measure it."""
+    every = [item for measured in documents.values() for each in measured for item in each["variants"].items()]
+    return {name: str(variant["skipped"]) for name, variant in every if _is_lacking(name, variant)}
+
+
+def expected_non_fixes(documents: Documents) -> dict[str, str]:
+    """Return variant -> its verdict, of variants that do not help and that a reviewed expectation lists so."""
+    every = [item for measured in documents.values() for each in measured for item in each["verdicts"].items()]
+    return {name: verdict["name"] for name, verdict in every if _is_expected(verdict) and verdict["name"] != "FIXED"}
+
+
+def _is_lacking(name: str, variant: Variant) -> bool:
+    skip = variant.get("skip")
+    return name not in ("unfixed", "control") and skip is not None and skip["kind"] in _LACKING
+
+
+def _is_expected(verdict: StoredVerdict | None) -> bool:
+    return verdict is not None and verdict.get("expected") == "expected"
+
+
+def check_attempts(file: str, script: str, case: Case, documents: Documents) -> list[Finding]:
+    """Find what is not ready in the attempts. A variant that does not help is no finding where results/expected lists
+    it so, and one that cannot be measured here none where only this machine or stack is in the way."""
+    found: list[Finding] = []
+    outcomes: dict[str, dict[str, set[str]]] = {}  # variant -> launcher -> outcomes
+    for launcher, measured in documents.items():
+        for document in measured:
+            for name, variant in document["variants"].items():
+                attempts = [attempt["outcome"] for attempt in variant["attempts"]]
+                outcomes.setdefault(name, {})[launcher] = {outcome["outcome"] for outcome in attempts}
+                if _is_lacking(name, variant):
+                    continue
+                where = f"variants.{name}"
+                if variant["skipped"] or not attempts:
+                    found.append(Finding(file, where, f"could not be measured: {variant['skipped'] or 'no attempt'}"))
+                kinds = " and ".join(sorted(outcomes[name][launcher]))
+                if " and " in kinds:
+                    what = f"not deterministic ({launcher}): {kinds} in {len(attempts)} attempts"
+                    found.append(Finding(file, where, what))
+                non_fix = _is_expected(document["verdicts"].get(name)) or "non-fix" in case.variants[name].help
+                for outcome in attempts:
+                    what = _problem(name, outcome, non_fix)
+                    own_error = outcome.get("infra_error") == "script_error"
+                    found += [Finding(script if own_error else file, where, what)] if what else []
+    for name, by in outcomes.items():
+        if len(set(map(frozenset, by.values()))) > 1:
+            texts = ", ".join(f"{launcher}: {' and '.join(sorted(kinds))}" for launcher, kinds in by.items())
+            found.append(Finding(file, f"variants.{name}", f"the launchers disagree: {texts}"))
+    fixes = [kinds for name, by in outcomes.items() if name != "unfixed" for kinds in by.values()]
+    if case.kind == "failure" and {"passed"} not in fixes:
+        what = "no variant passes: nothing shows that only the failure matches, and that the checks can pass"
+        found.append(Finding(file, "variants", what))
+    return list(dict.fromkeys(found))
+
+
+def _problem(name: str, outcome: StoredOutcome, non_fix: bool) -> str:
+    """Return what is wrong with an attempt, "" if nothing."""
+    kind, reason = outcome["outcome"], outcome["reason"].strip().partition("\n")[0][:200]
+    if kind == "infra_error":
+        own_error = outcome.get("infra_error") == "script_error"
+        return f"{'raises its own error' if own_error else 'no verdict (is a check missing?)'}: {reason}"
+    if name in ("unfixed", "control"):
+        wanted = "reproduced" if name == "unfixed" else "passed"
+        return "" if kind == wanted else f"is {kind} instead of {wanted}: {reason}"
+    if non_fix or kind not in ("reproduced", "other_failure", "hang"):
+        return ""
+    if kind == "reproduced":
+        names = ", ".join(item["signature"] for item in outcome["recognized"])
+        return f"the signature {names} matches this variant too: {reason} (write `non-fix` in its help if it is none)"
+    return f"is {kind}: {reason}"

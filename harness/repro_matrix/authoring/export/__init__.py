@@ -1,1 +1,0 @@
-"""Write one variant of a case as a script that stands alone."""
