@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from repro_matrix.authoring.export import Measured
-from repro_matrix.authoring.export import export_variant
+from repro_matrix.authoring.export import Measured, export_variant
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack

@@ -19,7 +19,6 @@ from observations import EXCEPTION, case, document, observation, ok
 from repro_matrix.authoring import check, draft
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
 
 LOG = """\
@@ -248,45 +247,13 @@ def test_new_from_a_reduced_script_keeps_lines_and_error(mine: Path, capsys: pyt
     assert catalogue.load().raw["case"]["smaller-2"]["signatures"][0]["package"] == "TODO-package"
 
 
-def test_new_from_a_reduced_case_is_its_smallest_cell(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = ["model=qwen1.5-0.5b", "strategy=fsdp", "model.config.hidden_size=512", "model.config.vocab_size=4",
-             "case.options.use_orig_params=true", "flags.mode=train", "ranks=3", "steps=2"]  # fmt: skip
-    data = {"kind": "reduced", "what": "", "failure": "IndexError: x", "command": [], "case": "qwen15-fsdp-kv-cache",
-            "overrides": texts}  # fmt: skip
-    (mine / "reduced.json").write_text(json.dumps(data))
-    assert cli.main(["new", "cache-again", "--from-reduction", "reduced.json"]) == 0
-    capsys.readouterr()
-    there, here = (
-        plans(words)
-        for words in (
-            ["case=qwen15-fsdp-kv-cache", "stack=current", *texts],
-            ["case=cache-again", "stack=current"],
-        )
-    )
-    for settings in (there, here):
-        settings["model"].pop("title")
-        settings["model"].pop("slug")
-    same = ("model", "strategy", "flags", "world_size", "steps")
-    assert {key: here[key] for key in same} == {key: there[key] for key in same}
-    made = catalogue.load().cases["cache-again"]
-    assert made.signatures == catalogue.load().cases["qwen15-fsdp-kv-cache"].signatures
-    assert "no-cache" in made.variants and "fsdp2" not in made.variants and not made.claims
-
-
-def plans(words: list[str]) -> dict[str, Any]:
-    """The settings of the unfixed variant."""
-    prepared = session.prepare([*words, "variants=[unfixed]", "hardware=cpu"])
-    (plan,) = prepared.plans
-    return dict(plan.variants[0].settings)
-
-
 def test_new_with_a_bad_reduction_exits_2(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mine / "text").write_text("minimal\n")
     (mine / "other.json").write_text('{"kind": "script"}')
     (mine / "reduced.json").write_text(json.dumps({**REDUCED, "lines": None, "script": "gone.py"}))
     for words, said in (
         (["a", "--from-reduction", "none"], "none cannot be read"),
-        (["a", "--from-reduction", "text"], "repro reduce ... --json > text"),
+        (["a", "--from-reduction", "text"], "--json > text"),
         (["a", "--from-reduction", "other.json"], "not a result of `repro reduce"),
         (["a", "--from-reduction", "reduced.json"], "gone.py cannot be read"),
         (["a", "--from-reduction", "reduced.json", "--like", "ddp-ready-once"], "--from-reduction with --like"),

@@ -35,7 +35,6 @@ class Bundle:
     imports: list[str]  # lines, of installed packages
     case: list[str]  # the script's own statements
     kit: list[str]  # statements of the kit
-    kit_first: bool  # whether the script uses the kit while it is imported
 
 
 def bundle(
@@ -55,6 +54,8 @@ def bundle(
     run = SimpleNamespace(**values, device=SimpleNamespace(type=values.get("device_kind")))
     for module in modules.values():
         for name, statement in module.bound.items():
+            inner = _imports_in(statement)
+            module.imports.update({alias: each for alias, each in inner.items() if each.module.startswith(KIT)})
             module.bound[name] = _Simplify(module, run, checks).visit(statement)
     reached = _Reach(modules, title).run()
     texts: dict[bool, list[str]] = {True: [], False: []}  # by whether it is of the script
@@ -70,20 +71,8 @@ def bundle(
             done.add(id(statement))
             if isinstance(statement, ast.ClassDef):
                 statement.body = [e for e in statement.body if _is_alive(e, reached.attributes)] or [ast.Pass()]
-            texts[here.name == SCRIPT].append(_text(_Unimport(here).visit(statement)))
-    kit_names = {name for module, name in reached.names if module != SCRIPT}
-    of_script = [modules[SCRIPT].bound[name] for module, name in reached.names if module == SCRIPT]
-    early = [part for statement in of_script for part in _early(statement)]
-    kit_first = any(isinstance(n, ast.Name) and n.id in kit_names for part in early for n in ast.walk(part))
-    return Bundle(sorted(reached.imports), texts[True], texts[False], kit_first)
-
-
-def _early(statement: ast.stmt) -> list[ast.AST]:
-    """Return what is evaluated when a statement is imported."""
-    if isinstance(statement, ast.FunctionDef):
-        defaults = [*statement.args.defaults, *(default for default in statement.args.kw_defaults if default)]
-        return [*statement.decorator_list, *defaults]
-    return [statement]
+            texts[here.name == SCRIPT].append(_text(statement))
+    return Bundle(sorted(reached.imports), texts[True], texts[False])
 
 
 # -- the sources
@@ -94,11 +83,6 @@ class Import:
     module: str
     name: str | None  # in the module; None: the module itself
     line: str
-
-    @property
-    def kit_module(self) -> str:
-        """The kit's module that it may be (`from repro_kit import zero`)."""
-        return f"repro_kit.{self.name}" if self.module == "repro_kit" else ""
 
 
 @dataclass
@@ -138,7 +122,7 @@ def _read_sources(script: str, kit: Mapping[str, str], stubs: Mapping[str, str])
         for statement in [*tree.body, *ast.parse(stubs.get(name, "")).body]:
             module.bind(statement)
         every = [*module.imports.values(), *(i for each in module.bound.values() for i in _imports_in(each).values())]
-        todo += [part for each in every for part in (each.module, each.kit_module)]
+        todo += [part for each in every for part in (each.module, f"{each.module}.{each.name}")]
     return dict(sorted(modules.items()))
 
 
@@ -232,6 +216,17 @@ class _Simplify(ast.NodeTransformer):
         if self.module.name != SCRIPT and ast.get_docstring(node):
             node.body = node.body[1:]
         return self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        return None if str(node.module).startswith(KIT) else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        """`zero.engine` is `engine` in the one file."""
+        owner = self.module.imports.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        if owner is None or owner.module != "repro_kit" or owner.name in ("Run", "main"):
+            return self.generic_visit(node)
+        self.module.imports[node.attr] = Import(f"repro_kit.{owner.name}", node.attr, owner.line)
+        return ast.Name(node.attr, node.ctx)
 
     def visit_arg(self, node: ast.arg) -> Any:
         node.annotation = None
@@ -329,10 +324,6 @@ class _Reach:
             for node in ast.walk(part):
                 if isinstance(node, ast.Attribute):
                     self.attributes.add(node.attr)
-                    owner = node.value.id if isinstance(node.value, ast.Name) else ""
-                    whole = {**here.imports, **inner}.get(owner)
-                    if whole and whole.kit_module in self.modules:
-                        yield self._known(whole.kit_module, node.attr)
                 elif isinstance(node, ast.Name) and node.id not in local:
                     yield from self._named(here, node.id, inner, isinstance(statement, ast.ClassDef))
 
@@ -348,7 +339,7 @@ class _Reach:
         elif not imported.module.startswith(KIT):
             if name not in inner:
                 self.imports.add(imported.line)
-        elif imported.kit_module not in self.modules:
+        else:
             if name != imported.name:
                 raise ExportError(f"{self.title}: `{imported.line}`: import it under its own name.")
             yield self._known(imported.module, name)
@@ -382,25 +373,3 @@ def _bindings(node: ast.AST) -> Iterator[str]:
             yield each.arg
         elif isinstance(each, (ast.FunctionDef, ast.ClassDef)) and each is not node:
             yield each.name
-
-
-class _Unimport(ast.NodeTransformer):
-    """Remove a statement's imports of the kit: its names are in the same file."""
-
-    def __init__(self, module: Module) -> None:
-        self.imports = dict(module.imports)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        self.imports.update(_imports_in(node))
-        self.generic_visit(node)
-        node.body = node.body or [ast.Pass()]
-        return node
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        return None if str(node.module).startswith(KIT) else node
-
-    def visit_Attribute(self, node: ast.Attribute) -> Any:
-        owner = self.imports.get(node.value.id) if isinstance(node.value, ast.Name) else None
-        if owner and owner.kit_module and owner.kit_module != "repro_kit.Run":
-            return ast.Name(node.attr, node.ctx)
-        return self.generic_visit(node)

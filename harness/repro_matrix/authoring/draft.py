@@ -1,16 +1,15 @@
 """Draft the first files of a case: YAML with a proposed signature, and a script without its trigger.
 
-A draft begins with nothing, with a training log, with a script of the user's, with another case, or with the result of
-`repro reduce --json`.
+A draft begins with nothing, with a training log, with a script of the user's, with another case, or with a reduced
+script (`repro reduce ./SCRIPT.py --json`).
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 import yaml
 
 from repro_matrix.config import project
-from repro_matrix.config.catalog import Catalogue
-from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.errors import ConfigError
 from repro_matrix.external.tracebacks import Error
 from repro_matrix.paths import CHECKOUT, CONF, REPROS
 
@@ -80,28 +78,24 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Draft:
-    """The contents of a new case's files. ``shape``: another case's file, or SHAPE; ``model``: the text of its own."""
+    """The contents of a new case's files. ``shape``: another case's file, or SHAPE."""
 
     shape: Json = field(default_factory=lambda: SHAPE)
     script: str = SCRIPT
     signatures: Sequence[Json] = (UNKNOWN_EXCEPTION,)
-    references: Sequence[str] = ()
-    model: str = ""
 
     def case_text(self, slug: str) -> str:
-        data = {"slug": slug, "title": f"{TODO}: what fails", "kind": "failure", "references": list(self.references),
+        data = {"slug": slug, "title": f"{TODO}: what fails", "kind": "failure", "references": [],
                 "summary": f"{TODO}: why it fails, in two sentences.",
                 **{key: self.shape[key] for key in COPIED if key in self.shape},
                 "signatures": [dict(each) for each in self.signatures]}  # fmt: skip
         data["variants"] = data.pop("variants")
-        return _yaml(data)
+        return yaml.safe_dump(data, sort_keys=False, width=118, allow_unicode=True)
 
     def write(self, slug: str) -> list[Path]:
         """Write the files into the project's folders, all or none. Raises ConfigError; nothing is overwritten."""
         folder, scripts = _case_folders()
         texts = {folder / f"{slug}.yaml": self.case_text(slug), scripts / f"{slug.replace('-', '_')}.py": self.script}
-        if self.model:
-            texts[folder.parent / "model" / f"{slug}.yaml"] = self.model
         written: list[Path] = []
         try:
             for path, text in texts.items():
@@ -127,10 +121,6 @@ def _case_folders() -> tuple[Path, Path]:
             f'{here.folder}: no repro.toml names the folder of your own cases. Write one: conf = "failures"'
         )
     return CONF / "case", REPROS
-
-
-def _yaml(data: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(data), sort_keys=False, width=118, allow_unicode=True)
 
 
 def read_text(path: str, option: str) -> str:
@@ -213,20 +203,16 @@ def of_script(text: str, name: str, args: Sequence[str] = ()) -> Draft:
 # -- from the result of `repro reduce --json`
 
 
-def of_reduction(slug: str, path: str, known: Catalogue) -> Draft:
-    """Draft a case from a reduction of a script or of another case. Raises ConfigError."""
+def of_reduction(path: str) -> Draft:
+    """Draft a case from the reduction of a script. Raises ConfigError."""
     option = "--from-reduction"
     try:
         found = json.loads(read_text(path, option))
     except ValueError:
         found = None
-    keys = {"failure", "case", "overrides"}, {"failure", "script", "nproc", "args"}
-    if not isinstance(found, dict) or found.get("kind") != "reduced" or not any(each <= set(found) for each in keys):
-        raise ConfigError(f"{option} {path}: not a result of `repro reduce ... --json > {Path(path).name}`.")
-    return _of_reduced_case(slug, found, known) if "case" in found else _of_reduced_script(found, option)
-
-
-def _of_reduced_script(found: Json, option: str) -> Draft:
+    if not isinstance(found, dict) or found.get("kind") != "reduced" or not {"failure", "script", "args"} <= set(found):
+        name = Path(path).name
+        raise ConfigError(f"{option} {path}: not a result of `repro reduce ./SCRIPT.py ... --json > {name}`.")
     text = (found.get("lines") or {}).get("text") or read_text(found["script"], f"{option}: its script")
     draft = of_script(text, Path(found["script"]).name, [str(arg) for arg in found["args"]])
     ranks = int(found["nproc"])
@@ -249,53 +235,3 @@ def _signature(found: Json) -> Json:
     if not re.fullmatch(r"[A-Za-z_][\w.]*", kind.strip()):
         return {**UNKNOWN_EXCEPTION, "package": package}
     return exception(kind.strip(), message, package)
-
-
-def _of_reduced_case(slug: str, found: Json, known: Catalogue) -> Draft:
-    """Return that case with its smallest cell as the unfixed variant, and the variants that differ from it in flags or
-    options alone."""
-    from repro_matrix.config import catalog, selection
-    from repro_matrix.config.settings import compose_run
-
-    name = str(found["case"])
-    if name not in known.cases:
-        raise unknown("case", name, known.cases, "--from-reduction")
-    chosen = selection.parse(map(str, found["overrides"]))
-    patched = catalog.load(patches=chosen.patches, cases=[name])
-    shape = copy.deepcopy(patched.raw["case"][name])
-    for flag, values in chosen.flags.items():
-        shape["flags"][flag]["default"] = values[0]
-    model, text = (chosen.model or shape["axes"]["model"])[0], ""
-    if patched.raw["model"][model] != known.raw["model"][model]:
-        text = _model(slug, patched.raw["model"][model], shape.pop("preserve_config", []))
-        model = slug
-    shape["axes"] = {"model": [model], "strategy": (chosen.strategy or shape["axes"]["strategy"])[:1]}
-    launch = shape.setdefault("launch", {})
-    launch["world_size"] = (chosen.ranks or [launch.get("world_size", 2)])[0]
-    settings = compose_run(chosen.run)
-    if settings.steps:
-        shape["steps"] = settings.steps
-    if settings.env:
-        launch["env"] = {**launch.get("env", {}), **settings.env}
-    first = next(iter(shape["variants"]))
-    others = {name: spec for name, spec in shape["variants"].items() if name != first and _differs(spec, shape)}
-    shape["variants"] = {first: {"help": shape["variants"][first].get("help", TODO)}, **others}
-    script = known.script(known.cases[name]).read_text(encoding="utf-8")
-    return Draft(shape, script, shape["signatures"], shape.get("references", []), text)
-
-
-def _differs(variant: Mapping[str, Any], shape: Json) -> bool:
-    """Whether a variant differs from the smallest cell, which may have taken what it changes, in flags or options."""
-    if {"model", "strategy", "stack", "tp_size", "world_size", "env"} & set(variant):
-        return False
-    defaults = {name: flag["default"] for name, flag in shape["flags"].items()}
-    changed = {**defaults, **variant.get("flags", {})} != defaults
-    options = shape.get("options", {})
-    return changed or {**options, **variant.get("options", {})} != options
-
-
-def _model(slug: str, raw: Json, preserve_config: list[str]) -> str:
-    """Return the text of the model as small as it was found, at every scale."""
-    tiny = {key: value for key, value in (raw.get("tiny") or {}).items() if key not in preserve_config}
-    title = f"{raw['title']}, as small as the failure of {slug} allows"
-    return _yaml({**raw, "slug": slug, "title": title, "config": {**raw["config"], **tiny}, "tiny": {}})

@@ -242,11 +242,13 @@ def render(
         default.update(GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true")
     code = "\n\n\n".join([*bundle.case, *bundle.kit])
     imports = [line for line in bundle.imports if line != "import os"]
+    # The case stands first, unless it uses the kit while it is imported: a base class, a decorator, a default, a table.
+    case_first = all(re.match(r"def \w+\([\w, *]*\):", statement) for statement in bundle.case)
     sections = [
         f'"""{docstring}\n"""\n\nimport os\n\nos.environ.update({ {**default, **env}!r} | os.environ)\n\n'
         + "\n".join(imports),
         _constants(settings, code, checks),
-        *([*bundle.kit, *bundle.case] if bundle.kit_first else [*bundle.case, *bundle.kit]),
+        *([*bundle.case, *bundle.kit] if case_first else [*bundle.kit, *bundle.case]),
         _files(files) if re.search(r"\bFILES\b", code) else "",
         'if __name__ == "__main__":\n    main(body)',
     ]

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
     start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
     start.add_argument(
-        "--from-reduction", metavar="FILE", help="begin with the result of `repro reduce ... --json > FILE`"
+        "--from-reduction", metavar="FILE", help="begin with the result of `repro reduce ./SCRIPT.py ... --json > FILE`"
     )
     parser.add_argument("--like", metavar="CASE", help="copy flags, variants, axes, checks and script of another case")
     parser.add_argument(
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         raise unknown("case", args.like, known.cases, "--like")
     made = draft.Draft()
     if args.from_reduction:
-        made = draft.of_reduction(args.slug, args.from_reduction, known)
+        made = draft.of_reduction(args.from_reduction)
     elif args.from_script:
         made = draft.of_script(draft.read_text(args.from_script, "--from-script"), Path(args.from_script).name)
     elif args.from_log:

@@ -9,7 +9,6 @@ from repro_matrix.config.adhoc import VARIANT, AdhocCase
 from repro_matrix.external.adhoc_case import normal
 from repro_matrix.grading.observation import Attempt, parse_threads
 from repro_matrix.grading.root_cause import find_failures
-from repro_matrix.launch.torchrun import tracebacks
 from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document, Made
 from repro_matrix.text import counted, one_line
@@ -78,23 +77,20 @@ def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
         yield f"the errors of {_ranks(follow)} follow from it"
     if len(attempt.ranks) < case.launch.world_size:
         yield f"only {counted(len(attempt.ranks), 'rank')} of {case.launch.world_size} started"
-    if any(rank.raised and rank.raised.type == "EOFError" for rank in attempt.ranks):
-        yield "standard input is empty here: a script that asks for input cannot be measured"
     if observation["attempt"]["leaked_processes"]:
-        yield f"it left processes behind, which were ended: {', '.join(observation['attempt']['leaked_processes'])}"
-    printed = attempt.printed
-    if printed.get("cut"):
+        yield f"processes that it left behind were ended: {', '.join(observation['attempt']['leaked_processes'])}"
+    if attempt.printed.get("cut"):
         yield "a log was cut (64 MiB; a line: 1 MiB); the missing part was not searched"
-    values = printed.get("by_rank", {})
+    values = attempt.printed.get("by_rank", {})
     if len(set(values.values())) > 1:
         by_rank = ", ".join(f"rank {rank}: {value:g}" for rank, value in sorted(values.items()))
         yield f"the ranks disagree on the metric: {by_rank}; the first that prints it counts"
     for rank in attempt.ranks:
-        for note in [note for note in rank.log_entries if note.name == "threading"][:1]:
-            yield f"rank {rank.rank}: a thread ended with {note.message}"
-        if rank.exit_code == 0 and rank.raised is None:
-            for one in tracebacks(rank.log_tail)[-1:]:
-                yield f"rank {rank.rank} printed a traceback of {one['type']} and ended with exit code 0"
+        if rank.raised and rank.raised.type == "EOFError":
+            yield "standard input is empty here: a script that asks for input cannot be measured"
+        yield from (
+            f"rank {rank.rank}: a thread ended with {e.message}" for e in rank.log_entries if e.name == "threading"
+        )
         if not rank.wrote:
             yield f"rank {rank.rank} left no record (python -I or -S, or it ended before its first line)"
 
