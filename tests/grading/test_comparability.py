@@ -1,4 +1,4 @@
-"""Like with like: which measurements may be compared, and the capabilities of the machines."""
+"""Which measurements may be compared: settings, machines, capabilities, releases."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import case, document, failed, observation, ok
-from repro_matrix.config import catalog as catalogue
+from observations import case, document, observation, ok
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import Capability
 from repro_matrix.grading.comparability import (
@@ -18,6 +17,7 @@ from repro_matrix.grading.comparability import (
     depends_on_capabilities,
     machine,
     recorded_capabilities,
+    same_release,
     settings_difference,
 )
 from repro_matrix.paths import REPROS
@@ -31,12 +31,15 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 DECIDING = [
     ("model", "slug"), ("model", "scale"), ("model", "weights"), ("model", "config", "hidden_size"),
-    ("strategy", "slug"), ("strategy", "options", "wrap"), ("flags", "call"), ("world_size",), ("tp_size",), ("seed",),
-    ("steps",), ("device",), ("backend",),
+    ("model", "config", "new"), ("strategy", "slug"), ("strategy", "options", "wrap"), ("flags", "call"),
+    ("world_size",), ("tp_size",), ("seed",), ("steps",), ("device",), ("backend",),
 ]  # fmt: skip
+# A flag or option that only one has did not exist for the other, and was at its default there.
+OTHERS = [("case",), ("model", "title"), ("strategy", "title"), ("pass_criteria",), ("flags", "new"),
+          ("strategy", "options", "new")]  # fmt: skip
 
 
-def changed(*paths: tuple[str, ...]) -> dict[str, Any]:
+def changed(*paths: tuple[str, ...]) -> Any:
     made = copy.deepcopy(SETTINGS)
     for path in paths:
         inner = made
@@ -46,63 +49,51 @@ def changed(*paths: tuple[str, ...]) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("path", DECIDING)
-def test_deciding_settings_differ(path: tuple[str, ...]) -> None:
-    difference = settings_difference(SETTINGS, changed(path))  # type: ignore[arg-type]
-    assert difference and path[-1].replace("slug", "") in difference and difference.endswith("against other")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [("case",), ("model", "title"), ("strategy", "title"), ("pass_criteria",), ("flags", "new"),
-     ("strategy", "options", "new")],
-)  # fmt: skip
-def test_other_settings_and_new_flags_do_not_differ(path: tuple[str, ...]) -> None:
-    """A flag or option that only one has did not exist for the other, and was at its default there."""
-    assert settings_difference(SETTINGS, changed(path)) is None  # type: ignore[arg-type]
-
-
-def test_new_key_of_the_models_configuration_differs_and_empty_settings_do_not() -> None:
-    assert settings_difference(SETTINGS, changed(("model", "config", "new"))) == "new None against other"  # type: ignore[arg-type]
-    assert settings_difference(SETTINGS, {}) is None and settings_difference({}, SETTINGS) is None  # type: ignore[arg-type]
+@pytest.mark.parametrize("path", [*DECIDING, *OTHERS])
+def test_settings_difference_names_the_setting(path: tuple[str, ...]) -> None:
+    difference = settings_difference(changed(), changed(path))
+    assert (difference is not None) is (path in DECIDING)
+    assert difference is None or (path[-1].replace("slug", "") in difference and difference.endswith("against other"))
 
 
 @given(st.sets(st.sampled_from(DECIDING)), st.sets(st.sampled_from(DECIDING)))
-def test_difference_is_symmetric(one: set[Any], other: set[Any]) -> None:
-    left: Any = changed(*one)
-    right: Any = changed(*other)
-    assert settings_difference(left, left) is None
+def test_settings_difference_is_symmetric(one: set[Any], other: set[Any]) -> None:
+    left, right = changed(*one), changed(*other)
+    assert settings_difference(left, left) is settings_difference(left, {}) is settings_difference({}, left) is None
     assert (settings_difference(left, right) is None) == (settings_difference(right, left) is None) == (one == other)
 
 
-def cell(**hardware: Any) -> Any:
-    made = document({"unfixed": [("reproduced", observation(failed(0)))], "fix": [("passed", observation(ok(0)))]})
-    for variant in made["variants"].values():
-        variant["settings"] = copy.deepcopy(SETTINGS)
-    made["hardware"] |= hardware
-    return made
-
-
 def test_machine_ignores_what_changes_from_day_to_day() -> None:
+    def of(**hardware: Any) -> dict[str, Any]:
+        made: Any = document({})
+        return machine({**made, "hardware": {**made["hardware"], **hardware}})
+
     gpus = [{"name": "B", "uuid": "2", "memory_mb": 1}, {"name": "A", "uuid": "1", "memory_mb": 1}]
-    here = machine(cell(gpus=gpus, memory_gb=1.0))
-    assert here == machine(cell(gpus=gpus[::-1], memory_gb=2.0)) and here["gpus"] == ["A", "B"]
+    here = of(gpus=gpus, memory_gb=1.0)
+    assert here == of(gpus=gpus[::-1], memory_gb=2.0) and here["gpus"] == ["A", "B"]
     for other in ({"cpu": "x"}, {"cores": 9}, {"driver": "2"}, {"gpus": gpus[:1]}, {"accelerator": "cuda"}):
-        assert machine(cell(gpus=gpus, **other) if "gpus" not in other else cell(**other)) != here
+        assert of(**{"gpus": gpus, **other}) != here
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [("2.2.0", "2.2.0", True), ("2.2.0+cu121", "2.2.0", True), ("2.2.0+cu121", "2.2.0+cpu", False),
+     ("2.2.0", "2.2.1", False), ("2.2.0+cpu", "2.2.1", False), ("2.2.0+cpu", "2.2.1+cpu", False)],
+)  # fmt: skip
+def test_same_release_ignores_a_build_that_only_one_names(one: str, other: str, same: bool) -> None:
+    assert same_release(one, other) is same is same_release(other, one)
 
 
 # -- capabilities
 
 
-def recording(*facts: dict[str, Any]) -> dict[str, Any]:
-    """An observation whose ranks recorded these capabilities."""
-    ranks = [ok(number) for number in range(len(facts))]
-    for rank, each in zip(ranks, facts):
-        rank["record"]["facts"] = {"machine": each}
-    return observation(*ranks)
+def test_recorded_capability_is_the_same_on_all_ranks() -> None:
+    def recording(*facts: dict[str, Any]) -> dict[str, Any]:
+        ranks = [ok(number) for number in range(len(facts))]
+        for rank, each in zip(ranks, facts):
+            rank["record"]["facts"] = {"machine": each}
+        return observation(*ranks)
 
-
-def test_capability_is_what_all_ranks_recorded() -> None:
     mixed = recording({"cpu_fp16": True, "cpu_bf16": True}, {"cpu_fp16": False, "cpu_bf16": True})
     mixed["ranks"].append(ok(2, record=None))
     stored: Any = document({"unfixed": [("reproduced", recording({"cpu_bf16": True}, {}))], "fix": [("passed", mixed)]})
@@ -115,36 +106,23 @@ def test_unknown_capability_is_never_the_same(facts: dict[str, bool]) -> None:
     assert capability_difference([], facts, {}) is None
 
 
-def test_first_different_capability_is_named() -> None:
+def test_capability_difference_names_the_first() -> None:
     assert capability_difference(["a", "b"], {"a": True, "b": "9.0"}, {"a": True, "b": "8.0"}) == "b 9.0 against 8.0"
     assert capability_difference(["a"], {}, {"a": False}) == "a unknown against False"
 
 
-def test_variant_depends_on_the_cases_capabilities_and_its_own() -> None:
-    variants = {
-        "unfixed": {},
-        "fix": {"flags": {"call": "root"}, "depends_on_capabilities": ["cpu_fp16"]},
-        "other-fix": {},
-    }
+def test_variant_depends_on_the_capabilities_of_its_case_and_its_own() -> None:
+    fix = {"flags": {"call": "root"}, "depends_on_capabilities": ["cpu_fp16"]}
+    variants = {"unfixed": {}, "fix": fix, "other-fix": {}}
     known = case(depends_on_capabilities=["cpu_bf16", "cpu_fp16"], variants=variants)
     assert depends_on_capabilities(known, "fix") == depends_on_capabilities(known, "gone") == ["cpu_bf16", "cpu_fp16"]
-    assert (
-        depends_on_capabilities(case(variants=variants), "fix") == ["cpu_fp16"]
-        and depends_on_capabilities(case(variants=variants), "unfixed") == []
-    )
-    real = catalogue.load().cases["device-map-distributed"]
-    assert (
-        depends_on_capabilities(real, "fp16-zero2-no-map") == ["cpu_fp16"]
-        and depends_on_capabilities(real, "unfixed") == []
-    )
-
-
-def test_capability_that_no_machine_reports_is_refused() -> None:
+    assert depends_on_capabilities(case(variants=variants), "fix") == ["cpu_fp16"]
+    assert depends_on_capabilities(case(variants=variants), "unfixed") == []
     with pytest.raises(ValueError, match="cpu_fp16"):
         Case.model_validate({**case().model_dump(), "depends_on_capabilities": ["cpu_fp61"]})
 
 
-def test_every_capability_is_one_that_the_kit_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kit_records_every_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPROS))
     torch, machine_facts = importlib.import_module("torch"), importlib.import_module("repro_kit.machine").machine_facts
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
