@@ -59,18 +59,14 @@ def held(actual: Any, whole: Any = 1000) -> dict[str, Any]:
     return {"actual": actual, "whole": whole}
 
 
-def test_what_took_effect_is_clean() -> None:
-    known = training()
-    assert grade(known, "unfixed", attempt(), [known]).outcome == "passed"
-
-
 def test_last_measurement_of_a_rank_counts() -> None:
     known, seen = training(), attempt()
+    assert grade(known, "unfixed", seen, [known]).outcome == "passed"
     seen["ranks"][1]["record"]["effects"].insert(0, {"what": "parameters", **held(1000)})
     assert grade(known, "unfixed", seen, [known]).outcome == "passed"
 
 
-def test_what_did_not_take_effect_is_no_evidence() -> None:
+def test_attempt_without_effect_is_no_evidence() -> None:
     known = training()
     outcome = grade(known, "unfixed", attempt({"parameters": held(1000)}, every=True), [known])
     assert (outcome.outcome, outcome.infra_error) == ("infra_error", "no_effect")
@@ -81,39 +77,32 @@ def test_what_did_not_take_effect_is_no_evidence() -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),  # what the last rank measured instead, and what the reason names; None: no reason
     [
-        ({}, None),
-        ({"group": None}, "no evidence of a process group on rank 1"),
+        ({}, None), ({"group": None}, "no evidence of a process group on rank 1"),
         ({"group": {"actual": 1, "backend": "gloo"}}, "has 1 of 2 ranks"),
-        ({"group": {"actual": 2, "backend": "mpi"}}, "rank 1 used mpi"),
-        ({"group": {"actual": 2}}, "rank 1 used none"),
+        ({"group": {"actual": 2, "backend": "mpi"}}, "rank 1 used mpi"), ({"group": {"actual": 2}}, "rank 1 used none"),
         ({"parameters": None}, "parameters were not measured on rank 1"),
         ({"gradients": None}, "gradients were not measured on rank 1"),
         ({"updates": None}, "updates were not measured on rank 1"),
         ({"parameters": held("x")}, "left no evidence: parameters on rank 1"),
         ({"parameters": held(float("nan"))}, "left no evidence: parameters on rank 1"),
         ({"parameters": held(5, 0)}, "left no evidence: parameters on rank 1"),
-        ({"parameters": held(-1)}, "left no evidence: parameters on rank 1"),
-        ({"parameters": held(560)}, None),
-        ({"parameters": held(570)}, "rank 1 holds 57% of the parameters"),
-        ({"parameters": held(390)}, "together hold 89% of the parameters"),
-        ({"parameters": held(410)}, None),
-        ({"gradients": held(610)}, None),
+        ({"parameters": held(-1)}, "left no evidence: parameters on rank 1"), ({"parameters": held(560)}, None),
+        ({"parameters": held(570)}, "rank 1 holds 57% of the parameters"), ({"parameters": held(410)}, None),
+        ({"parameters": held(390)}, "together hold 89% of the parameters"), ({"gradients": held(610)}, None),
         ({"gradients": held(640)}, "together hold 114% of the gradients"),
         ({"collectives": None}, "collectives were not counted on rank 1"),
         ({"collectives": {"actual": {"gather": 0}}}, "no gather between ranks in a step of rank 1"),
         ({"collectives": {"actual": {"gather": "many"}}}, "no gather between ranks in a step of rank 1"),
-        ({"collectives": {"actual": {}}}, "no gather between ranks in a step of rank 1"),
-        ({"extra": {"actual": 1, "least": 1, "most": 1}}, None),
-        ({"extra": {"actual": 3}}, None),
+        ({"collectives": {"actual": "x"}}, "no gather between ranks in a step of rank 1"),
+        ({"extra": {"actual": 1, "least": 1, "most": 1}}, None), ({"extra": {"actual": 3}}, None),
         ({"extra": None}, "extra left no evidence on rank 1"),  # another rank measured it
         ({"extra": {"actual": 0, "least": 1}}, "got 0, promised at least 1"),
         ({"extra": {"actual": 3, "least": 1, "most": 2, "subject": "y"}}, "at least 1 and at most 2 (y)"),
-        ({"extra": {"actual": 3, "least": 2, "most": 2}}, "got 3, promised at least 2 and at most 2"),
         ({"extra": {"actual": 3, "least": None}}, "extra was not in effect on rank 1"),
         ({"extra": {"actual": "x", "most": 2}}, "extra was not in effect on rank 1"),
         ({"extra": {"actual": True, "least": 0}}, "extra was not in effect on rank 1"),
     ],
-)
+)  # fmt: skip
 def test_every_promise_is_measured_on_every_rank(changes: Items, part: str | None) -> None:
     reason = missing(changes=changes)
     assert reason is None if part is None else part in str(reason)
@@ -171,54 +160,49 @@ def test_replicas_by_the_strategys_options(options: Any, copies: Any, replicas: 
     assert effect._replicas({"options": options, "replicas": copies}) == replicas
 
 
-def test_inference_holds_its_parameters_only() -> None:
+def test_inference_needs_its_parameters_only() -> None:
     inference = case(pass_criteria={**TRAINING, "kind": "inference"})
     assert missing(inference, changes={"gradients": None, "updates": None, "collectives": None}, every=True) is None
     assert "parameters were not measured" in str(missing(inference, changes={"parameters": None}))
 
 
-def test_any_backend_is_accepted_where_none_was_asked_for() -> None:
-    for backend in ("", "auto"):
-        seen = attempt({"group": {"actual": 2, "backend": "mpi"}})
-        seen["attempt"]["backend"] = backend
-        assert missing_effect(training(), "unfixed", Attempt(seen)) is None
+@pytest.mark.parametrize("backend", ["", "auto"])
+def test_any_backend_is_accepted_where_none_was_requested(backend: str) -> None:
+    seen = attempt({"group": {"actual": 2, "backend": "mpi"}})
+    seen["attempt"]["backend"] = backend
+    assert missing_effect(training(), "unfixed", Attempt(seen)) is None
 
 
-def test_settings_without_promises_are_no_evidence() -> None:
-    for invariants in ({}, None):
-        seen = attempt()
-        seen["attempt"]["settings"]["strategy"]["invariants"] = invariants
-        assert "no promises" in str(missing_effect(training(), "unfixed", Attempt(seen)))
+@pytest.mark.parametrize("invariants", [{}, None])
+def test_settings_without_promises_are_no_evidence(invariants: Any) -> None:
+    seen = attempt()
+    seen["attempt"]["settings"]["strategy"]["invariants"] = invariants
+    assert "no promises" in str(missing_effect(training(), "unfixed", Attempt(seen)))
 
 
 @pytest.mark.parametrize(
     ("kind", "devices", "split", "peaks", "part"),
     [
-        ("training", 2, False, (512.0, 1.0), None),
-        ("training", 2, False, (512.0, 0), "rank 1"),
-        ("training", 2, False, (512.0, None), "rank 1"),
-        ("training", 2, False, (512.0, float("nan")), "rank 1"),
-        ("training", 2, False, (512.0, "512"), "rank 1"),
+        ("training", 2, False, (512.0, 1.0), None), ("training", 2, False, (512.0, 0), "rank 1"),
+        ("training", 2, False, (512.0, None), "rank 1"), ("training", 2, False, (512.0, float("nan")), "rank 1"),
         ("inference", 2, False, (0, 512.0), "rank 0"),
         ("loading", 2, False, (None, None), None),  # what is loaded may stay on the host
-        ("training", 4, False, (512.0, 512.0), "split over 4"),
-        ("training", 4, True, (512.0, 512.0), None),
+        ("training", 4, False, (512.0, 512.0), "split over 4"), ("training", 4, True, (512.0, 512.0), None),
     ],
-)
-def test_gpus_that_were_given_were_used(kind: str, devices: int, split: bool, peaks: Any, part: str | None) -> None:
+)  # fmt: skip
+def test_every_rank_must_use_its_gpus(kind: str, devices: int, split: bool, peaks: Any, part: str | None) -> None:
     checks = [check(), *([check("split")] if split else [])]
     seen = attempt(settings={"device": "cuda", "devices": devices}, records={"checks": checks})
     for rank, peak in zip(seen["ranks"], peaks):
         rank["record"]["peak_gpu_mb"] = peak
     reason = missing_effect(case(pass_criteria={**TRAINING, "kind": kind}), "unfixed", Attempt(seen))
     assert reason is None if part is None else part in str(reason)
-    simulated = case(
-        simulated="devices", accelerator="cpu", launch={"backend": "fake"}, pass_criteria={**TRAINING, "kind": kind}
-    )
+    how = {"simulated": "devices", "accelerator": "cpu", "launch": {"backend": "fake"}}
+    simulated = case(**how, pass_criteria={**TRAINING, "kind": kind})
     assert missing_effect(simulated, "unfixed", Attempt(seen)) is None
 
 
-def test_variant_may_promise_something_else() -> None:
+def test_promises_of_a_variant_replace_those_of_the_strategy() -> None:
     known = training()
     variants = {**known.model_dump()["variants"], "fix": {"flags": {"call": "root"}, "invariants": WHOLE}}
     known = Case.model_validate({**known.model_dump(), "variants": variants})
@@ -227,7 +211,7 @@ def test_variant_may_promise_something_else() -> None:
     assert missing_effect(known, "unfixed", Attempt(seen)) is not None
 
 
-def test_what_the_case_lists_must_have_been_measured() -> None:
+def test_effect_that_the_case_lists_must_be_measured() -> None:
     known = training(effects=["lora"])
     assert "lora left no evidence" in str(missing(known))
     assert missing(known, changes={"lora": {"actual": 4, "least": 4}}, every=True) is None
@@ -241,12 +225,11 @@ def test_what_the_case_lists_must_have_been_measured() -> None:
         ("fix", {"call": "root", "cache": True}, {"flags": ["cache"]}, "call"),
         ("fix", {"call": "inner", "cache": True}, {}, None),  # as it is by default
         ("fix", {"call": "inner", "cache": 1}, {}, "cache"),  # 1 is not True
-        ("no-such-variant", {"call": "root"}, {}, None),
-        ("staged", {}, {}, "stage"),
+        ("no-such-variant", {"call": "root"}, {}, None), ("staged", {}, {}, "stage"),
         ("staged", {}, {"options": ["stage"]}, None),
         ("other", {}, {}, None),  # another strategy reads its own options
     ],
-)
+)  # fmt: skip
 def test_changed_flags_and_options_must_have_been_read(variant: str, flags: Any, read: Any, unread: str | None) -> None:
     variants = {"unfixed": {}, "fix": {"flags": {"call": "root"}}, "staged": {"options": {"stage": 2}},
             "other": {"strategy": "ddp", "options": {"x": 1}}}  # fmt: skip
@@ -262,7 +245,7 @@ numbers = st.one_of(st.floats(), st.integers(-(10**6), 10**6), st.none(), st.tex
 
 
 @given(actual=numbers, whole=numbers)
-def test_only_a_number_near_its_share_is_clean(actual: Any, whole: Any) -> None:
+def test_only_a_share_near_the_promised_one_passes(actual: Any, whole: Any) -> None:
     changes: Items = {what: held(actual, whole) for what in EVERY}
     right = (
         not isinstance(actual, (bool, str, type(None))) and not isinstance(whole, (bool, str, type(None)))

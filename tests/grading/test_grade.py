@@ -79,24 +79,12 @@ ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] =
     "interrupted before clean": ([ok(0), ok(1)], {"interrupted": True}, "infra_error", "interrupted"),
     "interrupted before infra": ([ok(0)], {"interrupted": True, "infra_error": DISK}, "infra_error", "interrupted"),
     "no ranks": ([], {}, "infra_error", "launcher_died"),
-    "damaged record": (
-        [ok(0), ok(1, record=None, validation_error="rank: missing")],
-        {},
-        "infra_error",
-        "missing_check",
-    ),
-    "other stack before clean": (
-        [rank_with(0, versions={"torch": "2.2"})],
-        {"versions": {"torch": "2.3"}},
-        "infra_error",
-        "environment_changed",
-    ),
-    "script error before other error": (
-        [failed(0, exception(frames=[{**SCRIPT, "code_location": "repros.x"}]))],
-        {},
-        "infra_error",
-        "script_error",
-    ),
+    "damaged record": ([ok(0), ok(1, record=None, validation_error="rank: missing")], {}, "infra_error",
+     "missing_check"),
+    "other stack before clean": ([rank_with(0, versions={"torch": "2.2"})], {"versions": {"torch": "2.3"}},
+     "infra_error", "environment_changed"),
+    "script error before other error": ([failed(0, exception(frames=[{**SCRIPT, "code_location": "repros.x"}]))], {},
+     "infra_error", "script_error"),
     "known failure before another case's": (TWO_KNOWN, {}, "reproduced", None),
     "known failure at the deadline": ([failed(0), HUNG[1]], {"timed_out": True}, "reproduced", None),
     "known failure before a bad check": ([failed(0), rank_with(1, checks=[BAD])], {}, "reproduced", None),
@@ -104,31 +92,19 @@ ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] =
     "hang": (HUNG, {"timed_out": True}, "hang", None),
     "deadlock": (HUNG, {"timed_out": True, "hang": HANG}, "hang", None),
     "hang before a wrong error": ([failed(0, WRONG), HUNG[1]], {"timed_out": True}, "hang", None),
-    "start-up too slow before hang": (
-        HUNG,
-        {"timed_out": True, "hang": {**HANG, "starting": True}},
-        "infra_error",
-        "startup_timeout",
-    ),
+    "start-up too slow before hang": (HUNG, {"timed_out": True, "hang": {**HANG, "starting": True}}, "infra_error",
+     "startup_timeout"),
     "wrong error": ([failed(0, WRONG), ended(1)], {}, "other_failure", None),
     "missing rank": ([ok(0)], {"world_size": 2}, "other_failure", None),
     "failed check": ([ok(0), rank_with(1, checks=[BAD])], {}, "other_failure", None),
-    "failed check before a missing one": (
-        [rank_with(0, checks=[]), rank_with(1, checks=[BAD])],
-        {},
-        "other_failure",
-        None,
-    ),
+    "failed check before a missing one": ([rank_with(0, checks=[]), rank_with(1, checks=[BAD])], {}, "other_failure",
+     None),
     "missing check": ([ok(0), rank_with(1, checks=[])], {}, "infra_error", "missing_check"),
     "void check": ([ok(0), rank_with(1, checks=[check(actual=1.0)])], {}, "infra_error", "missing_check"),
-    "void check beside the required one": (
-        [rank_with(0, checks=[check(), check("x", actual=1.0)])],
-        {},
-        "infra_error",
-        "missing_check",
-    ),
+    "void check beside the required one": ([rank_with(0, checks=[check(), check("x", actual=1.0)])], {},
+     "infra_error", "missing_check"),
     "no effect": ([rank_with(0, effects=[]), ok(1)], {}, "infra_error", "no_effect"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -300,8 +276,7 @@ def test_hang_names_the_innermost_upstream_frame(hang: Any) -> None:
 @pytest.mark.parametrize(
     ("planned", "ranks", "stored", "infra_error"),
     [
-        ("2.2.0", ["2.2.0", "2.2.0"], None, None),
-        ("2.2.0", ["2.2.0", "unknown"], None, None),
+        ("2.2.0", ["2.2.0", "2.2.0"], None, None), ("2.2.0", ["2.2.0", "unknown"], None, None),
         ("2.2.0", ["2.2.0+cu121", "2.2.0"], None, "environment_changed"),  # two ranks on two builds
         ("2.2.0", ["2.2.0+cu121", "2.2.0+cu121"], None, None),  # a build that only the rank names
         ("2.2.0+cpu", ["2.2.0+cu121", "2.2.0+cu121"], None, "environment_changed"),
@@ -312,7 +287,7 @@ def test_hang_names_the_innermost_upstream_frame(hang: Any) -> None:
         ("2.2.0", ["unknown", "unknown"], "2.2.1", "environment_changed"),
         ("2.2.0", ["2.2.0", "2.2.0"], "2.2.0+cpu", None),
     ],
-)
+)  # fmt: skip
 def test_ranks_must_run_on_the_planned_releases(
     planned: str | None, ranks: list[str], stored: str | None, infra_error: str | None
 ) -> None:

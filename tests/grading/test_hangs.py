@@ -43,32 +43,21 @@ SPINS = {"busy_waiting": True, "busy": True}
 @pytest.mark.parametrize(
     ("before", "after", "progress"),
     [
-        ({}, {}, "stuck"),
-        ({}, {"time_s": 11.4}, "unknown"),
-        ({}, {"time_s": 11.5}, "stuck"),
-        ({}, {"cpu_s": 5.05 + 0.03 * 10}, "stuck"),
-        ({}, {"cpu_s": 5.36}, "progress"),
-        ({}, {"cpu_s": None}, "unknown"),
-        ({}, {"io": 64 << 10}, "stuck"),
-        ({}, {"io": (64 << 10) + 1}, "progress"),
-        ({}, {"io": None}, "stuck"),
-        ({}, {"phase": "end"}, "progress"),
-        ({}, {"phase": None}, "stuck"),
-        ({}, {"stack": "g (x.py:2)"}, "progress"),
-        ({}, {"stack": None}, "stuck"),
-        ({}, {"collectives_digest": "c4"}, "progress"),
-        ({}, {"collectives_digest": None}, "stuck"),
-        ({}, {"stack": None, "collectives_digest": None}, "unknown"),
-        ({}, {"ended": True}, "progress"),
+        ({}, {}, "stuck"), ({}, {"time_s": 11.4}, "unknown"), ({}, {"time_s": 11.5}, "stuck"),
+        ({}, {"cpu_s": 5.05 + 0.03 * 10}, "stuck"), ({}, {"cpu_s": 5.36}, "progress"),
+        ({}, {"cpu_s": None}, "unknown"), ({}, {"io": 64 << 10}, "stuck"), ({}, {"io": (64 << 10) + 1}, "progress"),
+        ({}, {"io": None}, "stuck"), ({}, {"phase": "end"}, "progress"), ({}, {"phase": None}, "stuck"),
+        ({}, {"stack": "g (x.py:2)"}, "progress"), ({}, {"stack": None}, "stuck"),
+        ({}, {"collectives_digest": "c4"}, "progress"), ({}, {"collectives_digest": None}, "stuck"),
+        ({}, {"stack": None, "collectives_digest": None}, "unknown"), ({}, {"ended": True}, "progress"),
         ({"ended": True}, {"ended": True}, "stuck"),
         ({}, {"busy": True}, "unknown"),  # it waits for a core
-        ({"busy": True}, {}, "unknown"),
-        ({"busy": True}, {"busy": True}, "progress"),
+        ({"busy": True}, {}, "unknown"), ({"busy": True}, {"busy": True}, "progress"),
         (SPINS, {**SPINS, "cpu_s": 14.0}, "stuck"),
         (SPINS, {**SPINS, "cpu_s": 14.0, "collectives_digest": "c4"}, "progress"),
         ({"busy": True}, {**SPINS, "cpu_s": 14.0}, "progress"),  # it did not spin before
     ],
-)
+)  # fmt: skip
 def test_whatever_changes_between_two_samples_is_progress(before: Any, after: Any, progress: str) -> None:
     assert rank_progress({**SAMPLE, **before}, {**LATER, **after}) == progress
 
@@ -242,43 +231,26 @@ def calls(*functions: str) -> list[RankCollectives]:
 A, B = ("a", (0, 1)), ("b", (0, 1))
 G, H = ("g", (0, 1)), ("h", (1, 2))
 GONE = RankCollectives(1, ended=True, entries=(), complete=True)
-DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {  # ranks, spins, whether they are deadlocked
+# name -> (ranks, whether they wait on GPUs, whether they are deadlocked)
+DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {
     "one has ended": ([rank(0, entry()), GONE], False, True),
     "different collectives": ([rank(0, entry()), rank(1, entry(op="broadcast"))], False, True),
     "the same collective": ([rank(0, entry()), rank(1, entry())], False, False),
     "one is at work": ([rank(0, entry()), rank(1, blocking_call="")], False, False),
-    "one is at work, one has ended": (
-        [rank(0, blocking_call=""), rank(1, entry(group=THREE)), RankCollectives(2, True)],
-        False,
-        False,
-    ),
+    "one is at work, one has ended": ([rank(0, blocking_call=""), rank(1, entry(group=THREE)),
+     RankCollectives(2, True)], False, False),
     "crosswise groups": ([rank(0, entry(group=A)), rank(1, entry(group=B))], False, True),
-    "two wait for a third that waits": (
-        [rank(0, entry(group=THREE)), rank(1, entry(group=THREE)), rank(2)],
-        False,
-        True,
-    ),
-    "a chain that ends at work": (
-        [rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, blocking_call="")],
-        False,
-        False,
-    ),
-    "a chain that can go on": (
-        [rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, entry(group=H))],
-        False,
-        False,
-    ),
-    "two that meet, a third waits for them": (
-        [rank(0, entry(group=A)), rank(1, entry(group=A)), rank(2, entry(group=THREE))],
-        False,
-        False,
-    ),
+    "two wait for a third that waits": ([rank(0, entry(group=THREE)), rank(1, entry(group=THREE)), rank(2)], False,
+     True),
+    "a chain that ends at work": ([rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, blocking_call="")],
+     False, False),
+    "a chain that can go on": ([rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, entry(group=H))], False,
+     False),
+    "two that meet, a third waits for them": ([rank(0, entry(group=A)), rank(1, entry(group=A)),
+     rank(2, entry(group=THREE))], False, False),
     "a receive without entry": ([rank(0, entry(op="barrier")), rank(1, blocking_call="recv")], False, True),
-    "a receive without entry, a third at work": (
-        [rank(0, entry(op="barrier", group=THREE)), rank(1, blocking_call="recv"), rank(2, blocking_call="")],
-        False,
-        False,
-    ),
+    "a receive without entry, a third at work": ([rank(0, entry(op="barrier", group=THREE)),
+     rank(1, blocking_call="recv"), rank(2, blocking_call="")], False, False),
     "overwritten entries": ([rank(0, entry()), rank(1, blocking_call="all_reduce", complete=False)], False, False),
     "the host stands elsewhere": ([rank(0, entry(), blocking_call=""), GONE], False, False),
     "the host stands elsewhere and spins": ([rank(0, entry(), blocking_call=""), GONE], True, True),
@@ -292,7 +264,7 @@ DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {  # ranks, spi
     "send and receive": (calls("send", "recv"), False, False),
     "no call": (calls("barrier", ""), False, False),
     "a call, and one has ended": ([*calls("barrier"), RankCollectives(1, ended=True)], False, True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DEADLOCKS)
@@ -316,20 +288,16 @@ C10D = f"{DIST}/distributed_c10d.py:1"
 @pytest.mark.parametrize(
     ("frames", "call"),
     [
-        (f"all_reduce ({C10D})", "all_reduce"),
-        (f"wait ({C10D})", "wait"),
-        (f"monitored_barrier ({C10D})", "monitored_barrier"),
-        (f"new_group ({C10D})", ""),
-        (f"barrier ({DIST}/elastic/utils/store.py:1)", ""),
-        (f"wait ({DIST}/elastic/x.py:7)", ""),
-        ("all_reduce (/home/me/mine.py:1)", ""),
-        (f"nap (/x/repros/a.py:1)\n    barrier ({C10D})", ""),
+        (f"all_reduce ({C10D})", "all_reduce"), (f"wait ({C10D})", "wait"),
+        (f"monitored_barrier ({C10D})", "monitored_barrier"), (f"new_group ({C10D})", ""),
+        (f"barrier ({DIST}/elastic/utils/store.py:1)", ""), (f"wait ({DIST}/elastic/x.py:7)", ""),
+        ("all_reduce (/home/me/mine.py:1)", ""), (f"nap (/x/repros/a.py:1)\n    barrier ({C10D})", ""),
         (f"__call__ ({SITE}/torch/_ops.py:1)\n    all_reduce ({DIST}/_functional_collectives.py:1)", "all_reduce"),
         (f"f ({SITE}/torch/_library/autograd.py:1)\n    wait_tensor ({DIST}/_f.py:1)", "wait_tensor"),
         (f"_distributed_broadcast_coalesced ({SITE}/torch/nn/parallel/distributed.py:7)", "broadcast"),
         ("_distributed_broadcast_coalesced (/x/repros/distributed.py:7)", ""),
     ],
-)
+)  # fmt: skip
 def test_blocking_call_of_the_main_thread(frames: str, call: str) -> None:
     assert blocking_call(STACK.format(frames)) == call
 
@@ -374,8 +342,7 @@ CALLS = [
 @pytest.mark.parametrize(
     ("collective", "frames", "dump", "expected"),
     [
-        ({"kinds": ["allgather", "barrier"]}, CALLS, LONELY, (0, 1)),
-        (None, CALLS, LONELY, (0, 1)),
+        ({"kinds": ["allgather", "barrier"]}, CALLS, LONELY, (0, 1)), (None, CALLS, LONELY, (0, 1)),
         ({"kinds": ["allgather", "barrier"]}, CALLS, MISSING, None),
         ({"kinds": ["allgather", "barrier"], "missing": True}, CALLS, LONELY, None),
         ({"kinds": ["allgather", "reduce"]}, CALLS, LONELY, None),
@@ -383,7 +350,7 @@ CALLS = [
         ({"kinds": ["allreduce"], "missing": True}, [], LONELY, None),
         ({"kinds": ["allreduce"], "missing": False}, [], MISSING, None),
     ],
-)
+)  # fmt: skip
 def test_hang_signature_matches_the_flight_recorder(collective: Any, frames: Any, dump: str, expected: Any) -> None:
     signature = Signature.model_validate({"name": "s", "kind": "hang", "collective": collective, "frames": frames})
     found = matches(signature, nccl(dump))

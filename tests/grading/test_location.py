@@ -304,11 +304,10 @@ PACKAGES = {"torch": "/venv/lib/python3.11/site-packages/torch", "transformers":
         ("/usr/lib/python3.11/threading.py", "threading"),
         ("/venv/lib/python3.11/site-packages/transformers/cache_utils.py", ""),
         ("/attempt/files/transformers/cache_utils.py", ""),
-        ("/attempt/files/site-packages/torch/nn/functional.py", ""),
-        ("<string>", ""),
+        ("/attempt/files/site-packages/torch/nn/functional.py", ""), ("<string>", ""),
         ("/checkout/repros/x.py", None),
     ],
-)
+)  # fmt: skip
 def test_origin_of_a_stacks_file(file: str, where: str | None) -> None:
     assert origin_of(file, PACKAGES) == where
     (thread,) = parse_threads(f'Thread 1 (idle): "MainThread"\n    wait ({file}:3)\n', PACKAGES)

@@ -94,10 +94,8 @@ def last(**changes: Any) -> Plant:
 
     def plant(seen: Json) -> None:
         rank = seen["ranks"][1]
-        if isinstance(changes.get("record"), dict):
-            rank.update({**changes, "record": {**rank["record"], **changes["record"]}})
-        else:
-            rank.update(changes)
+        more = changes.get("record")
+        rank.update({**changes, "record": {**rank["record"], **more}} if more else changes)
 
     return plant
 
@@ -111,21 +109,9 @@ def measured(what: str, every: bool = True, **changes: Any) -> Plant:
     ]
 
 
-def without(key: str) -> Plant:
-    return lambda seen: seen["ranks"][1]["record"].pop(key)
-
-
 def without_check(seen: Json) -> None:
     made = seen["ranks"][1]["record"]
     made["checks"] = [one for one in made["checks"] if one["name"] != "updates"]
-
-
-def invariants(value: Any) -> Plant:
-    return lambda seen: seen["attempt"]["settings"]["strategy"].update(invariants=value)
-
-
-def first_rank_twice(seen: Json) -> None:
-    seen["ranks"][1] = copy.deepcopy(seen["ranks"][0])
 
 
 def one_process(seen: Json) -> None:
@@ -152,25 +138,18 @@ def slow(seen: Json) -> None:
 
 TRAINING: dict[str, tuple[Plant, str]] = {  # lie -> (what is changed, the kind of infra, or other_failure)
     "passed=True with wrong numbers": (checked("updates", actual=0.5), "missing_check"),
-    "passed=False with right numbers": (checked("updates", passed=False), "missing_check"),
     "a NaN that calls itself passed": (checked("updates", actual="nan"), "missing_check"),
     "a NaN among other numbers": (checked("loss", actual=[2.1, "nan"], passed=False), "other_failure"),
     "a tolerance that lets a zero pass": (checked("steps", tolerance=2), "missing_check"),
-    "nine tenths of an update as rounding": (checked("updates", actual=0.9, tolerance=0.95), "missing_check"),
-    "a check without a subject": (
-        checked("steps", actual=True, expected=True, tolerance=None, subject=""), "missing_check"),
     "a check after done": (checked("updates", at=11.0), "missing_check"),
     "a check made twice": (lambda seen: seen["ranks"][1]["record"]["checks"].append(dict(STEPS)), "missing_check"),
     "a check not made on one rank": (without_check, "missing_check"),
     "fewer steps than were asked for": (checked("steps", actual=1, expected=1), "missing_check"),
-    "an older kit's record with wrong numbers": (
-        lambda seen: (last(record={"schema": 1})(seen), checked("updates", actual=0.9)(seen)), "missing_check"),
     "a record forged by another process": (last(record={"pid": 4711}), "missing_check"),
     "a record of another rank": (last(record={"rank": 0}), "missing_check"),
     "one process as two ranks": (one_process, "missing_check"),
     "yesterday's record": (last(record={"started": -1e5}), "missing_check"),
     "a record of one rank alone": (last(record={"world_size": 1}), "missing_check"),
-    "one rank's record twice": (first_rank_twice, "missing_check"),
     "a missing rank": (lambda seen: seen["ranks"].pop(), "other_failure"),
     "exit 0 without done": (last(record={"done": False, "done_at": None}), "other_failure"),
     "exit 0 without a record": (last(record=None), "other_failure"),
@@ -179,17 +158,13 @@ TRAINING: dict[str, tuple[Plant, str]] = {  # lie -> (what is changed, the kind 
     "sharded in name only": (measured("parameters", actual=1000), "no_effect"),
     "gradients that are not sharded": (measured("gradients", actual=1000), "no_effect"),
     "one rank that updates nothing": (measured("updates", False, actual=0), "no_effect"),
-    "shares of NaN": (measured("parameters", actual="nan"), "no_effect"),
     "a process group of one": (measured("group", actual=1), "no_effect"),
     "a backend that was not asked for": (measured("group", backend="mpi"), "no_effect"),
     "no reduction in a step": (measured("collectives", actual={"gather": 3}), "no_effect"),
     "effects on one rank only": (last(record={"effects": []}), "no_effect"),
-    "a record without effects": (without("effects"), "no_effect"),
     "recomputation on one rank only": (
         lambda seen: seen["ranks"][0]["record"]["effects"].append({"what": "checkpointing", "actual": 4, "least": 1}),
         "no_effect"),
-    "settings without promises": (invariants(None), "no_effect"),
-    "promises of nothing": (invariants({}), "no_effect"),
     "a rank on another release": (last(record={"versions": {"transformers": "4.39.3"}}), "environment_changed"),
     "ranks on two releases": (two_releases, "environment_changed"),
     "slow ranks as a hang": (slow, "timeout_while_progressing"),
@@ -197,12 +172,12 @@ TRAINING: dict[str, tuple[Plant, str]] = {  # lie -> (what is changed, the kind 
 }  # fmt: skip
 
 
-def test_honest_training_is_healthy() -> None:
+def test_unchanged_training_passes() -> None:
     assert training(lambda seen: None)[0].name == "PASSED"
 
 
 @pytest.mark.parametrize("lie", TRAINING)
-def test_lie_about_a_training_is_not_healthy(lie: str) -> None:
+def test_changed_training_does_not_pass(lie: str) -> None:
     plant, expected = TRAINING[lie]
     verdict, outcome = training(plant)
     assert (outcome.infra_error or outcome.outcome) == expected
@@ -211,10 +186,6 @@ def test_lie_about_a_training_is_not_healthy(lie: str) -> None:
 
 
 # -- changes of a failure's observations: the unfixed variant must not reproduce, or the fix must not hold
-
-
-def on(variant: str, plant: Plant) -> Plant:
-    return lambda variants: plant(variants[variant])
 
 
 def raised_at(origin: str, file: str | None = None) -> Plant:
@@ -259,63 +230,40 @@ def unread(seen: Json) -> None:
         rank["record"]["read"]["flags"].remove("find_unused")
 
 
-FAILURE: dict[str, tuple[Plant, str, str]] = {  # lie -> (what is changed, verdict, the kind of infra or outcome)
+NO_MEMORY = {"kind": "memory", "message": "x"}
+FAILURE: dict[str, tuple[str, Plant, str, str]] = {  # lie -> (variant, change, verdict, kind of infra or outcome)
     "a script that raises the signature": (
-        on("unfixed", raised_at("repros.x", "/x/repros/x.py")),
-        "INCONCLUSIVE",
-        "script_error",
-    ),
-    "exec with a borrowed file name": (on("unfixed", raised_at("")), "INCONCLUSIVE", "script_error"),
+        "unfixed", raised_at("repros.x", "/x/repros/x.py"), "INCONCLUSIVE", "script_error"),
+    "exec with a borrowed file name": ("unfixed", raised_at(""), "INCONCLUSIVE", "script_error"),
     "a package in a work folder": (
-        on("unfixed", raised_at("", "/elsewhere/x/torch/nn.py")),
-        "INCONCLUSIVE",
-        "script_error",
-    ),
+        "unfixed", raised_at("", "/elsewhere/x/torch/nn.py"), "INCONCLUSIVE", "script_error"),
     "another package with the known text": (
-        on("unfixed", raised_at("accelerate.utils")),
-        "SIGNATURE_MISMATCH",
-        "other_failure",
-    ),
+        "unfixed", raised_at("accelerate.utils"), "SIGNATURE_MISMATCH", "other_failure"),
     "another type with the known text": (
-        on("unfixed", error(type="ValueError")),
-        "SIGNATURE_MISMATCH",
-        "other_failure",
-    ),
+        "unfixed", error(type="ValueError"), "SIGNATURE_MISMATCH", "other_failure"),
     "another text of the known type": (
-        on("unfixed", error(message="Expected something")),
-        "SIGNATURE_MISMATCH",
-        "other_failure",
-    ),
-    "the known failure as a handled cause": (on("unfixed", as_a_cause), "SIGNATURE_MISMATCH", "other_failure"),
-    "output that prints the signature": (on("unfixed", printed), "NOT_REPRODUCED", "passed"),
-    "a peer's error as the known one": (on("unfixed", by_the_peer), "SIGNATURE_MISMATCH", "other_failure"),
+        "unfixed", error(message="Expected something"), "SIGNATURE_MISMATCH", "other_failure"),
+    "the known failure as a handled cause": ("unfixed", as_a_cause, "SIGNATURE_MISMATCH", "other_failure"),
+    "output that prints the signature": ("unfixed", printed, "NOT_REPRODUCED", "passed"),
+    "a peer's error as the known one": ("unfixed", by_the_peer, "SIGNATURE_MISMATCH", "other_failure"),
     "the failure of a machine without memory": (
-        on("unfixed", lambda seen: seen.update(infra_error={"kind": "memory", "message": "x"})),
-        "INCONCLUSIVE",
-        "memory",
-    ),
-    "a flag that is never read": (on("find-unused", unread), "INCONCLUSIVE", "no_effect"),
+        "unfixed", lambda seen: seen.update(infra_error=NO_MEMORY), "INCONCLUSIVE", "memory"),
+    "a flag that is never read": ("find-unused", unread, "INCONCLUSIVE", "no_effect"),
     "a fix that does not train": (
-        on("find-unused", checked("steps", actual=0, passed=False)),
-        "DIFFERENT_FAILURE",
-        "other_failure",
-    ),
-    "a fix that proves nothing": (on("find-unused", without_check), "INCONCLUSIVE", "missing_check"),
+        "find-unused", checked("steps", actual=0, passed=False), "DIFFERENT_FAILURE", "other_failure"),
+    "a fix that proves nothing": ("find-unused", without_check, "INCONCLUSIVE", "missing_check"),
     "a fix on one rank of two": (
-        on("find-unused", lambda seen: seen["ranks"].pop()),
-        "DIFFERENT_FAILURE",
-        "other_failure",
-    ),
-}
+        "find-unused", lambda seen: seen["ranks"].pop(), "DIFFERENT_FAILURE", "other_failure"),
+}  # fmt: skip
 
 
-def test_honest_failure_and_fix_hold() -> None:
+def test_unchanged_failure_is_fixed() -> None:
     assert failure_and_fix(lambda variants: None)[0].name == "FIXED"
 
 
 @pytest.mark.parametrize("lie", FAILURE)
-def test_lie_about_a_failure_or_a_fix_does_not_hold(lie: str) -> None:
-    plant, name, expected = FAILURE[lie]
-    verdict, outcomes = failure_and_fix(plant)
-    changed = outcomes["find-unused" if outcomes["unfixed"].outcome == "reproduced" else "unfixed"]
+def test_changed_failure_or_fix_is_not_fixed(lie: str) -> None:
+    variant, plant, name, expected = FAILURE[lie]
+    verdict, outcomes = failure_and_fix(lambda variants: plant(variants[variant]))
+    changed = outcomes[variant]
     assert (verdict.name, changed.infra_error or changed.outcome) == (name, expected), verdict.reason

@@ -1,17 +1,22 @@
-"""Which rank failed first, which only followed, and when it was the script's own error."""
+"""Which rank failed first and why: by itself, by the script's error or by a lost peer; and the failure's id."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import attempt_of, launched
 from observations import (
     PEER,
     SITE,
     case,
+    check,
     control,
     ended,
     exception,
@@ -21,20 +26,23 @@ from observations import (
     ok,
     peer_failed,
     record,
-)
-from repro_matrix.grading.checks import number
+)  # fmt: skip
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.observation import NO_RECORD, Attempt, RaisedException, Rank
 from repro_matrix.grading.root_cause import (
+    all_failure_ids,
+    failure_ids,
     failure_of,
     fatal_signal,
     find_failures,
     is_peer_error,
     portable_path,
     script_error,
-)
+)  # fmt: skip
+from repro_matrix.grading.verdict import judge
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.records.document import validate_record
+from repro_matrix.records.outcome import FailureId, Outcome, Primary, Recognized
 
 # -- lost peers
 
@@ -155,11 +163,6 @@ def test_collective_frames_are_those_of_waiting_entries() -> None:
     assert frames({"waits": True, "frames": listed}, record=installed) == ["torch.x.f"]
 
 
-def test_number_is_finite_and_no_bool() -> None:
-    values = (1, 1.5, True, "1", None, float("inf"), float("nan"), 10**400)
-    assert [number(value) for value in values] == [1.0, 1.5, *[None] * 6]
-
-
 # -- errors of the script
 
 SCRIPT_FILE = "/home/me/project/repros/some_case.py"
@@ -221,6 +224,89 @@ def test_script_error_counts_only_where_it_came_first() -> None:
 )  # fmt: skip
 def test_portable_path_is_the_same_on_every_machine(file: str, portable: str) -> None:
     assert portable_path(file) == portable
+
+
+# -- failure ids
+
+CASE = case()
+REFUSED = exception("ValueError", "Type fp16 is not supported", [frame("deepspeed.runtime.engine", "_check")])
+REFUSED_ID = "ValueError in deepspeed.runtime.engine._check"
+
+
+def ids_of(found: Iterable[FailureId]) -> list[str]:
+    return [str(item) for item in found]
+
+
+def graded(*ranks: dict[str, Any]) -> Outcome:
+    return grade(CASE, "fix", observation(*ranks), [CASE])
+
+
+def wrong(rank: int, *names: str) -> dict[str, Any]:
+    return ok(rank, record=record(rank, checks=[check(), *(check(name, False) for name in names)]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ids"),
+    [
+        ([ok(0), ok(1)], []), ([failed(0), failed(1)], ["some-case/norm"]), ([failed(0, REFUSED), ok(1)], [REFUSED_ID]),
+        ([wrong(0, "updates"), wrong(1, "updates")], ["check updates"]),
+        ([wrong(0, "updates"), wrong(1, "losses")], ["check updates", "check losses"]),
+        ([ok(0, record=record(0, checks=[])), ok(1)], []),  # a missing check is no evidence
+        ([ok(0, exit_code=None, signal="SIGSEGV", stack="    f (/a/torch/x.py:1)"), ok(1)], ["SIGSEGV"]),
+        ([ok(0, exit_code=7), ok(1)], ["exit code 7"]), ([ok(0), ok(1, terminated_by="launcher")], ["unfinished"]),
+    ],
+)  # fmt: skip
+def test_failure_ids_of_one_attempt(ranks: Any, ids: list[str]) -> None:
+    assert ids_of(failure_ids(CASE.slug, graded(*ranks))) == ids
+
+
+def test_failure_of_another_case_is_identified_by_its_signature() -> None:
+    tied, warns = Recognized("tied", "lm-head", (0,), "exception", "x"), Recognized("old", "warns", (0,), "log", "y")
+    other = Outcome("other_failure", "x", (tied, warns), Primary(0, "RuntimeError", "m", "torch.nn.linear"))
+    assert ids_of(failure_ids("some-case", other)) == ["tied/lm-head"]
+    assert ids_of(failure_ids("some-case", replace(other, recognized=(warns,)))) == ["RuntimeError in torch.nn.linear"]
+    assert failure_ids("some-case", replace(other, outcome="hang")) == ()
+    both = (tied, Recognized("some-case", "norm", (1,), "exception", "z"))
+    assert ids_of(failure_ids("some-case", replace(other, outcome="reproduced", recognized=both))) == ["some-case/norm"]
+
+
+@pytest.mark.parametrize(
+    ("unfixed", "fix", "ids"),
+    [
+        ("reproduced", "refused", [REFUSED_ID]), ("reproduced", "reproduced", ["some-case/norm"]),
+        ("passed", "refused", [REFUSED_ID]), ("refused", "passed", [REFUSED_ID]),
+        ("refused", "reproduced", [REFUSED_ID]),  # of SIGNATURE_MISMATCH: the unfixed variant's
+        ("reproduced", "passed", []), ("passed", "passed", []),
+    ],
+)  # fmt: skip
+def test_verdict_carries_the_ids_of_the_failing_variant(unfixed: str, fix: str, ids: list[str]) -> None:
+    outcomes = {"reproduced": graded(failed(0), failed(1)), "refused": graded(failed(0, REFUSED), ok(1)),
+                "passed": graded(ok(0), ok(1))}  # fmt: skip
+    verdict = judge(CASE, {"unfixed": [outcomes[unfixed]], "fix": [outcomes[fix]]})["fix"]
+    assert ids_of(verdict.failure_ids) == ids
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), max_size=3).map(tuple), max_size=4), st.randoms(use_true_random=False))
+def test_failure_ids_do_not_depend_on_the_order_of_attempts(attempts: list[Any], random: Any) -> None:
+    outcomes = [Outcome("other_failure", "x", failed=names) for names in attempts if names]
+    before = all_failure_ids("some-case", outcomes)
+    random.shuffle(outcomes)
+    assert all_failure_ids("some-case", outcomes) == before
+    assert {item.check for item in before} == {name for names in attempts for name in names}
+
+
+@pytest.mark.parametrize(
+    ("code_location", "portable"),
+    [
+        ("transformers_modules.qwen_4711.modeling_qwen.generate", "transformers_modules.*.modeling_qwen.generate"),
+        ("transformers_modules.Qwen.7B.ef3.modeling_qwen.generate", "transformers_modules.*.modeling_qwen.generate"),
+        ("transformers_modules.*.modeling_qwen.generate", "transformers_modules.*.modeling_qwen.generate"),
+        ("torch.nn.modules.module.__getattr__", "torch.nn.modules.module.__getattr__"),
+    ],
+)  # fmt: skip
+def test_remote_code_has_the_same_location_in_every_process(code_location: str, portable: str) -> None:
+    """transformers names its module by the folder that it was read from."""
+    assert FailureId(type="E", code_location=code_location).code_location == portable
 
 
 @pytest.mark.ranks

@@ -166,16 +166,12 @@ LOGGED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "as a warning of the package": ({}, {"category": "UserWarning"}, True),
     "with another text": ({}, {"logger": "x", "message": "other"}, False),
     "by another package": ({}, {"category": "UserWarning", "code_location": "torch.x"}, False),
-    "by another package with its logger": (
-        {},
-        {"logger": "transformers.x", "code_location": "torch.x"},
-        False,
-    ),
+    "by another package with its logger": ({}, {"logger": "transformers.x", "code_location": "torch.x"}, False),
     "by generated code with its logger": ({}, {"logger": "transformers.x", "code_location": ""}, False),
     "by the script with its logger": ({}, {"logger": "transformers.x", "code_location": "repros.x"}, False),
     "of the declared category": ({"logger": "FutureWarning"}, {"category": "FutureWarning"}, True),
     "of another category": ({"logger": "FutureWarning"}, {"category": "UserWarning"}, False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOGGED)
@@ -197,21 +193,18 @@ DIED = ok(0, exit_code=-11, record=record(0, done=False), stack=f"    f ({SITE}/
 @pytest.mark.parametrize(
     ("signature", "rank", "expected"),
     [
-        (CHECK, finished(checks=[check(), BAD]), True),
-        (CHECK, ok(0), False),
+        (CHECK, finished(checks=[check(), BAD]), True), (CHECK, ok(0), False),
         (CHECK, finished(checks=[BAD], done=False), False),
         (CHECK, finished(checks=[check(actual=0.5)]), False),  # void: the rank says that it passed
         (CHECK, finished(checks=[check("logits", False, actual="half")]), False),  # void: not a number
-        ({**CHECK, "check": "loss"}, finished(checks=[BAD]), False),
-        (SIGNAL, DIED, True),
+        ({**CHECK, "check": "loss"}, finished(checks=[BAD]), False), (SIGNAL, DIED, True),
         (SIGNAL, {**DIED, "exit_code": None, "signal": "SIGSEGV"}, True),
         ({**SIGNAL, "signal": "SIGABRT"}, DIED, False),
         ({**SIGNAL, "frames": [{"module": r"torch\.x", "function": "f"}]}, DIED, True),
         ({**SIGNAL, "frames": [{"module": r"torch\.x", "function": "g"}]}, DIED, False),
-        (SIGNAL, {**DIED, "terminated_by": "launcher"}, False),
-        (SIGNAL, ended(0, signal="SIGSEGV"), False),
+        (SIGNAL, {**DIED, "terminated_by": "launcher"}, False), (SIGNAL, ended(0, signal="SIGSEGV"), False),
     ],
-)
+)  # fmt: skip
 def test_check_and_signal(signature: dict[str, Any], rank: dict[str, Any], expected: bool) -> None:
     assert (ranks_of(signature, rank, ok(1)) == (0,)) is expected
 
@@ -264,16 +257,10 @@ def test_hang_message_names_the_innermost_declared_frame() -> None:
 
 FRAMED = [{"module": r"transformers\..*", "function": "forward"}, {"module": "a", "function": "b"}]
 NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "type": (
-        EXCEPTION,
-        failed(0, exception("ValueError")),
-        "type: ValueError, declared RuntimeError, message ok, package ok",
-    ),
-    "message": (
-        EXCEPTION,
-        failed(0, exception(message=" so it is\nnot")),
-        "type ok, message: so it is, declared size mismatch in norm, package ok",
-    ),
+    "type": (EXCEPTION, failed(0, exception("ValueError")),
+     "type: ValueError, declared RuntimeError, message ok, package ok"),
+    "message": (EXCEPTION, failed(0, exception(message=" so it is\nnot")),
+     "type ok, message: so it is, declared size mismatch in norm, package ok"),
     "package": (EXCEPTION, failed(0, exception(frames=[SCRIPT, TORCH])), "package: torch, declared transformers"),
     "the script's": (EXCEPTION, failed(0, exception(frames=[SCRIPT])), "package: none, declared transformers"),
     "frame": ({**EXCEPTION, "frames": FRAMED}, failed(0), "no frame a b"),
@@ -283,7 +270,7 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "far in message and package": (EXCEPTION, failed(0, exception(message="another", frames=[SCRIPT, TORCH])), ""),
     "no error": (EXCEPTION, ok(0), ""),
     "another kind": (CHECK, failed(0), ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEAR)
