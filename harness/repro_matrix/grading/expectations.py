@@ -144,8 +144,6 @@ def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> i
 def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
     """Split off the flags that differ from their default; a flag at its default is the same cell."""
     parts = where.split("/")
-    if len(parts) <= 2:
-        return where, {}
     flags: dict[str, str] = {}
     last = ""
     for part in parts[2:]:
@@ -157,13 +155,9 @@ def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
             flags[last] += "/" + part
         else:
             flags[part] = ""
+    defaults = {name: json.dumps(flag.default, sort_keys=True) for name, flag in case.flags.items() if name in flags}
     plain = {name: _value(value) for name, value in flags.items()}
-    usual = {name for name, value in plain.items() if name in case.flags and value == _default(case, name)}
-    return "/".join(parts[:2]), {name: value for name, value in plain.items() if name not in usual}
-
-
-def _default(case: Case, flag: str) -> str:
-    return json.dumps(case.flags[flag].default, sort_keys=True)
+    return "/".join(parts[:2]), {name: value for name, value in plain.items() if value != defaults.get(name)}
 
 
 @lru_cache(maxsize=4096)  # a page of many thousand variants asks for the same few, over and over
@@ -177,13 +171,8 @@ def _value(written: str) -> str:
 
 def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
     """Return how many bounds the version ranges have, when all versions are within them; else None."""
-    count = 0
-    for package, specifier in ranges.items():
-        inside = _inside(specifier, versions.get(package))
-        if inside is None:
-            return None
-        count += inside
-    return count
+    counts = [_inside(specifier, versions.get(package)) for package, specifier in ranges.items()]
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 @lru_cache(maxsize=4096)

@@ -22,15 +22,10 @@ Outcomes = dict[str, list[Outcome]]  # by variant
 
 @dataclass
 class Regraded:
-    """``documents`` as graded now; ``left_out`` with the reason; ``remarks``: (document, how it differs from that)."""
+    """``documents`` as graded now; ``notes`` name every document that was left out or held something else."""
 
     documents: list[Document] = field(default_factory=list)
-    left_out: list[tuple[Document, str]] = field(default_factory=list)
-    remarks: list[tuple[str, str]] = field(default_factory=list)
-
-    @property
-    def notes(self) -> list[str]:
-        return [f"{document}: {remark}" for document, remark in self.remarks]
+    notes: list[str] = field(default_factory=list)
 
 
 # Graded documents by their id: every probe of a search looks at the same ones.
@@ -53,14 +48,13 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case], graded: Gr
         case, name = cases[document["case"]], document_name(document)
         wrong = fingerprint_mismatch(document)
         if wrong:
-            result.left_out.append((document, wrong))
-            result.remarks.append((name, f"left out: {wrong}"))
+            result.notes.append(f"{name}: left out: {wrong}")
             continue
         if id(document) not in graded:
             graded[id(document)] = document, outcomes_of(document, case, cases)
         outcomes = graded[id(document)][1]
         now = with_outcomes(document, outcomes)
-        result.remarks += [(name, text) for text in _other_outcomes(document, outcomes)]
+        result.notes += [f"{name}: {text}" for text in _other_outcomes(document, outcomes)]
         result.documents.append(now)
         cells.setdefault((now["case"], now.get("cell_id", "")), []).append(now)
     for document in result.documents:  # copies: what was given is not changed
@@ -68,7 +62,7 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case], graded: Gr
         stored = document["verdicts"]
         document["verdicts"] = verdicts_of(document, cases[document["case"]], history)
         differences = _other_verdicts(stored, document["verdicts"])
-        result.remarks += [(document_name(document), text) for text in differences]
+        result.notes += [f"{document_name(document)}: {text}" for text in differences]
     return result
 
 

@@ -16,7 +16,6 @@ InfraErrorKind = Literal[
     "launcher_died", "script_error", "timeout_while_progressing", "startup_timeout", "missing_check", "unknown",
 ]  # fmt: skip
 FailureKind = Literal["exception", "signal", "exit", "left"]  # left: exit code 0, without the done marker
-TerminatedBy = Literal["self", "launcher", "timeout", "user"]
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -175,7 +174,7 @@ class Rank(TypedDict):
     pid: NotRequired[int | None]
     exit_code: int | None
     signal: Annotated[str, Field(pattern="^SIG")] | None
-    terminated_by: TerminatedBy
+    terminated_by: Literal["self", "launcher", "timeout", "user"]
     record: Record | None
     validation_error: NotRequired[str]
     log_tail: str
@@ -195,24 +194,11 @@ class Hang(TypedDict):
     limit_s: float
 
 
-class ModelSettings(TypedDict, total=False):
-    slug: str
-    scale: str
-    weights: str
-    config: dict[str, Any]
-
-
 class StrategySettings(TypedDict, total=False):
     slug: str
     options: dict[str, Any]
     invariants: dict[str, Any]
     replicas: dict[str, Any]
-
-
-class PassCriteriaSettings(TypedDict, total=False):
-    kind: str
-    checks: list[str]
-    effects: list[str]
 
 
 @open_ended
@@ -221,10 +207,10 @@ class Settings(TypedDict, total=False):
 
     case: str
     variant: str
-    model: ModelSettings
+    model: dict[str, Any]
     strategy: StrategySettings
     flags: dict[str, Any]
-    pass_criteria: PassCriteriaSettings
+    pass_criteria: dict[str, Any]
     world_size: int
     tp_size: int
     devices: int
