@@ -52,12 +52,12 @@ def test_where_good_is_newer_the_search_is_for_the_fix(world: World, capsys: pyt
     data = found(world, capsys, "stack=base", "--good", "4.45.0", "--bad", "4.37.0")
     (stage,) = data["stages"]
     assert (stage["good"]["name"], stage["bad"]["name"]) == ("transformers 4.42.0", "transformers 4.41.1")
-    assert "first good release" in stage["sentence"] and "no longer occurs" in stage["sentence"]
+    assert "first good release" in stage["sentence"]
 
 
 def test_bisect_swapped_ends_are_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.history = lambda versions, variant: "reproduced" if before(versions, "4.42") else "passed"
-    assert "swapped" in of_releases(world, capsys, code=2)["err"]
+    assert "Swap them" in of_releases(world, capsys, code=2)["err"]
     assert world.probed == ["4.45.0", "4.37.0"]
 
 
@@ -182,7 +182,7 @@ def test_the_budget_and_an_interruption_leave_a_range_that_can_be_gone_on_with(
         (("--good", "abc", "--bad", "def"), "--good abc: no stack named 'abc'"),
         (("--good", "base", "--bad", "bse"), "--bad takes a release (4.45.2), a stack, an interpreter"),
         (("--good", "4.37.0", "--bad", "4.45.0", "god=4.37.0"), "did you mean '--good'"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "--repo", "/nowhere"), "no such folder"),
+        (("--good", "4.37.0", "--bad", "4.45.0", "--repo", "/nowhere"), "not a git clone"),
         (("--good", "4.37.0", "--bad", "4.45.0", "variants=[unfixed]"), "--variant NAME"),
     ],
 )

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repro_matrix.search import bisect as module
 from repro_matrix.search.algorithms import NoMoreProbes, Trail
 from repro_matrix.search.parameters import (
     OUT,
     Config,
     Parameter,
-    Reduced,
-    Source,
     arguments_of,
     needed,
     reduce,
@@ -67,7 +63,7 @@ def failures(draw: st.DrawFn) -> Answers:
     return answer
 
 
-def reduced(answer: Answers, most: int | None = None) -> tuple[Reduced, Trail[Config, bool | None]]:
+def reduced(answer: Answers, most: int | None = None) -> tuple[Config, bool, Trail[Config, bool | None]]:
     asked: list[Config] = []
 
     def probe(config: Config) -> bool | None:
@@ -78,16 +74,16 @@ def reduced(answer: Answers, most: int | None = None) -> tuple[Reduced, Trail[Co
         return answer(config)
 
     trail = Trail(probe, {GIVEN: True})
-    return reduce(PARAMETERS, trail), trail
+    return *reduce(PARAMETERS, trail), trail
 
 
 @given(failures())
 def test_reduce_result_is_minimal_and_every_need_is_tested(answer: Answers) -> None:
-    found, trail = reduced(answer)
-    assert found.done and answer(found.config) is True
-    for at, (parameter, value) in enumerate(zip(PARAMETERS, found.config)):
-        configs = {other: replaced(found.config, at, other) for other in parameter.values}
-        asked = {other: trail.answers[config] for other, config in configs.items() if config in trail.answers}
+    config, done, trail = reduced(answer)
+    assert done and answer(config) is True
+    for at, (parameter, value) in enumerate(zip(PARAMETERS, config)):
+        configs = {other: replaced(config, at, other) for other in parameter.values}
+        asked = {other: trail.answers[each] for other, each in configs.items() if each in trail.answers}
         if value != parameter.simplest:
             assert asked[parameter.simplest] is not True
             if parameter.number:
@@ -103,15 +99,15 @@ def test_reduce_result_is_minimal_and_every_need_is_tested(answer: Answers) -> N
 
 
 def test_reduce_failure_without_needs_is_the_simplest() -> None:
-    found, trail = reduced(lambda config: True)
-    assert found.config == (None, "inner", "layer", 1, 1, OUT) and len(trail.answers) <= 12
+    config, _, trail = reduced(lambda config: True)
+    assert config == (None, "inner", "layer", 1, 1, OUT) and len(trail.answers) <= 12
 
 
 @given(failures(), st.integers(1, 40))
 def test_reduce_without_more_probes_still_fails(answer: Answers, most: int) -> None:
-    _, asked = reduced(answer)
-    part, trail = reduced(answer, most)
-    assert answer(part.config) is True and part.done == (len(asked.answers) - 1 <= most)
+    _, _, asked = reduced(answer)
+    config, done, trail = reduced(answer, most)
+    assert answer(config) is True and done == (len(asked.answers) - 1 <= most)
     assert list(asked.answers)[: len(trail.answers)] == list(trail.answers)  # the same probes in the same order
 
 
@@ -170,46 +166,34 @@ match sys.argv:
 '''
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from([BLOCKS, Path(module.__file__).read_text(encoding="utf-8")]), st.data())
-def test_source_any_subset_is_valid_python_with_the_rest(text: str, data: st.DataObject) -> None:
-    source = Source(text)
-    assert ast.dump(ast.parse(source.only(source.everything) or "")) == ast.dump(ast.parse(text))
-    kept = source.closed(frozenset(data.draw(st.sets(st.sampled_from(sorted(source.everything))))))
-    left = source.only(kept)
-    statements = [node for node in ast.walk(ast.parse(left or "")) if isinstance(node, ast.stmt)]
-    assert left is None or len(statements) - len(kept) == left.split().count("pass") - _passes(source, kept)
-
-
-def _passes(source: Source, kept: frozenset[int]) -> int:
-    statements = [node for node in ast.walk(ast.parse(source.text)) if isinstance(node, ast.stmt)]
-    return sum(isinstance(statements[at], ast.Pass) for at in kept)
+def statements(text: str) -> list[str]:
+    """Return the first lines of the statements, without ``pass``."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    return [ast.unparse(node).splitlines()[0] for node in nodes if not isinstance(node, ast.Pass)]
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_reduce_statements_keeps_exactly_what_is_needed(data: st.DataObject) -> None:
-    source = Source(BLOCKS)
-    wanted = frozenset(data.draw(st.sets(st.sampled_from(sorted(source.everything)), max_size=3)))
-    for at in wanted:
-        while (at := source.parents[at]) >= 0:
-            wanted |= {at}
-    trail = Trail(lambda kept: wanted <= kept)
-    assert reduce_statements(source, trail) == (wanted, True)
-    stopped = Trail(lambda kept: wanted <= kept, max_probes=3)
-    kept, done = reduce_statements(source, stopped)
-    assert wanted <= kept and done == (stopped.ended is None)
+def test_reduce_statements_keeps_what_is_needed_and_valid_python(data: st.DataObject) -> None:
+    every = statements(BLOCKS)
+    wanted = data.draw(st.sets(st.sampled_from(every), max_size=3))
+    asked: list[str] = []
+
+    def probe(text: str) -> bool | None:
+        assert ast.parse(text) and text not in asked
+        asked.append(text)
+        return wanted <= set(statements(text))
+
+    text, done = reduce_statements(BLOCKS, Trail(probe))
+    assert done and wanted <= set(statements(text)) and len(statements(text)) <= 5 * len(wanted)
+    stopped = Trail(lambda text: wanted <= set(statements(text)), max_probes=3)
+    part, done = reduce_statements(BLOCKS, stopped)
+    assert wanted <= set(statements(part)) and done == (stopped.ended is None)
 
 
-@pytest.mark.parametrize(
-    ("out", "text"),
-    [
-        (0, None),  # print(os) would only raise NameError
-        (1, "import os\n\ndef f():\n    global g\n    g = os\nprint(__file__, os)\n"),
-        (2, "import os\nx = os\nprint(__file__, os)\n"),
-        (3, "import os\nx = os\n\ndef f():\n    global g\n    g = os\n"),
-    ],
-)
-def test_source_only_is_none_with_undefined_names(out: int, text: str | None) -> None:
-    source = Source("import os\nx = os\ndef f():\n    global g\n    g = os\nprint(__file__, os)\n")
-    assert source.only(source.everything - {out}) == text
+def test_reduce_statements_tries_no_text_with_undefined_names() -> None:
+    text = "import os\nx = os\ndef f():\n    global g\n    g = os\nprint(__file__, os, g)\n"
+    asked: list[str] = []
+    reduce_statements(text, Trail(lambda text: bool(asked.append(text))))
+    assert asked and all("import os" in text for text in asked if "os" in text.replace("import os", ""))
+    assert "import os\nprint(__file__, os, g)\n" not in asked and "" in "".join(asked)

@@ -13,7 +13,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.environment import stacks
 from repro_matrix.runner import session
 from repro_matrix.runner.request import ask
-from repro_matrix.search import reduce
+from repro_matrix.search import prober
 from repro_matrix.search.prober import Answer
 from repro_matrix.search.reduce import CaseReduction
 from script_observations import FINE, of_attempt, raised, rank, seen
@@ -43,7 +43,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, reproduced: Callable[[Json], Any])
 
     monkeypatch.setattr(CaseReduction, "request", remember)
     monkeypatch.setattr(CaseReduction, "measure", measure)
-    monkeypatch.setattr(reduce, "answer_of", lambda case, variant: variant)
+    monkeypatch.setattr(prober, "answer_of", lambda case, variant: variant)
     return launched
 
 
@@ -125,16 +125,16 @@ def test_reduce_flaky_failure_is_launched_more_often(
     assert len(launched) > len({tuple(each.items()) for each in launched})
 
 
-@pytest.mark.parametrize(("kind", "unsure"), [("launcher_died", ["env.X"]), ("script_error", [])])
+@pytest.mark.parametrize(("kind", "unsure"), [("launcher_died", True), ("script_error", False)])
 def test_reduce_infra_error_is_never_evidence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: Any, unsure: list[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: Any, unsure: bool
 ) -> None:
     killed = Answer(None, "killed by SIGKILL", infra_error=kind)
     outcomes(monkeypatch, lambda at: killed if at["env.X"] == "(left out)" else True)
     code, data, _ = repro(capsys, CASE, "env.X=1")
     found = next(each for each in data["varied"] if each["name"] == "env.X")
     assert found["needed"] is None and found["value"] == "1"
-    assert data["unsure"] == unsure and code == (3 if unsure else 0) and data["done"] == (not unsure)
+    assert bool(data["unsure"]) == unsure and code == (3 if unsure else 0) and data["done"] == (not unsure)
 
 
 # -- scripts

@@ -12,7 +12,7 @@ from repro_matrix.config.adhoc import VARIANT
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import StackError, spec
 from repro_matrix.environment.stacks.spec import canonical
-from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.runner.request import ask
@@ -20,7 +20,7 @@ from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import Search, is_release
 from repro_matrix.search.commits import open_clone
-from repro_matrix.search.prober import Prober, one_case
+from repro_matrix.search.prober import Prober, one_case, one_variant
 from repro_matrix.text import log
 
 EPILOG = (
@@ -72,13 +72,7 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
     script_options.refuse(args)
     base, texts = arguments.one_stack(args, {"variants": "bisect one variant with --variant NAME"})
     case = one_case(args.case)
-    variant = args.variant or next(iter(case.variants))
-    if variant not in case.variants:
-        raise unknown("variant", variant, case.variants, f"case {case.slug}")
-    if case.variants[variant].stack:
-        raise ConfigError(
-            f"Variant {variant} of {case.slug} runs on a stack of its own ({case.variants[variant].stack})."
-        )
+    variant = one_variant(case, args.variant)
     _check_ends(args.good, args.bad)
     prober = Prober(ask([f"case={args.case}", *texts]), log, threading.Event(), variants=[variant])
     return prober, variant, base or case.requires.stack or "current"

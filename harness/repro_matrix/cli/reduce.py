@@ -19,7 +19,7 @@ from repro_matrix.runner.request import ask
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.prober import one_case
-from repro_matrix.search.reduce import CaseReduction, Reduction, ScriptReduction, output_path
+from repro_matrix.search.reduce import CaseReduction, ScriptReduction, output_path
 from repro_matrix.text import log
 
 EPILOG = (
@@ -42,25 +42,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     stop = threading.Event()
-    search = _script(args, stop) if script_options.is_script(args) else _case(args, stop)
+    search: CaseReduction | ScriptReduction = (
+        _script(args, stop) if script_options.is_script(args) else _case(args, stop)
+    )
     with workspace.interruptible(stop, log), search:
         try:
             data = search.run()
         except Stopped as error:
             return script_options.stopped(error)
-    print_json(data) if args.json else print(
-        report.render("reduce", {**data, "command_line": shlex.join(data["command"])})
-    )
+    text = report.render("reduce", {**data, "command_line": shlex.join(data["command"])})
+    print_json(data) if args.json else print(text)
     if search.stopped:
         return script_options.stopped(search.stopped)
     if data["unsure"]:
-        log(f"Unknown whether these can be left out: {', '.join(data['unsure'])}. Run the same command again.")
+        log(f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command again.")
     elif not data["done"]:
         log("No attempts are left. The probes are stored; run the same command with a larger --max-probes to continue.")
     return 0 if data["done"] else 3
 
 
-def _case(args: argparse.Namespace, stop: threading.Event) -> Reduction:
+def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
     script_options.refuse(args)
     if args.out:
         raise ConfigError("--out is for a script of your own; the reduced cell of a case is a command.")
@@ -70,7 +71,7 @@ def _case(args: argparse.Namespace, stop: threading.Event) -> Reduction:
     return CaseReduction(args.variant, request, stack, args.max_probes, log, stop)
 
 
-def _script(args: argparse.Namespace, stop: threading.Event) -> Reduction:
+def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
     if args.variant:
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     if getattr(args, "command", None):

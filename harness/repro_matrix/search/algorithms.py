@@ -103,8 +103,8 @@ def bisect(
     """Find one change between ``low``, which is known to be good, and ``high``, which is known to be bad.
 
     Makes at most ceil(log2(high - low)) probes when no answer is unknown. ``confirm`` probes the last good point once
-    more at the end, since a flaky point may have looked good: if it is bad, the search continues. Returns None where
-    that shows ``low`` itself to be bad.
+    more at the end, since a flaky point may have looked good: if it is not good, the search continues. Returns None
+    where that shows ``low`` itself not to be good.
     """
     confirmed: set[int] = set()
     try:
@@ -113,18 +113,16 @@ def bisect(
             if point is not None:
                 side = trail.ask(point)
                 low, high = (point if side is Side.GOOD else low), (point if side is Side.BAD else high)
-            elif confirm is None or low in confirmed:
+                continue
+            if confirm is None or low in confirmed:
                 break
-            else:
-                confirmed.add(low)
-                trail.answers[low] = confirm(low)
-                if trail.answers[low] is Side.BAD:
-                    good = [i for i, side in trail.answers.items() if i < low and side is Side.GOOD]
-                    if not good:
-                        return None
-                    low, high = max(good), low
-                else:
-                    trail.answers[low] = Side.GOOD
+            confirmed.add(low)
+            side = trail.answers[low] = confirm(low)
+            if side is not Side.GOOD:
+                good = [i for i, other in trail.answers.items() if i < low and other is Side.GOOD]
+                if not good:
+                    return None
+                low, high = max(good), (low if side is Side.BAD else high)
     except NoMoreProbes as ended:
         trail.ended = ended
     return _boundary(trail.answers, low, high)

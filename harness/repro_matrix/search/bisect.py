@@ -42,30 +42,18 @@ class Roles:
 
 @dataclass(frozen=True)
 class Bisection:
-    """``targets`` from the good end to the bad one; ``points`` by their index, in the order of probing."""
+    """The change lies between ``good`` and ``bad``, two of ``candidates`` targets. ``points``: all probes, in order."""
 
     variant: str
     roles: Roles
-    targets: tuple[Target, ...]
-    points: dict[int, Point] = field(hash=False)
+    candidates: int
     boundary: Boundary
+    points: list[Point]
+    good: Point
+    bad: Point
+    unknown: list[Point]  # between the two, probed without an answer
+    unprobed: list[Target]  # between the two
     stopped: Stopped | None = None
-
-    @property
-    def good(self) -> Point:
-        return self.points[self.boundary.before]
-
-    @property
-    def bad(self) -> Point:
-        return self.points[self.boundary.after]
-
-    @property
-    def unknown(self) -> list[Point]:
-        return [self.points[i] for i in self.boundary.unknown]
-
-    @property
-    def unprobed(self) -> list[Target]:
-        return [self.targets[i] for i in self.boundary.unprobed]
 
     @property
     def exact(self) -> bool:
@@ -105,13 +93,10 @@ class Bisector:
             )
         if any_change:
             return Roles(str(better.whole), str(worse.whole), True)
-        if better.label == REPRODUCED:
-            raise ConfigError(f"Cannot bisect: good and bad are swapped ({ends}). Swap them.")
         if worse.label != REPRODUCED:
-            raise ConfigError(
-                f"Cannot bisect: the failure occurs at neither end ({ends}). Use --any-change to find where the result "
-                "changes."
-            )
+            swapped = better.label == REPRODUCED
+            hint = "Swap them." if swapped else "Use --any-change to find where the result changes."
+            raise ConfigError(f"Cannot bisect: the failure does not occur at the bad end ({ends}). {hint}")
         return Roles(str(better.label), REPRODUCED)
 
     def search(self, targets: Sequence[Target], roles: Roles, max_probes: int | None = None) -> Bisection:
@@ -131,7 +116,11 @@ class Bisector:
             ends = "; ".join(f"{targets[at].name}: {points[at].variants[self.variant]}" for at in (0, last))
             raise ConfigError(f"Cannot bisect: the two ends do not differ as expected ({ends}).")
         stopped = trail.ended if isinstance(trail.ended, Stopped) else None
-        return Bisection(self.variant, roles, tuple(targets), points, boundary, stopped)
+        return Bisection(
+            self.variant, roles, len(targets), boundary, list(points.values()), points[boundary.before],
+            points[boundary.after], [points[i] for i in boundary.unknown], [targets[i] for i in boundary.unprobed],
+            stopped,
+        )  # fmt: skip
 
     # -- which packages
 

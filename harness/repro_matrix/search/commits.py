@@ -6,14 +6,11 @@ plain Python: compiled parts, and files that the installer generates, stay those
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import re
 import shutil
 import subprocess
-import tarfile
-import uuid
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,22 +37,19 @@ class Clone:
         module = canonical(self.package).replace("-", "_")
         return [layout.format(module) for layout in _LAYOUTS]
 
-    def git(self, *words: str) -> str:
-        """Return what a git command prints. Raises ConfigError where it fails."""
-        done = self._run(*words)
-        if done.returncode:
-            lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
-            raise ConfigError(f"--repo {self.path}: git {words[0]}: {lines[-1]}")
-        return done.stdout.decode(errors="replace").strip()
-
-    def _run(self, *words: str) -> subprocess.CompletedProcess[bytes]:
+    def git(self, *words: str) -> str | None:
+        """Return what a git command prints, or None where it fails."""
         # Ignore the shell's repository (GIT_DIR), and do not write the clone's index.
         env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
         try:
-            return subprocess.run(["git", "-C", str(self.path), *words], capture_output=True, env=env, timeout=600)
+            command = ["git", "-C", str(self.path), *words]
+            done = subprocess.run(
+                command, capture_output=True, env=env, timeout=600, encoding="utf-8", errors="replace"
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigError(f"--repo {self.path}: git does not answer: {error}") from None
+        return None if done.returncode else done.stdout.strip()
 
     # -- which commits
 
@@ -63,10 +57,10 @@ class Clone:
         """Return the commit of a release's tag. Raises ConfigError."""
         short = re.sub(r"\.0$", "", release) if release.count(".") == 2 else release
         for tag in (form.format(text, self.package) for text in dict.fromkeys((release, short)) for form in _TAGS):
-            done = self._run("rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}")
-            if done.returncode == 0:
-                return done.stdout.decode().strip()
-        tags = self.git("tag", "--list").split()
+            commit = self.git("rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}")
+            if commit:
+                return commit
+        tags = (self.git("tag", "--list") or "").split()
         raise ConfigError(f"--repo {self.path}: no tag for {self.package} {release}{nearest(f'v{release}', tags)}")
 
     def between(self, first: str, last: str) -> list[str]:
@@ -75,22 +69,20 @@ class Clone:
         A release is often tagged on its own branch. The path then goes back to the fork and on from there, so that
         neighbours are always a commit and its first parent.
         """
-        fork = self._run("merge-base", first, last).stdout.decode().strip()
+        fork = self.git("merge-base", first, last)
         if not fork:
             raise ConfigError(
                 f"--repo {self.path}: {first[:10]} and {last[:10]} have no common ancestor. Is it a shallow clone?"
             )
-        back, forth = (
-            self.git("rev-list", "--first-parent", f"{fork}..{tip}", "--", *self.folders).split()
-            for tip in (first, last)
-        )
+        lists = (self.git("rev-list", "--first-parent", f"{fork}..{tip}", "--", *self.folders) for tip in (first, last))
+        back, forth = ((commits or "").split() for commits in lists)
         return list(dict.fromkeys([first, *back, fork, *reversed(forth), last]))
 
-    def title(self, commit: str) -> str:
+    def title(self, commit: str) -> str | None:
         return self.git("show", "--no-patch", "--format=%h %cs %s", commit)
 
     def is_ancestor(self, older: str, newer: str) -> bool:
-        return self._run("merge-base", "--is-ancestor", older, newer).returncode == 0
+        return self.git("merge-base", "--is-ancestor", older, newer) is not None
 
     # -- what is run
 
@@ -112,32 +104,24 @@ class Clone:
 
     def unpack(self, commit: str) -> tuple[Path, str]:
         """Return (root, folder) of the package's source of this commit in the user's cache. Raises StackError."""
-        existing = (
-            each for each in self.folders if not self._run("cat-file", "-e", f"{commit}:{each}/__init__.py").returncode
-        )
+        existing = (each for each in self.folders if self.git("cat-file", "-e", f"{commit}:{each}/__init__.py") == "")
         folder = next(existing, None)
-        what = f"{self.package} at {commit[:10]}"
         if folder is None:
-            raise StackError("unavailable", f"{what}: it has none of {', '.join(self.folders)}")
+            raise StackError("unavailable", f"{self.package} at {commit[:10]}: none of {', '.join(self.folders)}")
         root = cache_dir() / "sources" / f"{canonical(self.package)}-{commit[:16]}"
         if (root / folder).is_dir():
             return root, folder
-        half = root.with_name(f".{root.name}-{uuid.uuid4().hex[:8]}")
         try:
-            half.mkdir(parents=True)
-            with tarfile.open(
-                fileobj=io.BytesIO(self._run("archive", "--format=tar", commit, "--", folder).stdout)
-            ) as tar:
-                if hasattr(tarfile, "data_filter"):
-                    tar.extraction_filter = tarfile.data_filter
-                tar.extractall(half)
-            half.rename(root)
-        except (OSError, tarfile.TarError) as error:
+            root.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=root.parent) as half:
+                archive = Path(half, "archive.tar")
+                if self.git("archive", "--format=tar", f"--output={archive}", commit, "--", folder) is None:
+                    raise StackError("unavailable", f"{self.package} at {commit[:10]}: `git archive` failed")
+                shutil.unpack_archive(archive, Path(half, "tree"))
+                Path(half, "tree").rename(root)
+        except OSError as error:
             if not (root / folder).is_dir():  # else another run was faster
-                full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-                raise StackError("infra" if full else "unavailable", f"{what}: {error}") from None
-        finally:
-            shutil.rmtree(half, ignore_errors=True)
+                raise StackError("infra", f"{self.package} at {commit[:10]}: {error}") from None
         return root, folder
 
 
@@ -152,10 +136,7 @@ def _version(folder: Path) -> str | None:
 
 def open_clone(path: str, package: str) -> Clone:
     """Return the clone in a folder. Raises ConfigError."""
-    folder = Path(path).expanduser().absolute()
-    if not folder.is_dir():
-        raise ConfigError(f"--repo {path}: no such folder")
-    clone = Clone(folder, package)
-    if clone._run("rev-parse", "--git-dir").returncode:
+    clone = Clone(Path(path).expanduser().absolute(), package)
+    if clone.git("rev-parse", "--git-dir") is None:
         raise ConfigError(f"--repo {path}: not a git clone")
     return clone

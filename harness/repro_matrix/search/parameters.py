@@ -40,20 +40,13 @@ class Parameter:
         return self.values[0]
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """``done``: False where no probes were left."""
-
-    config: Config
-    done: bool
-
-
 def replaced(config: Config, index: int, value: Value) -> Config:
     return (*config[:index], value, *config[index + 1 :])
 
 
-def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -> Reduced:
-    """Return a minimal configuration. The given one is known to fail; only an answer True makes it smaller.
+def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -> tuple[Config, bool]:
+    """Return a minimal configuration, and whether the search is complete.
+    The given one is known to fail. Only an answer True makes it smaller.
 
     Numbers first, since small values are cheap to probe: all at their simplest at once, else one after another; then
     delta debugging of the choices; repeated until nothing changes. At the end every other value of each choice.
@@ -90,8 +83,8 @@ def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -
                 trail.ask(replaced(best, index, value))
     except NoMoreProbes as ended:
         trail.ended = ended
-        return Reduced(best, False)
-    return Reduced(best, True)
+        return best, False
+    return best, True
 
 
 def needed(parameter: Parameter, value: Value, answers: Mapping[Value, bool | None]) -> bool | None:
@@ -113,15 +106,8 @@ def needed(parameter: Parameter, value: Value, answers: Mapping[Value, bool | No
 
 LAYERS, HEADS = "num_hidden_layers", "num_attention_heads"
 WIDTHS = ("intermediate_size", "hidden_size", "vocab_size")  # in the order in which they are made smaller
-_REDUCED = (
-    "model",
-    "strategy",
-    "variants",
-    "repeat",
-    "ranks",
-    "steps",
-    *(f"model.config.{key}" for key in (LAYERS, *WIDTHS)),
-)
+_SIZES = tuple(f"model.config.{key}" for key in (LAYERS, *WIDTHS))
+_REDUCED = ("model", "strategy", "variants", "repeat", "ranks", "steps", *_SIZES)
 
 
 def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
@@ -233,17 +219,15 @@ def arguments_of(words: Sequence[str]) -> tuple[Argument, ...]:
             groups.append([word])
         else:
             groups[-1].append(word)
-    names = [group[0].partition("=")[0] for group in groups]
-    counts = [names[: at + 1].count(name) for at, name in enumerate(names)]
-    keys = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
-    return tuple(Argument(tuple(group), _argument(key, group)) for key, group in zip(keys, groups))
+    return tuple(Argument(tuple(group), _argument(group)) for group in groups)
 
 
 def _is_option(word: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]", word))
 
 
-def _argument(key: str, group: Sequence[str]) -> Parameter:
+def _argument(group: Sequence[str]) -> Parameter:
+    key = group[0].partition("=")[0]
     number = re.fullmatch(r"(?:--?[A-Za-z][\w.-]*=)?([1-9]\d{0,8})", group[-1])
     if number and len(group) <= 2 and _is_option(group[0]):
         return Parameter(key, int(number[1]), (OUT, *_doubled(1, int(number[1]))), number=True)
@@ -253,55 +237,53 @@ def _argument(key: str, group: Sequence[str]) -> Parameter:
 # -- of a script: its statements
 
 
-class Source:
-    """The statements of a Python file, outer ones before inner ones. Comments and layout are not kept."""
+def unparse(tree: ast.Module) -> str:
+    """Return the text of a module: without comments, and laid out anew."""
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.parents: list[int] = []  # of each statement; -1: the module
-        self.depths: list[int] = []
-        statements = self._statements(tree := ast.parse(text))
-        index = {id(node): at for at, node in enumerate(statements)}
-        parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        for node in statements:
-            parent = parents[id(node)]
-            while not isinstance(parent, (ast.stmt, ast.Module)):  # an except clause, a match case
-                parent = parents[id(parent)]
-            self.parents.append(index.get(id(parent), -1))
-            self.depths.append(self.depths[self.parents[-1]] + 1 if self.parents[-1] >= 0 else 0)
-        self.everything = frozenset(range(len(statements)))
 
-    @staticmethod
-    def _statements(tree: ast.Module) -> list[ast.stmt]:
-        return [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+def reduce_statements(text: str, trail: Trail[str, bool | None]) -> tuple[str, bool]:
+    """Return the part of a Python file that the failure needs, and whether the search is complete.
 
-    def closed(self, kept: frozenset[int]) -> frozenset[int]:
-        """Return the statements without those whose parent is left out."""
-        found: set[int] = set()
-        for at in sorted(kept):
-            if self.parents[at] < 0 or self.parents[at] in found:
-                found.add(at)
-        return frozenset(found)
+    Delta debugging of each block of statements, from the outermost inwards, until nothing changes. ``unparse`` of the
+    whole file is known to fail.
+    """
+    tree = ast.parse(text)
+    best, undefined = unparse(tree), _undefined(text)
 
-    def only(self, kept: frozenset[int]) -> str | None:
-        """Return the text with these statements alone; None where it is not valid or only raises NameError."""
-        tree = ast.parse(self.text)
-        out = {id(node) for at, node in enumerate(self._statements(tree)) if at not in kept}
-        for node in ast.walk(tree):
-            for name in ("body", "orelse", "finalbody"):
-                block = getattr(node, name, None)
-                if isinstance(block, list) and any(id(each) in out for each in block):
-                    rest = [each for each in block if id(each) not in out]
-                    setattr(node, name, rest or ([ast.Pass()] if name == "body" and node is not tree else []))
-        text = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+    def reproduced(owner: ast.AST, block: str, statements: Sequence[ast.stmt]) -> bool:
+        nonlocal best
+        setattr(owner, block, list(statements) or ([ast.Pass()] if block == "body" and owner is not tree else []))
+        smaller = unparse(tree)
         try:
-            return None if _undefined(text) - _undefined(self.text) else text
+            if smaller != best and (_undefined(smaller) - undefined or trail.ask(smaller) is not True):
+                return False  # it would only raise NameError, or it does not fail
         except SyntaxError:
-            return None
+            return False
+        best = smaller
+        return True
+
+    def visit(node: ast.AST) -> None:
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if isinstance(statements, list) and statements:
+                reproduced(node, block, ddmin(statements, lambda some, block=block: reproduced(node, block, some)))  # type: ignore[misc]
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    try:
+        while True:
+            before = best
+            visit(tree)
+            if best == before:
+                return best, True
+    except NoMoreProbes as ended:
+        trail.ended = ended
+        return best, False
 
 
 def _undefined(text: str) -> frozenset[str]:
-    """Return the global names that are used and bound nowhere, built-in ones among them."""
+    """Return the global names that are used and bound nowhere, built-in ones among them. Raises SyntaxError."""
     module = symtable.symtable(text, "script", "exec")
     tables, bound, used = [module], set[str](), set[str]()
     while tables:
@@ -314,32 +296,3 @@ def _undefined(text: str) -> frozenset[str]:
             if symbol.is_referenced() and (here or symbol.is_global()):
                 used.add(symbol.get_name())
     return frozenset(used - bound) if "import *" not in text else frozenset()
-
-
-def reduce_statements(source: Source, trail: Trail[frozenset[int], bool | None]) -> tuple[frozenset[int], bool]:
-    """Return the statements that the failure needs, and whether the search is complete.
-
-    Delta debugging from the outermost statements inwards, until nothing changes. The whole file is known to fail.
-    """
-    kept = source.everything
-
-    def reproduced(chosen: frozenset[int]) -> bool:
-        nonlocal kept
-        smaller = source.closed(chosen)
-        if smaller == kept or trail.ask(smaller) is True:
-            kept = smaller
-            return True
-        return False
-
-    try:
-        while True:
-            before = kept
-            for depth in range(1 + max(source.depths, default=0)):
-                among = frozenset(at for at in kept if source.depths[at] == depth)
-                rest = kept - among
-                ddmin(sorted(among), lambda some, rest=rest: reproduced(rest | frozenset(some)))  # type: ignore[misc]
-            if kept == before:
-                return kept, True
-    except NoMoreProbes as ended:
-        trail.ended = ended
-        return kept, False

@@ -24,7 +24,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.grading.root_cause import failure_ids
-from repro_matrix.planning.cells import variants_of
+from repro_matrix.planning.cells import Cell, variants_of
 from repro_matrix.records.document import Variant
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import local
@@ -80,9 +80,8 @@ def answer_of(case: str, variant: Variant | None) -> Answer:
     if variant["skipped"]:
         skip = variant.get("skip")
         needs = skip and skip["kind"] in ("packages", "build")  # the same text on every stack
-        return Answer(
-            None, f"skipped: {'needs ' + ', '.join(skip['requires']) if needs and skip else variant['skipped']}"
-        )
+        reason = f"needs {', '.join(skip['requires'])}" if needs and skip else variant["skipped"]
+        return Answer(None, f"skipped: {reason}")
     attempts = variant["attempts"]
     outcomes = [attempt["outcome"] for attempt in attempts]
     names: list[str] = [outcome["outcome"] for outcome in outcomes]
@@ -142,22 +141,41 @@ def one_case(name: str) -> Case:
     return cases[name]
 
 
+def one_variant(case: Case, name: str | None) -> str:
+    """Return a variant that follows the stack; by default the first. Raises ConfigError."""
+    variant = name or next(iter(case.variants))
+    if variant not in case.variants:
+        raise unknown("variant", variant, case.variants, f"case {case.slug}")
+    if case.variants[variant].stack:
+        raise ConfigError(f"Variant {variant} of {case.slug} has a stack of its own ({case.variants[variant].stack}).")
+    return variant
+
+
+def one_cell(request: Request) -> tuple[Case, Cell]:
+    """Return the one case of a request and its one cell. Raises ConfigError."""
+    name = request.selections[0].case[0]
+    if name not in request.catalogue.cases:
+        raise unknown("case", name, request.catalogue.cases)
+    if len(request.cells) != 1:
+        count = len(request.cells)
+        raise ConfigError(f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=.")
+    return request.catalogue.cases[name], request.cells[0]
+
+
 class CellRunner:
-    """Measure one cell after another. Inside ``with`` they share a launcher. Stored results are not measured again."""
+    """Measure one cell after another with one launcher, which ``with`` ends. Stored results are not measured again."""
 
     def __init__(self, say: Say, stop: threading.Event) -> None:
         self.say, self.stop = say, stop
         self._place: workspace.Workplace | None = None
-        self._open: contextlib.ExitStack | None = None
+        self._open = contextlib.ExitStack()
 
     def __enter__(self: R) -> R:
-        self._open = contextlib.ExitStack()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._open is not None:
-            self._open.close()
-        self._place = self._open = None
+        self._open.close()
+        self._place = None
 
     def measure(
         self, request: Request, stack: Stack, variants: Sequence[str], repeat: int
@@ -169,17 +187,15 @@ class CellRunner:
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
         prepared = session.prepare(request.but(stack.name, variants, repeat), given={stack.name: stack})
-        if self._open is not None and self._place is None:
+        if self._place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
             shared = workspace.workplace(prepared.settings.launcher.value, gpus, self.say)
             self._place = self._open.enter_context(shared)
         summary = workspace.execute(
             prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, at=self._place
         )
-        if summary.problem:
-            raise Stopped(summary.problem, 2)
-        if summary.interrupted:
-            raise Stopped("interrupted", 130)
+        if summary.problem or summary.interrupted:
+            raise Stopped(summary.problem or "interrupted", 2 if summary.problem else 130)
         document = summary.documents[0]
         store = Store(local.results_folder(prepared.settings))
         path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
@@ -195,14 +211,7 @@ class Prober(CellRunner):
     ) -> None:
         super().__init__(say, stop)
         self.request, self.settings = request, request.settings
-        name = request.selections[0].case[0]
-        if name not in request.catalogue.cases:
-            raise unknown("case", name, request.catalogue.cases)
-        self.case = request.catalogue.cases[name]
-        if len(request.cells) != 1:
-            count = len(request.cells)
-            raise ConfigError(f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=.")
-        self.cell = request.cells[0]
+        self.case, self.cell = one_cell(request)
         chosen = variants or self.settings.variants or self.case.variants
         wanted = variants_of(self.case, overrides.expand("variant", chosen, self.case.variants))
         self.own_stack = {
@@ -264,13 +273,7 @@ class Prober(CellRunner):
                 time.monotonic() - began, attempts,
             )  # fmt: skip
         self.points[target.spec] = point
-        self._report(point)
+        answer = point.variants[self.variants[0]]
+        how = f"{point.wall_s:.1f} s" if point.attempts or not answer.counted else "stored"
+        self.say(f"{point.target.name}: {self.variants[0]} {answer} ({how})")
         return point
-
-    def _report(self, point: Point) -> None:
-        answers = [point.variants[variant] for variant in self.variants]
-        others = sum(answer.label != answers[0].label for answer in answers)
-        more = f"; {others} of {len(answers) - 1} other variants have another result" if others else ""
-        stored = not point.attempts and any(answer.counted for answer in answers)
-        how = "stored" if stored else f"{point.wall_s:.1f} s"
-        self.say(f"{point.target.name}: {self.variants[0]} {answers[0]}{more} ({how})")

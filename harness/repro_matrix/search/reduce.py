@@ -6,12 +6,13 @@ continues when the same command is given again.
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from filelock import FileLock, Timeout
 from repro_matrix.config.adhoc import VARIANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import short_hash
-from repro_matrix.errors import ConfigError, MeasureError, unknown
+from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.external import command_line
 from repro_matrix.external.adhoc_case import Script, learned
 from repro_matrix.paths import cache_dir
@@ -29,10 +30,10 @@ from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import comparable_text
 from repro_matrix.runner import session
 from repro_matrix.runner.request import Request
-from repro_matrix.search import parameters
+from repro_matrix.search import parameters, prober
 from repro_matrix.search.algorithms import NoMoreProbes, Stopped, Trail, repeats_for
-from repro_matrix.search.parameters import OUT, Config, Parameter, Reduced, Source, arguments_of
-from repro_matrix.search.prober import NOT_REPEATED, REPRODUCED, Answer, CellRunner, Say, answer_of, one_case
+from repro_matrix.search.parameters import OUT, Config, Parameter, arguments_of
+from repro_matrix.search.prober import REPRODUCED, Answer, CellRunner, Say
 
 Json = dict[str, Any]
 CONFIRMED = 3  # attempts of the result: whether it fails every time
@@ -43,11 +44,10 @@ DEADLINE_FACTOR, MIN_DEADLINE_S = 5.0, 20.0  # of an attempt's deadline: times t
 
 @dataclass(frozen=True)
 class Probe:
-    """``document``: None where nothing was launched for it. ``attempts``: launched now."""
+    """``document``: None where there is no such cell."""
 
     answer: Answer
     document: str | None = None
-    attempts: int = 0
 
     @property
     def reproduced(self) -> bool | None:
@@ -66,6 +66,7 @@ class Reduction(CellRunner):
         self.stack, self.repeat, self.max_attempts = stack, repeat, max_attempts
         self.probes: dict[Hashable, Probe] = {}  # by configuration, or by the text of a script; in order
         self.notes: list[str] = []
+        self.unsure: list[str] = []  # the configurations without an answer because of the machine
         self.attempts = 0
         self.ended: NoMoreProbes | None = None
 
@@ -77,18 +78,8 @@ class Reduction(CellRunner):
         """Return the request for a configuration's one cell. Raises ConfigError."""
         raise NotImplementedError
 
-    def command(self, config: Config) -> list[str]:
-        """Return the `repro run` command of a configuration."""
-        raise NotImplementedError
-
-    def run(self) -> Json:
-        """Search, and return the result. Raises ConfigError where the failure does not occur as given, MeasureError
-        where that is unknown, Stopped before that is known."""
-        raise NotImplementedError
-
-    def _reduce(self) -> tuple[Reduced, Probe]:
-        """Return the minimal configuration, and the probe of the given one. The search starts again with more attempts
-        where the result is flaky: one passing attempt proves nothing then."""
+    def _reduce(self) -> tuple[Config, Probe]:
+        """Return the minimal configuration, and the probe of the given one."""
         given = tuple(each.given for each in self.parameters)
         first = self._probe(given, self.repeat)
         if first.reproduced is None:
@@ -98,26 +89,21 @@ class Reduction(CellRunner):
         self.say(f"{len(self.parameters)} parameters vary: {', '.join(each.name for each in self.parameters)}")
         while True:
             trail = Trail(self._reproduced)
-            reduced = parameters.reduce(self.parameters, trail)
+            config, done = parameters.reduce(self.parameters, trail)
             self.ended = trail.ended
-            if not reduced.done or not self._raise_repeat(reduced.config):
-                return reduced, first
-
-    def _raise_repeat(self, config: Config) -> bool:
-        try:
-            answer = self._probe(config, max(CONFIRMED, self.repeat)).answer
-        except NoMoreProbes as ended:
-            self.ended = ended
-            return False
-        if not answer.flaky or self.repeat >= repeats_for(answer.fired, answer.counted):
-            return False
-        self.repeat = repeats_for(answer.fired, answer.counted)
-        self.notes.append(
-            f"The failure is flaky: {answer.fired} of {answer.counted} attempts. Configurations that passed were "
-            f"launched {self.repeat} times."
-        )
-        self.say(self.notes[-1])
-        return True
+            try:
+                answer = self._probe(config, max(CONFIRMED, self.repeat)).answer if done else None
+            except NoMoreProbes as ended:
+                self.ended, answer = ended, None
+            wanted = repeats_for(answer.fired, answer.counted) if answer and answer.flaky else 1
+            if answer is None or self.repeat >= wanted:
+                return config, first
+            self.repeat = wanted  # one passing attempt proves nothing: start again with more
+            self.notes.append(
+                f"The failure is flaky: {answer.fired} of {answer.counted} attempts. Configurations that passed were "
+                f"launched {wanted} times."
+            )
+            self.say(self.notes[-1])
 
     def _reproduced(self, config: Config) -> bool | None:
         probe = self.probes.get(config)
@@ -133,34 +119,34 @@ class Reduction(CellRunner):
         """Measure a request, or read its stored result. Raises NoMoreProbes."""
         if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
             raise NoMoreProbes(f"the limit of {self.max_attempts} attempts is reached")
-        began = time.monotonic()
+        began, attempts = time.monotonic(), 0
         try:
             document, path, attempts = self.measure(request(), self.stack, [self.variant], repeat)
-            found = Probe(answer_of(self.slug, document["variants"].get(self.variant)), str(path), attempts)
+            found = Probe(prober.answer_of(self.slug, document["variants"].get(self.variant)), str(path))
         except ConfigError as error:  # more ranks than this machine has memory for, an option that is refused
             found = Probe(Answer(None, f"no such cell: {comparable_text(str(error))}"))
         self.probes[key] = found
-        self.attempts += found.attempts
-        how = f"{time.monotonic() - began:.1f} s" if found.attempts else "stored" if found.document else "not launched"
+        self.attempts += attempts
+        self.unsure += [] if found.answer.infra_error in (None, *LASTING) else [what]
+        how = f"{time.monotonic() - began:.1f} s" if attempts else "stored" if found.document else "not launched"
         self.say(f"{len(self.probes)}: {what}: {found.answer} ({how})")
         return found
 
-    def _result(self, reduced: Reduced, first: Probe, final: Probe, data: Json) -> Json:
+    def _result(self, config: Config, first: Probe, final: Probe, data: Json) -> Json:
         """Return the result with stable keys."""
-        varied = [self._varied(reduced.config, at) for at in range(len(self.parameters))]
+        varied = [self._varied(config, at) for at in range(len(self.parameters))]
         names = [each.name for each in self.parameters]
-        unsure = [each["name"] for each in varied if each["disturbed"]]
         return {
             "kind": "reduced", "failure": first.answer.detail, "lines": None, **data,
             "stack": {"name": self.stack.name, "versions": dict(self.stack.versions)},
             "error_at": final.answer.error_at, "document": final.document,
             "confirmed": f"{final.answer.fired} of {final.answer.counted}",
-            "needs": [each["name"] for each in varied if each["needed"]], "varied": varied, "unsure": unsure,
-            "given": {each.name: each.given for each in self.parameters}, "minimal": dict(zip(names, reduced.config)),
-            "done": reduced.done and self.ended is None and not unsure, "notes": self.notes,
+            "needs": [each["name"] for each in varied if each["needed"]], "varied": varied, "unsure": self.unsure,
+            "minimal": dict(zip(names, config)),
+            "done": self.ended is None and not self.unsure, "notes": self.notes,
             "probes": [
                 {"config": dict(zip(names, key)) if isinstance(key, tuple) else None, "answer": str(probe.answer),
-                 "document": probe.document, "attempts": probe.attempts}
+                 "document": probe.document}
                 for key, probe in self.probes.items()
             ],
             "attempts": self.attempts, "repeat": self.repeat,
@@ -170,14 +156,9 @@ class Reduction(CellRunner):
         parameter, value = self.parameters[at], config[at]
         probes = {other: self.probes.get(parameters.replaced(config, at, other)) for other in parameter.values}
         answers = {other: probe.reproduced for other, probe in probes.items() if probe is not None}
-        simplest = probes[parameter.simplest]
         return {
             "name": parameter.name, "given": parameter.given, "value": value, "number": parameter.number,
             "needed": parameters.needed(parameter, value, answers),
-            # An error of the machine, not of the script: unknown whether it can be left out.
-            "disturbed": bool(
-                value != parameter.simplest and simplest and simplest.answer.infra_error not in (None, *LASTING)
-            ),
             "answers": [
                 {"value": other, "reproduced": probe.reproduced, "answer": str(probe.answer)}
                 for other, probe in probes.items() if probe is not None and other != value
@@ -193,24 +174,15 @@ class CaseReduction(Reduction):
         stop: threading.Event,
     ) -> None:  # fmt: skip
         """Raise ConfigError where there is no such case or variant, or more than one cell."""
-        name = request.selections[0].case[0]
-        case = one_case(name)
+        case, cell = prober.one_cell(request)
         super().__init__(stack, request.settings.repeat or case.repeat, max_attempts, say, stop)
-        self.slug, self.variant = name, next(iter(case.variants))
-        self.reduced_variant = variant = variant or self.variant
-        if variant not in case.variants:
-            raise unknown("variant", variant, case.variants, f"case {name}")
-        if case.variants[variant].stack:
-            raise ConfigError(f"Variant {variant} of {name} has a stack of its own ({case.variants[variant].stack}).")
+        self.slug, self.variant = case.slug, next(iter(case.variants))
+        self.reduced_variant = variant = prober.one_variant(case, variant)
         given = self._prepare(request, variant)
-        if len(given.plans) != 1:
-            count = len(given.plans)
-            raise ConfigError(f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=.")
         plan = next(each for each in given.plans[0].variants if each.variant == variant)
         if plan.skipped:
-            raise MeasureError(f"{name}, variant {variant}: {plan.skipped}")
-        case = given.catalogue.cases[name]  # with the overrides of the command line
-        self.base = parameters.base_of(case, variant, request, plan.cell)
+            raise MeasureError(f"{case.slug}, variant {variant}: {plan.skipped}")
+        self.base = parameters.base_of(case, variant, request, cell)
         usual = self._prepare(self.base, self.variant).plans[0].variants[0]
         env = dict(given.settings.env)
         self.parameters = parameters.of_case(given.catalogue, case, variant, plan.settings, usual.settings, env)
@@ -222,17 +194,17 @@ class CaseReduction(Reduction):
         return self.base.having(parameters.overrides_of(self.parameters, config))
 
     def command(self, config: Config) -> list[str]:
-        texts = self.request(config).said(without=NOT_REPEATED)
+        texts = self.request(config).said(without=prober.NOT_REPEATED)
         return ["repro", "run", self.slug, *texts, f"stack={self.stack.name.replace('==', '@')}",
                 f"variants=[{self.variant}]"]  # fmt: skip
 
     def run(self) -> Json:
-        reduced, first = self._reduce()
+        config, first = self._reduce()
         data = {
             "case": self.slug, "variant": self.reduced_variant, "what": f"{self.slug} on {self.stack.name}",
-            "overrides": self.request(reduced.config).said(without=("case",)), "command": self.command(reduced.config),
+            "overrides": self.request(config).said(without=("case",)), "command": self.command(config),
         }  # fmt: skip
-        return self._result(reduced, first, self.probes[reduced.config], data)
+        return self._result(config, first, self.probes[config], data)
 
 
 class ScriptReduction(Reduction):
@@ -256,13 +228,15 @@ class ScriptReduction(Reduction):
         found += [Parameter(f"env.{name}", value, (OUT, value)) for name, value in script.env]
         self.parameters = tuple(found)
 
+    def _words(self, config: Config) -> list[str]:
+        return [word for each, value in zip(self.arguments, config) for word in each.words(value)]
+
     def configured(self, config: Config, path: Path | None = None) -> Script:
         """Return the script in this configuration. ``path``: a file with fewer statements to launch in its place."""
         values = dict(zip((each.name for each in self.parameters), config))
-        args = [word for each in self.arguments for word in each.words(values[each.parameter.name])]
         old = self.script.command
         nproc = int(values.get("nproc", old.nproc))
-        command = command_line.of_script(self.word, nproc, shlex.join(args), module=old.script is None)
+        command = command_line.of_script(self.word, nproc, shlex.join(self._words(config)), module=old.script is None)
         if path is not None:
             argv = tuple(str(path) if part == str(command.script) else part for part in command.argv)
             command = replace(command, argv=argv, script=path)
@@ -280,19 +254,17 @@ class ScriptReduction(Reduction):
 
     def run(self) -> Json:
         self._learn()
-        reduced, first = self._reduce()
-        command, lines, final = self.command(reduced.config), None, self.probes[reduced.config]
-        if self.script.command.script and self.out and reduced.done and self.ended is None:
-            lines, final = self._reduce_statements(self.script.command.script, self.out, reduced.config)
+        config, first = self._reduce()
+        command, lines, final = self.command(config), None, self.probes[config]
+        if self.script.command.script and self.out and self.ended is None:
+            lines, final = self._reduce_statements(self.script.command.script, self.out, config)
             if lines["file"]:
                 command = [lines["file"] if part == self.word else part for part in command]
-        script = self.configured(reduced.config).command
-        words = shlex.split(script.shown)
         data = {
             "what": f"{self.script.command.shown} on {self.stack.name}", "script": self.word, "lines": lines,
-            "nproc": script.nproc, "args": words[words.index(self.word) + 1 :], "command": command,
+            "nproc": self.configured(config).command.nproc, "args": self._words(config), "command": command,
         }  # fmt: skip
-        return self._result(reduced, first, final, data)
+        return self._result(config, first, final, data)
 
     def _learn(self) -> None:
         """Take the first attempt's failure where none was given, so that another error never counts as it."""
@@ -321,53 +293,35 @@ class ScriptReduction(Reduction):
     def _reduce_statements(self, file: Path, out: Path, config: Config) -> tuple[Json, Probe]:
         """Write the reduced script. Candidates are launched from one file beside the script, so that its imports and
         the stored results stay valid."""
-        source = Source(file.read_text(encoding="utf-8"))
-        path = file.with_name(f".{file.stem}.reducing.py")
+        text, path = file.read_text(encoding="utf-8"), file.with_name(f".{file.stem}.reducing.py")
 
-        def reproduced(kept: frozenset[int]) -> bool | None:
-            text = source.only(kept)
-            if text is None:
-                return None
-            path.write_text(text, encoding="utf-8")
-            what = f"{len(text.splitlines())} lines"
-            return self._launch(
-                text, what, lambda: self.configured(config, path).request(self.stack.name), self.repeat
-            ).reproduced
+        def reproduced(candidate: str) -> bool | None:
+            path.write_text(candidate, encoding="utf-8")
+            request = self.configured(config, path).request(self.stack.name)
+            what = f"{len(candidate.splitlines())} lines"
+            return self._launch(candidate, what, lambda: request, self.repeat).reproduced
 
         trail = Trail(reproduced)
-        kept, done = source.everything, False
-        with _locked(path):
-            try:
-                if trail.ask(kept) is not True:
+        whole = smallest = parameters.unparse(ast.parse(text))
+        done, lock = False, cache_dir() / "state" / f"reduce-{short_hash(str(path))}.lock"
+        try:
+            with FileLock(lock, timeout=0), ExitStack() as cleanup:
+                cleanup.callback(path.unlink, missing_ok=True)
+                if trail.ask(whole) is not True:
                     raise MeasureError(f"A copy of the script ({path.name}) does not fail in the same way.")
-                kept, done = parameters.reduce_statements(source, trail)
-            except NoMoreProbes as ended:
-                trail.ended = ended
+                smallest, done = parameters.reduce_statements(text, trail)
+        except NoMoreProbes as ended:
+            trail.ended = ended
+        except Timeout:
+            raise ConfigError(f"{file.name}: another process is reducing this script. Wait for it to end.") from None
         self.ended = trail.ended
-        text = source.only(kept) or ""
-        smaller = kept != source.everything
-        if smaller:
-            out.write_text(text, encoding="utf-8")
+        if smallest != whole:
+            out.write_text(smallest, encoding="utf-8")
         lines = {
-            "before": len(source.text.splitlines()), "now": len(text.splitlines()), "text": text, "done": done,
-            "file": os.path.relpath(out) if smaller else None,
+            "before": len(text.splitlines()), "now": len(smallest.splitlines()), "text": smallest, "done": done,
+            "file": os.path.relpath(out) if smallest != whole else None,
         }  # fmt: skip
-        return lines, self.probes.get(text) or self.probes[config]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Allow one reduction of a script at a time, and remove its file at the end. Raises ConfigError."""
-    state = cache_dir() / "state"
-    state.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(state / f"reduce-{short_hash(str(path))}.lock", timeout=0):
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-    except Timeout:
-        raise ConfigError(f"{path.name}: another process is reducing this script. Wait for it to end.") from None
+        return lines, self.probes.get(smallest) or self.probes[config]
 
 
 def output_path(script: Path, given: str | None) -> Path:

@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config.catalog import load
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from repro_matrix.search.bisect import Bisection, Search
 
 Data = dict[str, Any]
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, data: Data) -> str:
@@ -31,8 +29,8 @@ def render(template: str, data: Data) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined, autoescape=False,
+        loader=jinja2.PackageLoader("repro_matrix.search"), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, undefined=jinja2.StrictUndefined, autoescape=False,
     )  # fmt: skip
     environment.filters["cell"] = lambda value: _inert(str(value)).replace("|", "\\|").replace("\n", " ")
     environment.filters["text"] = _inert
@@ -75,7 +73,7 @@ def stage(kind: str, what: str, found: Bisection, prober: Prober, older_is_good:
     """Return one search over releases or commits. ``kind``: release or commit."""
     variant, roles = found.variant, found.roles
     probes = []
-    for point in found.points.values():
+    for point in found.points:
         answer = point.variants[variant]
         probes.append({
             "name": point.target.name, "role": roles.side(answer).value, "answer": answer.label or str(answer),
@@ -83,7 +81,7 @@ def stage(kind: str, what: str, found: Bisection, prober: Prober, older_is_good:
             "document": point.document,
         })  # fmt: skip
     return {
-        "kind": kind, "what": what, "candidates": len(found.targets), "title": None, "yanked": [],
+        "kind": kind, "what": what, "candidates": found.candidates, "title": None, "yanked": [],
         "exact": found.exact, "good": _end(found.good, variant, prober), "bad": _end(found.bad, variant, prober),
         "unknown": [{"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown],
         "unprobed": [target.name for target in found.unprobed], "probes": probes,
@@ -119,12 +117,9 @@ def _sentence(kind: str, found: Bisection, older_is_good: bool) -> str:
     if not found.exact:
         between = len(found.unknown) + len(found.unprobed)
         return f"the change lies between {good} (good) and {bad} (bad); {between} {kind}s between them are unknown"
-    if found.roles.exact:  # one answer turns into another: neither is the better one
-        before, after = (good, bad) if older_is_good else (bad, good)
-        return f"the result changes with {after}; {before} is the last with the earlier result"
     if older_is_good:
         return f"{bad} is the first bad {kind}, {good} the last good one"
-    return f"{good} is the first good {kind}, {bad} the last bad one: the failure no longer occurs from there on"
+    return f"{good} is the first good {kind}, {bad} the last bad one"
 
 
 # -- version maps
@@ -146,17 +141,13 @@ def version_map(
                 "probed": [names[i] for i in probed], "releases": probed[-1] - probed[0] + 1,
             })  # fmt: skip
         edges = [
-            {"before": side(edge.before, variant), "after": side(edge.after, variant), "adjacent": edge.exact,
+            {"before": names[edge.before], "after": names[edge.after], "adjacent": edge.exact,
              "unknown": [names[i] for i in edge.unknown], "unprobed": [names[i] for i in edge.unprobed]}
             for edge in boundaries(labels)
         ]  # fmt: skip
         reasons = {i: points[i].variants[variant].detail for i in labels if labels[i] is None}
         unknown = [{"release": names[i], "reason": reason} for i, reason in reasons.items()]
         return {"segments": segments, "boundaries": edges, "unknown": unknown}
-
-    def side(at: int, variant: str) -> Data:
-        answer = points[at].variants[variant]
-        return {"release": names[at], "answer": answer.label, "detail": answer.detail, "document": points[at].document}
 
     return {
         "case": prober.case.slug, "model": prober.cell.model, "strategy": prober.cell.strategy, "package": package,
