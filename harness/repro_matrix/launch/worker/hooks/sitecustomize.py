@@ -8,11 +8,13 @@ after this one, and hooks that the script sets are called. Standard library, Pyt
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from typing import Any, Callable
+from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+WORKERS = os.path.dirname(HERE)
 
 
 def next_sitecustomize() -> None:
@@ -39,26 +41,25 @@ def claimed(folder: str, rank: int) -> bool:
     return True
 
 
-def load_recording() -> Any:
-    """Import the kit's record module; leave neither the kit's name nor its folder visible to the script."""
-    package = os.path.dirname(
-        os.path.dirname(os.path.dirname(HERE))
-    )  # in a checkout repros/ stands beside it, in a wheel in its data/
-    places = [
-        os.path.join(folder, "repros")
-        for folder in (os.path.join(package, "data"), os.path.dirname(os.path.dirname(package)))
-    ]
-    repros = next(place for place in places if os.path.isdir(os.path.join(place, "repro_kit")))
-    taken = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "repro_kit"}
-    sys.path.insert(0, repros)
+def load(folder: str, name: str) -> Any:
+    """Import one of this project's modules; leave neither its name nor its folder visible to the script."""
+    top = name.partition(".")[0]
+    taken = {each: module for each, module in sys.modules.items() if each.partition(".")[0] == top}
+    sys.path.insert(0, folder)
     try:
-        from repro_kit import record
+        return importlib.import_module(name)
     finally:
-        sys.path.remove(repros)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "repro_kit"]:
-            del sys.modules[name]
+        sys.path.remove(folder)
+        for each in [each for each in sys.modules if each.partition(".")[0] == top]:
+            del sys.modules[each]
         sys.modules.update(taken)
-    return record
+
+
+def kit_folder() -> str:
+    """Return the folder of repro_kit: beside harness/ in a checkout, in the package's data/ in a wheel."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
+    places = (os.path.join(package, "data", "repros"), os.path.join(package, "..", "..", "repros"))
+    return next(place for place in places if os.path.isdir(os.path.join(place, "repro_kit")))
 
 
 def watch_rank(folder: str, rank: int, world_size: int) -> None:
@@ -69,36 +70,21 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     import time
     from pathlib import Path
 
-    recording = load_recording()
+    recording = load(kit_folder(), "repro_kit.record")
     rank_pid = os.getpid()
     log = os.open(os.path.join(os.path.dirname(folder), "logs", f"rank-{rank}.log"),
                   os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # fmt: skip
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    try:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1), 0, 0, 0)  # lets py-spy look at a hung rank
-    except (OSError, AttributeError):
-        pass
+    load(WORKERS, "elastic").allow_debugging_and_no_core()
     stacks = open(os.path.join(folder, f"stacks-{rank}.txt"), "w")  # noqa: SIM115 (open for as long as the rank lives)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     record = recording.Record(Path(folder, f"rank-{rank}.json"), rank, world_size)
     record.data["phase"] = "script"
     record.capture.install(every=False)
-    excepthook, thread_excepthook = sys.excepthook, threading.excepthook
-
-    def failed(error: BaseException) -> None:
-        if os.getpid() == rank_pid and record.data["exception"] is None:
-            record.data["exception"] = recording.describe_exception(error)
-            record.data["ended"] = time.time()
-            record.write()
-
-    def on_exception(kind: Any, error: BaseException, tb: Any) -> None:
-        failed(error)
-        excepthook(kind, error, tb)
+    thread_excepthook = threading.excepthook
 
     def on_thread(args: Any) -> None:
         if os.getpid() == rank_pid and args.exc_type is not SystemExit:
@@ -110,22 +96,21 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
         thread_excepthook(args)
 
     def at_end() -> None:  # registered first, so it is called last
-        if os.getpid() != rank_pid:
-            return
-        error = getattr(sys, "last_value", None)  # set for an uncaught exception, whichever excepthook was called
-        if error is not None:
-            failed(error)
-        record.data["ended"] = record.data["ended"] or time.time()
-        record.data["finished"] = True
-        record.write()
+        if os.getpid() == rank_pid:
+            record.data["ended"] = record.data["ended"] or time.time()
+            record.data["finished"] = True
+            record.write()
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
-        """Record the error before any excepthook: one that the script has set may end the process."""
-        if event == "sys.excepthook" and isinstance(args[2], BaseException):
-            failed(args[2])
+        """Record an uncaught exception before any excepthook: one that the script has set may end the process."""
+        raised = args[2] if event == "sys.excepthook" and os.getpid() == rank_pid else None
+        if isinstance(raised, BaseException) and record.data["exception"] is None:
+            record.data["exception"] = recording.describe_exception(raised)
+            record.data["ended"] = time.time()
+            record.write()
 
     sys.addaudithook(audit)
-    sys.excepthook, threading.excepthook = on_exception, on_thread
+    threading.excepthook = on_thread
     atexit.register(at_end)
     with open(os.path.join(folder, f"phases-{rank}.txt"), "a") as phases:
         phases.write(f"{time.time()} script\n")
@@ -137,17 +122,8 @@ def watch_launcher(folder: str) -> None:
     import json
     import subprocess
 
-    signalled: set[int] = set()
-
-    def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def wrapper(pid: int, number: int) -> None:
-            if number:
-                signalled.add(pid)
-            send(pid, number)
-
-        return wrapper
-
-    os.kill, os.killpg = record_signals(os.kill), record_signals(os.killpg)
+    elastic = load(WORKERS, "elastic")
+    os.kill, os.killpg = elastic.record_signals(os.kill), elastic.record_signals(os.killpg)
 
     class Popen(subprocess.Popen):
         @property
@@ -162,7 +138,7 @@ def watch_launcher(folder: str) -> None:
                 return
             path = os.path.join(folder, f"exit-{self.pid}.json")
             with open(path + ".tmp", "w") as out:
-                json.dump({"code": code, "signalled": self.pid in signalled}, out)
+                json.dump({"code": code, "signalled": self.pid in elastic.signalled}, out)
             os.replace(path + ".tmp", path)
 
     subprocess.Popen = Popen  # type: ignore[misc]
