@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt as attempt_module
-from repro_matrix.launch import observe, open_launcher, processes, sampling, torchrun, watch
+from repro_matrix.launch import observe, open_launcher, processes, sampling, watch
 from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, remove_files, tmp_of, torchrun_line
 from repro_matrix.launch.watch import Watched
 
@@ -277,25 +276,6 @@ def test_tree_excludes_dead_processes() -> None:
     wait_for(lambda: not processes.alive(target))  # a zombie until it is waited for
     assert processes.tree([target]) == set()
     process.wait()
-
-
-@pytest.mark.parametrize("times, starts", [(1, True), (2, False)])
-def test_start_is_repeated_after_esrch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, starts: bool
-) -> None:
-    """Seen once: ESRCH of an exec; the attempt was `launch`, infrastructure."""
-    real, lost = subprocess.Popen, [ProcessLookupError(3, "No such process")] * times
-
-    def popen(*args: Any, **named: Any) -> Any:
-        if lost:
-            raise lost.pop()
-        return real(*args, **named)
-
-    monkeypatch.setattr("repro_matrix.launch.torchrun.subprocess.Popen", popen)
-    attempt = attempt_of(tmp_path / "a", "nothing")
-    prepare(attempt)
-    with contextlib.nullcontext() if starts else pytest.raises(ProcessLookupError):
-        assert torchrun._start([sys.executable, "-c", "pass"], {}, attempt).wait() == 0
 
 
 # --- samples at the deadline

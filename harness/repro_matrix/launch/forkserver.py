@@ -32,7 +32,7 @@ from repro_matrix.launch.attempt import (
     remove_files,
     stack_environment,
 )
-from repro_matrix.launch.torchrun import TorchrunLauncher
+from repro_matrix.launch.torchrun import TorchrunLauncher, tried_again
 from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
@@ -67,12 +67,7 @@ class ForkserverLauncher:
         reason = torchrun_reason(attempt)
         if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
-                observation = self._once(attempt, stop)
-                problem = observation["infra_error"]
-                if problem and problem["kind"] in ("launcher_died", "port") and not stop.is_set():
-                    observation = self._once(attempt, stop)
-                    observation["attempt"]["retried"] = f"{problem['kind']}: {problem['message']}"
-                return observation
+                return tried_again(lambda: self._once(attempt, stop), ("launcher_died", "port"), stop)
             except Refused as refused:
                 reason = f"no fork server ({refused.kind}): {refused}"
             finally:

@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -85,7 +86,8 @@ def end(find: Callable[[], set[psutil.Process]], term_s: float = TERM_S) -> list
     ended: dict[psutil.Process, str] = {}
     for target in find():
         ended[target] = f"{name_of(target)} ended"
-        _signal(target.terminate)
+        with suppress(psutil.Error):
+            target.terminate()
     limit = time.monotonic() + term_s
     while time.monotonic() < limit and any(alive(target) for target in ended):
         time.sleep(0.02)
@@ -97,32 +99,21 @@ def end(find: Callable[[], set[psutil.Process]], term_s: float = TERM_S) -> list
         for target in left:
             if not ended.get(target, "").endswith("killed"):
                 ended[target] = f"{name_of(target)} killed"
-            _signal(target.kill)
+            with suppress(psutil.Error):
+                target.kill()
         time.sleep(0.02)
     return sorted(ended.values())
-
-
-def _signal(send: Callable[[], None]) -> None:
-    try:
-        send()
-    except psutil.Error:
-        pass
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:
     """Return the names of the shared memory files that these processes have mapped or open."""
     names = set()
     for pid in pids:
-        try:
+        with suppress(OSError):
+            used = [os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")]
             if _shares(pid):
-                with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
-                    names |= {line.rstrip().split("/dev/shm/", 1)[1] for line in maps if "/dev/shm/" in line}
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                target = os.readlink(f"/proc/{pid}/fd/{fd}")
-                if target.startswith("/dev/shm/"):
-                    names.add(target.removeprefix("/dev/shm/"))
-        except OSError:
-            continue
+                used += Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            names |= {line.split("/dev/shm/", 1)[1] for line in used if "/dev/shm/" in line}
     return {name for name in names if not name.endswith(" (deleted)")}
 
 
@@ -136,24 +127,15 @@ def _shares(pid: int) -> bool:
 def clear_shared_memory(known: set[str], numbers: set[int], since: float) -> list[str]:
     """Remove the attempt's files: ``known`` as used by it, or with one of ``numbers`` (pids, port) in the name."""
     removable = set()
-    try:
-        entries = list(os.scandir(SHM))
-    except OSError:
-        return []
-    for entry in entries:
-        try:
-            info = entry.stat(follow_symlinks=False)
-        except OSError:
-            continue
-        if info.st_uid != os.getuid() or info.st_ctime < since - 1:
-            continue
-        if entry.name in known or numbers & {int(number) for number in re.findall(r"\d+", entry.name)}:
-            removable.add(entry.name)
+    for path in SHM.glob("*"):
+        named = path.name in known or numbers & {int(number) for number in re.findall(r"\d+", path.name)}
+        with suppress(OSError):
+            info = path.lstat()
+            if named and info.st_uid == os.getuid() and info.st_ctime >= since - 1:
+                removable.add(path.name)
     if removable:
         removable -= shared_memory_of(int(name) for name in os.listdir("/proc") if name.isdigit())
     for name in removable:
-        try:
+        with suppress(OSError):
             (SHM / name).unlink()
-        except OSError:
-            pass
     return sorted(removable)

@@ -61,7 +61,7 @@ def take(
         if rank not in living or not processes.alive(living[rank]):
             samples[rank] = Sample({"time_s": round(time.monotonic() - began, 3), "ended": True})
             continue
-        trace, answer = traces.get(rank, ""), answers.get(rank)
+        trace, answer, reported = traces.get(rank, ""), answers.get(rank), phases(records, rank)
         known = bool(trace) and not trace.startswith(NO_STACK)
         blocked_in = blocking_call(trace) if known else ""
         collectives = answer["collectives"] if answer else None
@@ -69,7 +69,7 @@ def take(
         if known and not blocked_in and waits and in_backward(trace):
             blocked_in = "backward"
         state = {
-            "time_s": times[rank], "ended": False, **used[rank], "phase": phase(records, rank),
+            "time_s": times[rank], "ended": False, **used[rank], "phase": reported[-1][1] if reported else None,
             "stack": _digest(stable_stack(trace)) if known else None, "blocking_call": blocked_in,
             "collectives_digest": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
             "busy_waiting": busy_waiting and (bool(blocked_in) or waits),
@@ -109,12 +109,6 @@ def _busy(pid: int) -> bool:
     except (OSError, IndexError):
         pass
     return False
-
-
-def phase(records: Path, rank: int) -> str | None:
-    """Return the last phase that a rank reported; None if it has reported none."""
-    reported = phases(records, rank)
-    return reported[-1][1] if reported else None
 
 
 def phases(records: Path, rank: int) -> list[tuple[float, str]]:

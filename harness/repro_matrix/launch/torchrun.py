@@ -14,10 +14,8 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from repro_matrix.config.adhoc import INFINITE
 from repro_matrix.config.env_allowlist import set_by_launch
@@ -52,16 +50,24 @@ class TorchrunLauncher:
         """Run one attempt; once more if another process took its port meanwhile."""
         command = [attempt.python, str(WORKER), str(attempt.spec_file)]
         try:
-            observation = run_worker(attempt, self.name, command, command, environment(attempt), stop)
-            if (observation["infra_error"] or {}).get("kind") == "port" and not stop.is_set():
-                observation = run_worker(attempt, self.name, command, command, environment(attempt), stop)
-                observation["attempt"]["retried"] = "port"
-            return observation
+            return tried_again(
+                lambda: run_worker(attempt, self.name, command, command, environment(attempt), stop), ("port",), stop
+            )
         finally:
             remove_files(attempt)
 
     def close(self) -> None:
         pass
+
+
+def tried_again(once: Callable[[], Json], kinds: tuple[str, ...], stop: threading.Event) -> Json:
+    """Return the observation of an attempt, or of its repetition after an infrastructure error of these ``kinds``."""
+    observation = once()
+    problem = observation["infra_error"]
+    if problem and problem["kind"] in kinds and not stop.is_set():
+        observation = once()
+        observation["attempt"]["retried"] = f"{problem['kind']}: {problem['message']}"
+    return observation
 
 
 class CommandLauncher:
@@ -100,7 +106,12 @@ def run_worker(
         return observe.not_started(attempt, launcher, command, started, None)
     prepare(attempt, spec)
     try:
-        process = _start(worker, {**env, PARENT_TOKEN: str(os.getpid())}, attempt)
+        with open(attempt.logs / "launcher.log", "ab") as log:
+            # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
+            process = subprocess.Popen(
+                worker, env={**env, PARENT_TOKEN: str(os.getpid())}, cwd=attempt.work, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
     except OSError as error:  # the interpreter does not exist or does not run
         problem = {"kind": "launch", "message": f"{type(error).__name__}: {error}"}
         return observe.not_started(attempt, launcher, command, started, problem)
@@ -115,20 +126,6 @@ def run_worker(
     watched = Watch(attempt, processes.process(process.pid)).run(ended, stop)
     ended(1.0)
     return observe.observation(attempt, launcher, command, watched, process.returncode)
-
-
-def _start(command: list[str], env: dict[str, str], attempt: Attempt) -> subprocess.Popen[Any]:
-    """Start the process. Try again if exec fails with ESRCH, which Linux 6.18 did once in some 10,000 starts."""
-    with open(attempt.logs / "launcher.log", "ab") as log:
-        # A session of its own: Ctrl-C in the terminal is for the controller, which ends the attempt in order.
-        start = partial(
-            subprocess.Popen, command, env=env, cwd=attempt.work, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            return start()
-        except ProcessLookupError:
-            return start()
 
 
 def user_environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:

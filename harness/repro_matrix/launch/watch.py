@@ -29,8 +29,7 @@ LOOK_S = 1.0  # how often the process tree, its memory files and the size of the
 APART_S = 2.5  # between two samples that are compared
 QUIET_S = 3.0  # ranks that used no CPU time for so long are sampled
 QUIET_CPU = 0.04  # CPU seconds per rank and second that count as none: heartbeats, the cost of being watched
-GPU_EVERY_S = 10.0  # ranks that wait on a GPU keep a core busy: they are sampled now and then, quiet or not
-PATIENCE = 2.0  # after samples without a hang, the pause before the next ones grows by this factor
+EVERY_S = 10.0  # after samples without a hang; ranks that wait on a GPU keep a core busy: they are sampled so often
 TRIES = 8  # pairs of samples at the deadline, at most: on a machine under load several may tell nothing
 
 
@@ -74,7 +73,6 @@ class Watch:
         self._used = 0.0
         self._first: dict[int, Sample] | None = None  # the first samples of a pair
         self._next_round = 0.0
-        self._pause = APART_S
 
     @property
     def _spins(self) -> bool:
@@ -156,19 +154,18 @@ class Watch:
             return False
         if now < self._next_round:
             return False
-        pause = GPU_EVERY_S if spins else self._pause
         first = self._first
         if first is None:
             first = self._sample(full=not spins)
             if self._deadlock(first) is None:
-                self._next_round, self._pause = now + pause, self._pause * PATIENCE
+                self._next_round = now + EVERY_S
                 return False
             self._first = self._sample() if spins else first
             self._next_round = time.monotonic() + APART_S
             return False
         second = self._sample()
         self._first = None
-        self._next_round, self._pause = now + pause, self._pause * PATIENCE
+        self._next_round = now + EVERY_S
         if attempt_progress({rank: (first[rank].state, s.state) for rank, s in second.items()}) != "stuck":
             return False
         reason = self._deadlock(second)

@@ -70,8 +70,6 @@ LAZY = {
 # Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what transformers costs.
 # Accelerator.prepare and Trainer import deepspeed wherever it is installed.
 LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
-# What a package computes once in every process, from nothing but its own source: (its module, a function, an argument).
-COMPUTED_ONCE = [("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")]  # 900 expressions
 
 
 # --- the server
@@ -99,12 +97,10 @@ def preload(packages: list[str]) -> None:
                 traceback.print_exc()
             continue
         check_forkable(name)
-    for name, function, argument in COMPUTED_ONCE:
-        try:
-            getattr(sys.modules[name], function)(argument)
-        except Exception:  # not imported, or another release; else it fails in the rank, with its own error
-            continue
-        check_forkable(name)
+    try:  # compile 900 regular expressions, which transformers does once in every process
+        sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
+    except Exception:
+        pass  # not imported, or another release; else it fails in the rank, with its own error
 
 
 def check_forkable(module: str) -> None:
