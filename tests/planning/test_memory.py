@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -134,7 +133,7 @@ def planned(
     stacks = {name: replace(STACK, name=name) for name in ("current", "torch2.2-tf4.39")}
     settings = RunSettings(scale=Scale.full, deadline=deadline)
     (cell,) = Planner(CATALOGUE, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
-    return add_memory(cell, CATALOGUE, profile, machine, lambda variant: (QWEN_14B, 350.0), deadline)
+    return add_memory(cell, CATALOGUE, profile, machine, lambda variant: QWEN_14B, deadline)
 
 
 def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
@@ -260,19 +259,7 @@ def test_model_facts_have_the_published_number_of_parameters(name: str, worker: 
 def test_model_facts_with_checkpointing_and_lora_need_less(worker: Any) -> None:
     plain = worker.facts(request("llama-2-7b", "tiny", dtype="float32"))
     saving = worker.facts(request("llama-2-7b", "tiny", dtype="float32", checkpointing=True))
-    assert saving["activations"]["4"]["peak"] < plain["activations"]["4"]["peak"]
+    assert saving["activations"]["4"] < plain["activations"]["4"]
     pytest.importorskip("peft")
     lora = worker.facts(request("llama-2-7b", "tiny", dtype="float32", lora=True))
     assert 0 < lora["trainable"] < lora["parameters"] / 20
-
-
-@pytest.mark.ranks  # a process of the stack
-def test_model_facts_measure_a_rank_before_any_model() -> None:
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, str(root / "harness/repro_matrix/launch/worker/model_facts.py"), str(root / "repros")]
-    asked = json.dumps({"models": {}, "bases": [["transformers"], ["no_such_package"]]})
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300, check=True)
-    bases = json.loads(done.stdout.splitlines()[-1])["bases"]
-    assert (
-        50 < bases["transformers"]["forkserver"] <= bases["transformers"]["torchrun"] and bases["no_such_package"] == {}
-    )

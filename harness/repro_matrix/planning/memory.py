@@ -3,7 +3,7 @@
 A phase is a moment of an attempt; its parts are what is in memory then, in bytes, never less than what was measured
 (docs/guides/full-size.md). The parts:
 
-base         the interpreter, torch and the other packages (measured in the stack); on a GPU, its context
+base         the interpreter, torch and the other packages; on a GPU, its context
 weights      the parameters a rank holds: all of them, or its shard
 gradients    of the trainable ones, all or its shard
 optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps float32 copies of its shard)
@@ -30,6 +30,7 @@ from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
 MIB, GIB = 2**20, 2**30
 # Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
 CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
+BASE = 380 * MIB  # measured: 250 (torch alone) to 380 (transformers, accelerate and peft), forked or not
 CONNECTED = 55 * MIB  # beyond the base as it is measured (one rank): connections, the wrapper's code at its first use
 # DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
 # (docs/guides/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
@@ -69,7 +70,7 @@ class ModelSizes:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelSizes:
-        sizes = {int(size): int(found["peak"]) for size, found in data["activations"].items()}
+        sizes = {int(size): peak for size, peak in data["activations"].items()}
         return cls(**{**data, "activations": sizes})
 
     def activation_bytes(self, sequences: int) -> int:
@@ -86,7 +87,7 @@ class Layout:
     place: Literal["cpu", "cuda"] = "cpu"
     sequences: int = 2  # in one rank's batch
     sharding: str = "FULL_SHARD"
-    base: int = 300 * MIB
+    base: int = BASE
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
     loads: bool = True  # what is saved is loaded into a second model beside the first
@@ -277,8 +278,8 @@ def expected_seconds(facts: ModelSizes, layout: Layout, cores: int) -> float:
     return START_S + facts.parameters * SECONDS[layout.place] * work
 
 
-# Of one variant: its model's facts and the MiB of its packages; None: unknown, then nothing is planned.
-LookUp = Callable[[VariantPlan], "tuple[ModelSizes, float] | None"]
+# Of one variant: its model's facts; None: unknown, then nothing is planned.
+LookUp = Callable[[VariantPlan], "ModelSizes | None"]
 
 
 def add_memory(
@@ -295,17 +296,15 @@ def add_memory(
 def _add_memory(
     variant: VariantPlan, case: Case, profile: Profile, machine: Machine, look_up: LookUp, deadline: float | None
 ) -> VariantPlan:
-    known = None if variant.skipped else look_up(variant)
-    if known is None:
+    facts = None if variant.skipped else look_up(variant)
+    if facts is None:
         return variant
-    facts, base_mb = known
     kind, strategy = case.pass_criteria.kind, variant.settings["strategy"]
     layout = Layout(
         strategy=strategy["slug"],
         ranks=variant.settings["world_size"],
         place="cuda" if profile.accelerator == "cuda" else "cpu",
         sharding=(strategy.get("options") or {}).get("sharding", "FULL_SHARD"),
-        base=round(base_mb * MIB),
         copies=case.reference_models,
         trains=kind not in ("inference", "generating"),
         loads=kind in ("saving", "loading") or "checkpoint" in case.pass_criteria.checks,

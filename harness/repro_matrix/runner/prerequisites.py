@@ -27,7 +27,6 @@ from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import ModelSizes, add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, skip_with_first
 from repro_matrix.results import provenance
-from repro_matrix.runner.attempts import imports_of
 
 Json = dict[str, Any]
 
@@ -250,34 +249,29 @@ class ModelFacts:
         code = _hash(*(path.read_text(encoding="utf-8") for path in sources))
         self.path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
         self.models: dict[str, Json] = {}
-        self.bases: dict[str, dict[str, float]] = {}
         try:
-            stored = json.loads(self.path.read_bytes())
-            self.models, self.bases = stored["models"], stored["bases"]
-        except (OSError, ValueError, KeyError):
+            self.models = json.loads(self.path.read_bytes())
+        except (OSError, ValueError):
             pass
 
-    def ask(self, asked: Iterable[Json], imports: Iterable[tuple[str, ...]]) -> str | None:
+    def ask(self, asked: Iterable[Json]) -> str | None:
         """Ask one process for everything that is not known; return what went wrong, or None.
 
         Takes some ten seconds of CPU: importing torch and transformers, and running each model on meta tensors.
         """
         models = {key: each for each in asked if (key := _key(each)) not in self.models}
-        bases = [list(names) for names in dict.fromkeys(imports) if ",".join(names) not in self.bases]
-        if not models and not bases:
+        if not models:
             return None
         env = {**os.environ, **self.stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         env["HF_MODULES_CACHE"] = str(cache_dir() / "facts" / f"modules-{self.stack.key}")
         env["CUDA_VISIBLE_DEVICES"] = ""
-        request = json.dumps({"models": models, "bases": bases})
-        answer, problem = _ask([self.stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, request)
+        answer, problem = _ask([self.stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, json.dumps(models))
         if problem:
             return f"stack {self.stack.name} does not tell what its models need: {problem}"
-        self.models.update(answer["models"])
-        self.bases.update(answer["bases"])
+        self.models.update(answer)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"models": self.models, "bases": self.bases}), encoding="utf-8")
+        temporary.write_text(json.dumps(self.models), encoding="utf-8")
         os.replace(temporary, self.path)
         return None
 
@@ -285,9 +279,6 @@ class ModelFacts:
         """Return None where nothing is known, or this stack cannot build the model."""
         stored = self.models.get(_key(asked))
         return None if stored is None or "error" in stored else ModelSizes.from_json(stored)
-
-    def base_mb(self, imports: Iterable[str], start: str = "forkserver") -> float | None:
-        return self.bases.get(",".join(imports), {}).get(start)
 
 
 def with_memory(
@@ -304,20 +295,13 @@ def with_memory(
     ]
     problems = []
     for name in dict.fromkeys(variant.stack for _, variant in variants) if ask else ():
-        own = [(plan, variant) for plan, variant in variants if variant.stack == name]
-        imports = [imports_of(catalogue, catalogue.cases[plan.cell.case], variant) for plan, variant in own]
-        problem = facts[name].ask([question(variant.settings) for _, variant in own], imports)
+        problem = facts[name].ask([question(variant.settings) for _, variant in variants if variant.stack == name])
         problems += [problem] if problem else []
 
-    def look_up(slug: str, variant: VariantPlan) -> tuple[ModelSizes, float] | None:
-        case = catalogue.cases[slug]
-        if variant.stack not in facts or case.simulated:
+    def look_up(slug: str, variant: VariantPlan) -> ModelSizes | None:
+        if variant.stack not in facts or catalogue.cases[slug].simulated:
             return None
-        torchrun = settings.launcher.value == "torchrun" or case.launch.cold_start_reason or case.launch.normal_exit
-        model = facts[variant.stack].model(question(variant.settings))
-        start = "torchrun" if torchrun else "forkserver"
-        base = facts[variant.stack].base_mb(imports_of(catalogue, case, variant), start)
-        return (model, base) if model and base else None
+        return facts[variant.stack].model(question(variant.settings))
 
     return [
         add_memory(plan, catalogue, plan.profile, machine, partial(look_up, plan.cell.case), settings.deadline)

@@ -1,11 +1,11 @@
-"""Measure a model on meta tensors: parameters, units, activations; and what a process needs before any model.
+"""Measure a model on meta tensors: parameters, units, activations.
 
 Run by path inside the stack: ``python model_facts.py REPROS < request.json``; the answer is its last line.
 Standard library, torch and transformers (and peft for LoRA) only. No weight is ever allocated: the model is built by
 repros/repro_kit on the meta device, and its forward and backward run there, while a dispatch mode counts living bytes.
 
-Request: {"models": {key: {"model": settings, "dtype", "lora", "checkpointing", "sizes", "length"}}, "bases": [[name]]}
-Answer: {"models": {key: facts or {"error": text}}, "bases": {"a,b": {"forkserver": MiB, "torchrun": MiB}}}
+Request: {key: {"model": settings, "dtype", "lora", "checkpointing", "sizes", "length"}}
+Answer: {key: facts or {"error": text}}
 """
 
 from __future__ import annotations
@@ -14,74 +14,23 @@ import json
 import os
 import sys
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 Json = dict[str, Any]
 
 
 def main() -> None:
     sys.path.insert(0, sys.argv[1])
-    request = json.load(sys.stdin)
-    import torch  # noqa: F401 - before the forks
-
     os.environ["DS_ACCELERATOR"] = "cpu"
-    bases = {",".join(names): base(names) for names in request["bases"]}
     models = {}
-    for key, model in request["models"].items():
+    for key, model in json.load(sys.stdin).items():
         try:
             models[key] = facts(model)
         except Exception as error:  # other models can still be built by this stack
             models[key] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
-    print(json.dumps({"models": models, "bases": bases, "cpu_s": sum(os.times()[:2])}))
+    print(json.dumps(models))
     sys.stdout.flush()
     os._exit(0)  # some releases of torch abort while the interpreter is torn down
-
-
-def base(names: list[str]) -> dict[str, float]:
-    """Return the peak RSS in MiB of a rank before any model: it imports a case's packages and trains one layer alone.
-
-    ``torchrun``: in a fresh process; ``forkserver``: forked from a server that has imported them (of mapped files,
-    such as torch's libraries, a forked process has only what it touches). Empty: they cannot be imported here.
-    """
-
-    def both() -> None:
-        import fork_server
-
-        fork_server.preload(names)
-        inherited, _ = forked(train_one_layer)
-        train_one_layer()
-        os.write(1, str(inherited).encode())
-
-    fresh, output = forked(both)
-    return {"torchrun": fresh, "forkserver": float(output)} if output else {}
-
-
-def forked(work: Callable[[], None]) -> tuple[float, str]:
-    """Do ``work`` in a forked process; return its peak RSS in MiB, and its standard output."""
-    receive, send = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.close(receive)
-            os.dup2(send, 1)
-            work()
-        finally:
-            os._exit(0)
-    os.close(send)
-    with os.fdopen(receive) as output:
-        text = output.read()
-    return round(os.wait4(pid, 0)[2].ru_maxrss / 1024, 1), text
-
-
-def train_one_layer() -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-    model(torch.randn(4, 64)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.state_dict()
 
 
 def facts(request: Json) -> Json:
@@ -136,7 +85,7 @@ def split_by_tp(model: Any) -> int:
     return sum(split.values())
 
 
-def activations(model: Any, length: int, size: int) -> Json:
+def activations(model: Any, length: int, size: int) -> int:
     """Return the living bytes of a forward and backward of ``size`` sequences, beyond parameters and gradients."""
     import torch
 
@@ -148,7 +97,7 @@ def activations(model: Any, length: int, size: int) -> Json:
         loss.backward()
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     # Beyond all gradients: while those of later layers are still to come, there is room for what the backward needs.
-    return {"peak": max(forward, live.peak - gradients)}
+    return max(forward, live.peak - gradients)
 
 
 def live_bytes(model: Any) -> Any:
