@@ -284,7 +284,7 @@ def test_run_bad_input_is_refused_before_a_launch(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("x = 1\nif True\n    pass\n")
     Path("good.py").write_text("print(1)\n")
-    monkeypatch.setattr("repro_matrix.runner.attempts.CommandLauncher", lambda: pytest.fail("launched"))
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: pytest.fail("launched"))
     assert cli.main(["run", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -329,7 +329,7 @@ def test_run_exit_codes(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print(1)\n")
     made = Ranks(observation)
-    monkeypatch.setattr("repro_matrix.runner.attempts.CommandLauncher", lambda: made)
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
     line = ["run", "./train.py", *words, "results=out"]
     assert cli.main([*line, "--json"]) == code
     data = json.loads(capsys.readouterr().out)

@@ -175,7 +175,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
     launcher = Ranks()
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("repro_matrix.runner.attempts.CommandLauncher", lambda: launcher)
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: launcher)
     monkeypatch.chdir(tmp_path)
     Path("s.py").write_text(SCRIPT)
     return launcher

@@ -50,7 +50,7 @@ class Lab:
 @pytest.fixture
 def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     made = Lab(world, tmp_path)
-    monkeypatch.setattr("repro_matrix.runner.attempts.CommandLauncher", lambda: made)
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print(1)\n")
     return made

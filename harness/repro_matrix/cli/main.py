@@ -6,14 +6,12 @@ A command's module has ``configure(parser)`` and ``main(args)``. It is imported 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from repro_matrix.errors import ConfigError, ReproError, nearest
@@ -57,6 +55,11 @@ Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect,
 """
 
 
+DEFECT = 70  # EX_SOFTWARE of sysexits.h
+# Errors of the disk or its permissions, which a user can mend, whatever was being written.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
 def overview() -> str:
     """Return the text of `repro --help`: at most 24 lines of 100 columns; imports no command's module."""
     lines = [
@@ -67,15 +70,10 @@ def overview() -> str:
     return HELP.format(commands="\n".join(lines))
 
 
-DEFECT = 70  # as EX_SOFTWARE of sysexits.h
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the disk's state, whatever was being written
-REFUSED = (errno.EACCES, errno.EPERM)  # and its permissions
-
-
 def command_parser(command: str) -> tuple[Any, Any]:
     """Return a command's module and its argument parser."""
     module = importlib.import_module(f"repro_matrix.cli.{command}")
-    from repro_matrix.cli import options  # after the overview: it reads the settings' names
+    from repro_matrix.cli import options  # not for `repro --help`: it imports pydantic
 
     parser = options.Parser(
         prog=f"repro {command}",
@@ -95,20 +93,22 @@ def parsed(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namesp
     return module, options.parse(parser, list(arguments))
 
 
-def _run(arguments: list[str]) -> int:
-    if arguments == ["--version"]:
-        return _version()
-    if arguments[:1] in (["--help"], ["-h"]):
-        print(overview(), end="", flush=True)
+def _run(arguments: Sequence[str]) -> int:
+    command = arguments[0] if arguments else ""
+    if command in ("--help", "-h") and len(arguments) == 1:
+        print(overview(), end="")
         return 0
-    if not arguments or arguments[0].startswith("-"):
-        found = f"{arguments[0]} does not go with a command" if arguments else "a command is missing"
-        raise ConfigError(f"{found}. `repro --help` lists the commands.")
-    module, args = parsed(arguments[0], arguments[1:])
+    if command == "--version" and len(arguments) == 1:
+        print(_version())
+        return 0
+    if command not in COMMANDS:
+        what = f"unknown command {command!r}{nearest(command, COMMANDS)}" if command else "a command is missing"
+        raise ConfigError(f"{what} (`repro --help` lists the commands)")
+    module, args = parsed(command, arguments[1:])
     return int(module.main(args))
 
 
-def _version() -> int:
+def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     from repro_matrix.paths import PACKAGE, ROOT
@@ -119,22 +119,17 @@ def _version() -> int:
     except PackageNotFoundError:  # run from its folder, never installed
         release = "not installed"
     commit, changed = code_state()
-    of = f", commit {commit[:12]}{' and changes' if changed else ''}" if commit else ""
+    state = f", commit {commit[:12]}{' and changes' if changed else ''}" if commit else ""
     place = ROOT if ROOT in PACKAGE.parents else PACKAGE
-    print(f"repro-matrix {release}{of}, in {place}; Python {sys.version.split()[0]}")
-    return 0
+    return f"repro-matrix {release}{state}, in {place}; Python {sys.version.split()[0]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1, 2, 3, DEFECT or 130; see `repro --help`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments[0] if arguments else ""
-    if command and not command.startswith("-") and command not in COMMANDS:
-        print(f"repro: unknown command {command!r}{nearest(command, COMMANDS)}", file=sys.stderr)
-        return 2
-    if sys.stdout is None:  # closed by who started this; Python puts nothing in its place
+    if sys.stdout is None:  # the caller closed it, and Python puts nothing in its place
         print("repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr)
-        return 2
+        return ReproError.exit_code
     try:
         code = _run(arguments)
         sys.stdout.flush()  # report a failed write here instead of at Python's exit
@@ -144,37 +139,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `git bisect run` reads 2 and 3 as "bad" and stops from 128 on.
         return error.exit_code + (128 if "--bisect-exit" in arguments else 0)
     except BrokenPipeError:  # `repro list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if error.errno in REFUSED and error.filename is not None:
-            print(f"repro: {error.filename}: {error.strerror}{_elsewhere(error.filename)}", file=sys.stderr)
-            return ReproError.exit_code
-        if error.errno not in FULL:
+        if error.errno not in DISK:
             return _defect()
-        other = "" if error.filename is None else "; results=DIR and REPRO_CACHE=DIR choose other folders"
-        print(
-            f"repro: {error.filename or 'the standard output'}: cannot be written: {error.strerror}{other}",
-            file=sys.stderr,
-        )
-        if error.filename is None:  # nor can what is still to be written
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.filename is None:
+            print(f"repro: the standard output: cannot be written: {error.strerror}", file=sys.stderr)
+            _discard_output()
+            return ReproError.exit_code
+        verb = "opened" if error.errno in (errno.EACCES, errno.EPERM) else "written"
+        advice = "results=DIR and REPRO_CACHE=DIR choose other folders."
+        print(f"repro: {error.filename}: cannot be {verb}: {error.strerror}. {advice}", file=sys.stderr)
         return ReproError.exit_code
     except Exception:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
         return _defect()
 
 
-def _elsewhere(refused: object) -> str:
-    """Return the advice for a cache that cannot be written to (a read-only or missing home folder), or ""."""
-    from repro_matrix.paths import cache_dir
-
-    with contextlib.suppress(OSError):
-        cache, place = cache_dir(), Path(os.fsdecode(str(refused)))
-        if place == cache or place in cache.parents or cache in place.parents:
-            return f"; the cache, {cache}, cannot be written to: REPRO_CACHE=DIR chooses another folder"
-    return ""
+def _discard_output() -> None:
+    """Send what is still to be written nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _defect() -> int:

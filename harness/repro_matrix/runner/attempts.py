@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from packaging.requirements import Requirement
 
@@ -20,12 +20,12 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
-from repro_matrix.launch.observe import classify_device_error
-from repro_matrix.launch.torchrun import CommandLauncher
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
-from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
+
+if TYPE_CHECKING:
+    from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 
 REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
 
@@ -52,6 +52,8 @@ class Attempts:
 
     def run(self, plan: VariantPlan, gpus: Sequence[str], stop: threading.Event) -> EndedAttempt:
         """Launch once on locked ``gpus`` and release them. Never raises: a fault of the harness is an infra one."""
+        from repro_matrix.launch.torchrun import CommandLauncher  # `repro show` needs the recipe, and no launcher
+
         began = time.monotonic()
         try:
             attempt = recipe(self.catalogue, plan, self.stacks[plan.stack], self.run_dir, gpus)
@@ -112,6 +114,9 @@ def recipe(
 def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuProblem]:
     """Return the GPUs that failed according to a rank's own error: NVML does not report it in every container. The
     error of a rank with several GPUs does not tell which one failed."""
+    from repro_matrix.launch.observe import classify_device_error
+    from repro_matrix.runner.gpu_pool import GpuProblem
+
     if len(gpus) not in (1, observation["attempt"]["world_size"]):
         return {}
     found = {}
