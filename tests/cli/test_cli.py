@@ -1,4 +1,4 @@
-"""The command line without launching: help, lists, plans, errors and exit codes."""
+"""The command line without launching: help, lists, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,21 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return code, out, err
 
 
-def test_no_command_that_lists_imports_torch_or_hydra() -> None:
+def test_list_imports_neither_torch_nor_hydra() -> None:
     """What makes help and lists fast: nothing heavy is imported (seconds are measured by `make bench`)."""
     program = (
         "import sys; from repro_matrix.cli import main as cli; code = cli.main(['list']); "
         "bad = {'torch', 'hydra', 'transformers', 'psutil'} & set(sys.modules); "
+        "sys.exit(f'imported {bad}' if bad else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_show_imports_neither_hydra_nor_the_engine() -> None:
+    program = (
+        "import sys; from repro_matrix.cli import main as cli; code = cli.main(['show', 'fsdp-generate', '--json']); "
+        "bad = {'torch', 'hydra', 'repro_matrix.runner.engine', 'repro_matrix.launch.torchrun'} & set(sys.modules); "
         "sys.exit(f'imported {bad}' if bad else code)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
@@ -37,27 +47,21 @@ def test_help_names_every_command_on_one_screen(capsys: pytest.CaptureFixture[st
     assert all(any(f" {command} " in line for line in lines) for command in cli.COMMANDS)
 
 
-def test_help_that_cannot_be_written_is_said() -> None:
-    """argparse swallows a full disk, and ends with 0."""
-    for words in (["--help"], ["list", "--help"], ["stack", "list", "--help"], ["--version"]):
-        with open("/dev/full", "w") as full:
-            command = [sys.executable, "-u", "-m", "repro_matrix", *words]
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
-        assert done.returncode == 2 and done.stderr.startswith("repro: the standard output: cannot be written"), words
-        assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize("words", [["--help"], ["list", "--help"], ["stack", "list", "--help"], ["--version"]])
+def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
+    """argparse ignores a full disk, and exits with 0."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-u", "-m", "repro_matrix", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert done.returncode == 2 and done.stderr.startswith("repro: the standard output: cannot be written")
+    assert done.stderr.count("\n") == 1
 
 
-def test_the_version_names_release_commit_and_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_names_release_commit_and_place(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "--version")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     assert code == 0 and not err and out.startswith("repro-matrix 0.")
     assert f"commit {commit[:12]}" in out and f"in {ROOT};" in out
-    assert call(capsys, "--version", "list")[0] == 2
-
-
-def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = call(capsys, "matrx")
-    assert code == 2 and "did you mean 'matrix'" in err
 
 
 def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +72,7 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    ("words", "part"),
     [
         (("list", "case=qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
         (("run", "qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
@@ -88,10 +92,10 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
         (("matrix", "ranks=two"), "number of ranks"),
         (("run", "flags.x=1"), "the first argument of `repro run` is a case"),
         (("matrix", "model.config.hidden_size=1,2"), "sweep a group or a flag"),
-        (
-            ("list", "model=qwen-7b", "model=qwen-14b"),
-            "model= is given twice",
-        ),
+        (("list", "model=qwen-7b", "model=qwen-14b"), "model= is given twice"),
+        (("claims", "--from", "nowhere"), "nowhere: no such folder"),
+        (("matrx",), "did you mean 'matrix'"),
+        (("--version", "list"), "unknown command '--version'"),
         (("matrix", "ranks=2", "ranks=4"), "ranks= is given twice"),
         (("matrix", "flags.call=root", "flags.call=inner"), "flags.call= is given twice"),
         (("diff", "/no/such/folder", "current"), "/no/such/folder: no such folder of results"),
@@ -103,24 +107,24 @@ def test_list_json_has_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_input_is_exit_2_with_a_clear_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], part: str
 ) -> None:
     from repro_matrix.environment import machine as hardware
 
     machine = hardware.Machine((), None, "cpu", 2, 24.0, "linux")
     monkeypatch.setattr(hardware, "detect", lambda: machine)
     code, _, err = call(capsys, *words)
-    assert code == 2 and said in err and "Traceback" not in err
+    assert code == 2 and part in err and "Traceback" not in err
 
 
-def test_results_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_results_folder_that_is_a_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     code, _, err = call(capsys, "run", "qwen15-fsdp-norm-shard", f"results={tmp_path / 'taken'}", "hardware=cpu")
     assert code == 2 and str(tmp_path / "taken") in err
     assert (tmp_path / "taken").read_text() == ""
 
 
-def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from repro_matrix.results.store import Store
 
     first = Store(tmp_path)
@@ -130,33 +134,30 @@ def test_second_run_in_the_same_folder(capsys: pytest.CaptureFixture[str], tmp_p
     assert code == 2 and "another run is writing here" in err
 
 
-def test_variants_may_be_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = call(capsys, "run", "qwen15-fsdp-norm-shard", "variants=[layer-wrap*]", "--dry-run", "--json")
-    assert [row["variant"] for row in json.loads(out)] == ["unfixed", "layer-wrap", "layer-wrap-root-call"]
-
-
-def test_plan_shows_what_would_run_and_why_the_rest_would_not(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "matrix", "case=qwen15-fsdp-norm-shard", "hardware=cpu", "--dry-run", "--json")
+def test_dry_run_selects_variants_by_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "qwen15-fsdp-norm-shard", "variants=[layer-wrap*]", "hardware=cpu", "--dry-run", "--json"]
+    code, out, _ = call(capsys, *words)
     rows = json.loads(out)
-    assert code == 0 and rows[0]["variant"] == "unfixed" and rows[0]["skipped"] is None and rows[0]["world_size"] == 2
+    assert code == 0 and [row["variant"] for row in rows] == ["unfixed", "layer-wrap", "layer-wrap-root-call"]
+    assert rows[0]["skipped"] is None and rows[0]["world_size"] == 2
 
 
-def test_show_prints_the_command_of_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_has_the_command_of_each_variant(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "--json")
     shown: dict[str, Any] = json.loads(out)
     assert code == 0 and all("--nproc-per-node" in variant["torchrun"] for variant in shown["variants"])
-    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
-    assert code == 0 and "torchrun" in out and "QwenLM/Qwen3#306" in out
+    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "variants=[summon]")
+    assert code == 0 and "QwenLM/Qwen3#306" in out
+    assert "--variant unfixed" in out and "--variant summon" in out and "--variant ddp" not in out
 
 
-def test_show_says_that_nothing_is_expected(
+def test_show_of_a_case_without_expectations_names_the_missing_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a case whose table was deleted it said "expected of ... with this stack", and nothing below it."""
-    assert "nothing is expected" not in call(capsys, "show", "fsdp-uniform-dtype")[1]
+    assert "Nothing is expected" not in call(capsys, "show", "fsdp-uniform-dtype")[1]
     monkeypatch.setattr("repro_matrix.config.catalog._read_expectations", lambda *_: ({}, {}))
     code, out, _ = call(capsys, "show", "fsdp-uniform-dtype")
-    assert code == 0 and "\nnothing is expected: no results/expected/fsdp-uniform-dtype.yaml, which `repro acc" in out
+    assert code == 0 and "Nothing is expected: no results/expected/fsdp-uniform-dtype.yaml." in out
 
 
 def test_claims_of_an_empty_folder_are_all_untested(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -164,52 +165,40 @@ def test_claims_of_an_empty_folder_are_all_untested(capsys: pytest.CaptureFixtur
     assert code == 0 and {row["status"] for row in json.loads(out)} == {"untested"}
 
 
-def test_accept_without_a_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_accept_without_a_measurement_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = call(capsys, "accept", "--reason", "x", "--from", str(tmp_path))
     assert code == 2 and "no complete measurement" in err
 
 
-def test_tables_off_a_terminal_have_no_colour_and_fold(
+def test_list_without_a_terminal_has_no_color_and_keeps_to_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = call(capsys, "list", "case=qwen15-fsdp-norm-shard")
-    assert "\x1b" not in out
+    assert "\x1b" not in out and max(map(len, out.splitlines())) <= 40
     assert "RMSNorm finds a sharded weight when the root FSDP forward is bypassed" in " ".join(out.split())
 
 
-def test_an_error_stops_git_bisect_and_is_no_bad_commit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_with_bisect_exit_is_no_answer_for_git(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "run", "no-such-case", "--bisect-exit")[0] == 130
     assert call(capsys, "run", "no-such-case")[0] == 2
 
 
-@pytest.mark.parametrize("raised", [ModuleNotFoundError("No module named 'x'"), KeyError("x")])
-def test_a_defect_is_never_taken_for_an_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raised: Exception
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'x'"), KeyError("x")])
+def test_defect_exits_with_70(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    """Python ends with 1 there, which means here that something differs from its expectation."""
+    """Python exits with 1 then, which means here that something differs from its expectation."""
 
-    def unfixed(*_: object) -> int:
-        raise raised
+    def fail(*_: object) -> int:
+        raise error
 
-    monkeypatch.setattr("repro_matrix.cli.list.main", unfixed)
-    assert cli.main(["list"]) == 70
-    told = capsys.readouterr().err
-    assert "a defect of repro-matrix" in told and type(raised).__name__ in told
-
-
-def test_claims_from_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["claims", "--from", "nowhere"]) == 2
-    assert "nowhere: no such folder" in capsys.readouterr().err
+    monkeypatch.setattr("repro_matrix.cli.list.main", fail)
+    code, _, err = call(capsys, "list")
+    assert code == 70 and "a defect of repro-matrix" in err and type(error).__name__ in err
 
 
-def test_quotes_let_any_letter_through() -> None:
-    from repro_matrix.config import selection as overrides
-
-    assert overrides.parse(["case='Überfall; 日本'"]).case == ["Überfall; 日本"]
-
-
-def test_stacks_are_listed_in_lines_of_120(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stack_list_cuts_lines_and_all_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "stack", "list")
     assert code == 0 and "deepspeed==0.14.4" in out
     code, out, _ = call(capsys, "stack", "list", "--all")
