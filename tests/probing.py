@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from repro_matrix.cli.main import main
-from repro_matrix.config import project
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
 from repro_matrix.environment.stacks import index as releases
@@ -119,13 +118,6 @@ def answered(attempt: Attempt, how: str) -> dict[str, Any]:
     return observation(attempt, {**REPRODUCED, "type": "KeyError", "message": how})
 
 
-def own_history(stores: Any, cases: Any, *say: Any, real: Any = own_results.history) -> Any:
-    """Nothing is published of a made-up world: what is of the real one would be judged anew for each probe."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(project, "published", lambda: [])
-        return real(stores, cases, *say)
-
-
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """transformers 4.37.0 to 4.45.0, eleven releases; 4.40.0 and later reproduce."""
@@ -142,7 +134,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(stacks, "check", made.check)
     monkeypatch.setattr(wanted, "resolve", made.resolve)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: made)
-    monkeypatch.setattr(own_results, "history", own_history)
+    monkeypatch.setattr(own_results, "measured_rows", lambda *given: [])
     monkeypatch.setattr(releases, "releases", made.releases)
     return made
 

@@ -76,7 +76,7 @@ class Measurement:
 
     def _run(self) -> None:
         from repro_matrix.errors import MeasureError
-        from repro_matrix.runner import resume, workspace
+        from repro_matrix.runner import workspace
 
         plans = []
         for number, variants in self.wanted.items():
@@ -91,7 +91,7 @@ class Measurement:
         problem: BaseException = MeasureError("the run was ended")
         try:
             run = replace(self.prepared, plans=plans, settings=replace(self.prepared.settings))
-            with resume.folder(run, self.texts) as finish:
+            with workspace.folder(run, self.texts) as finish:
                 summary = workspace.execute(run, self._take, self._stop, on_warning=self.notes.append)
                 finish(summary)
             problem = MeasureError(summary.problem or "the run was ended")

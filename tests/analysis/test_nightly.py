@@ -265,15 +265,6 @@ def test_history_truncated_last_line_is_a_note(tmp_path: Path) -> None:
     assert history.load_history(tmp_path, notes) == [replace(PASSING, rows=tuple(stored(A)))] and len(notes) == 1
 
 
-def test_last_measured_is_the_newest_run_that_measured_the_cell(tmp_path: Path) -> None:
-    notes: list[str] = []
-    assert history.last_measured(tmp_path, notes) == {} and len(notes) == 1
-    for name, rows in (("mon", A), ("tue", A), ("wed", B)):
-        history.store_run(tmp_path, make_run(name, rows, 0))
-    last = history.last_measured(tmp_path, notes)
-    assert last == {(row.hardware, row.stack, row.key): row.started for row in (*A, *B)} and len(notes) == 1
-
-
 # -- the command
 
 

@@ -22,7 +22,7 @@ from repro_matrix.errors import ConfigError
 from repro_matrix.paths import REPROS
 from repro_matrix.runner import prerequisites as wanted
 from repro_matrix.runner import session
-from repro_matrix.runner.request import Request
+from repro_matrix.runner.session import Request
 from ruff import __main__ as ruff
 
 CATALOGUE = catalogue.load()

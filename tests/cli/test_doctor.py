@@ -124,7 +124,7 @@ def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: 
 def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from repro_matrix.runner.probe import Prober
+    from repro_matrix.runner.prerequisites import Prober
     from test_engine import Fake, observation
 
     def probe(self: Prober, stack: Any) -> tuple[dict[str, Any], str | None]:
@@ -156,7 +156,7 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
 
 def test_prepare_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from repro_matrix.runner import session
-    from repro_matrix.runner.probe import Prober
+    from repro_matrix.runner.prerequisites import Prober
 
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe on a CPU"))
     monkeypatch.setattr("repro_matrix.launch.extensions.ready", lambda stack: True)
@@ -166,7 +166,7 @@ def test_prepare_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("profiles", ["cpu,gpu2", "gpu1,gpu2", "gpu2,cpu"])
 def test_prepare_probes_all_gpus_of_several_profiles(profiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from repro_matrix.runner import session
-    from repro_matrix.runner.probe import Prober
+    from repro_matrix.runner.prerequisites import Prober
 
     probed: list[int] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -201,7 +201,7 @@ def test_run_device_that_fails_in_the_ranks_is_infra(tmp_path: Path) -> None:
 
 def test_prepare_cells_on_the_cpu_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     from repro_matrix.runner import session
-    from repro_matrix.runner.probe import Prober
+    from repro_matrix.runner.prerequisites import Prober
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)

@@ -20,7 +20,7 @@ from repro_matrix.environment.probe import ask, parse_output, problem, record
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.runner.gpu_pool import GpuLocks
-from repro_matrix.runner.probe import Prober
+from repro_matrix.runner.prerequisites import Prober
 
 GPUS = tuple(Gpu(index, A100, f"GPU-{index}", 81920, "8.0") for index in range(2))
 TWO = Profile("gpu2", "cuda", "nccl", GPUS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -17,14 +19,14 @@ from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError
 from repro_matrix.paths import CONF, CONFIG_PATH
 from repro_matrix.planning import cells as matrix
-from repro_matrix.results.store import Store
-from repro_matrix.runner import request
+from repro_matrix.results import local
+from repro_matrix.runner import session
 
 PRESETS = sorted(path.stem for path in (CONF / "matrix").glob("*.yaml"))
 
 
 def cells(*texts: str) -> list[matrix.Cell]:
-    return request.ask(texts).cells
+    return session.ask(texts).cells
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -52,7 +54,7 @@ def test_seeds_are_every_failure_that_a_write_up_claims_something_of() -> None:
 
 
 def test_known_is_where_the_stored_measurement_fires() -> None:
-    found = request.reproduces_on(catalogue.load(), {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
+    found = session.reproduces_on(catalogue.load(), {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
     assert found["qwen15-fsdp-kv-cache"] == ["torch2.2-tf4.39"]  # nowhere else but in version maps of it
     assert {"current", "torch2.2-tf4.39"} == set(found["fsdp-tied-embeddings"])
     assert found["train-step"] == ["current"]  # never reproduces: where its file says
@@ -67,9 +69,10 @@ def test_known_is_where_the_stored_measurement_fires() -> None:
 def test_a_case_that_fired_in_a_version_map_alone_is_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A floating stack is no place where anything is known to reproduce: it is whatever the index holds today."""
 
-    def documents(stacks: list[str]) -> list[dict[str, object]]:
-        variants = {"unfixed": {"attempts": [{"outcome": {"outcome": "reproduced"}}]}}
-        return [{"case": "train-step", "stack": {"name": name}, "variants": variants} for name in stacks]
+    def row(stack: str) -> Any:
+        return SimpleNamespace(
+            case="train-step", first=True, counts={"reproduced": 1}, stack=SimpleNamespace(name=stack)
+        )
 
     known = catalogue.load()
     for stored, wanted in (
@@ -77,8 +80,8 @@ def test_a_case_that_fired_in_a_version_map_alone_is_known_there(monkeypatch: py
         (["current+peft@0.1", "torch2.6-tf4.51"], ["torch2.6-tf4.51"]),
         (["newest", "current"], ["current"]),
     ):
-        monkeypatch.setattr(Store, "documents", lambda *_, found=stored, **__: iter(documents(found)))
-        assert request.reproduces_on(known, {"train-step"}) == {"train-step": wanted}
+        monkeypatch.setattr(local, "measured_rows", lambda found=stored: map(row, found))
+        assert session.reproduces_on(known, {"train-step"}) == {"train-step": wanted}
 
 
 def test_the_command_line_wins_over_a_preset() -> None:
@@ -111,7 +114,7 @@ def test_what_cfg_prints_is_a_matrix_of_the_same_cells(
 ) -> None:  # fmt: skip
     axes = {"case": case, "model": model, "strategy": strategy, "ranks": ranks}
     texts = [f"{axis}={value}" for axis, value in axes.items() if value] + settings
-    asked = request.ask(texts)
+    asked = session.ask(texts)
     try:
         wanted = asked.cells
     except ConfigError:
@@ -121,7 +124,7 @@ def test_what_cfg_prints_is_a_matrix_of_the_same_cells(
     (folder / "matrix" / "mine.yaml").write_text(overrides.composed(asked.settings, asked.selections), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CONFIG_PATH, str(folder))
-        again = request.ask(["+matrix=mine"])
+        again = session.ask(["+matrix=mine"])
         assert again.cells == wanted
         assert {**vars(again.settings), "matrix": {}} == {**vars(asked.settings), "matrix": {}}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,9 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import selection as overrides
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.planning.cells import Cell
-from repro_matrix.runner import session, shards
+from repro_matrix.planning.shards import parse, select
+from repro_matrix.results import shards
+from repro_matrix.runner import session
 
 CELLS = st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=25).map(
     lambda numbers: [Cell(f"c{n}", "m", "ddp", (), "current", "cpu") for n in numbers]
@@ -26,26 +27,26 @@ CELLS = st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=25).map(
 def test_parts_are_disjoint_complete_and_balanced(cells: list[Cell], data: Any) -> None:
     count = data.draw(st.integers(1, len(cells)))
     seconds = {cell: data.draw(st.sampled_from([0.1, 1.0, 2.0, 30.0])) for cell in cells}
-    parts = [shards.part(cells, (number, count), seconds) for number in range(1, count + 1)]
+    parts = [select(cells, (number, count), seconds) for number in range(1, count + 1)]
     assert sorted(c.case for part in parts for c in part) == sorted(c.case for c in cells)
     loads = [sum(seconds[cell] for cell in part) for part in parts]
     assert max(loads) - min(loads) <= max(seconds.values()) + 1e-9
     shuffled = data.draw(st.permutations(cells))
     for number, part in enumerate(parts, 1):
-        assert set(shards.part(shuffled, (number, count), seconds)) == set(part), "whoever lists them otherwise agrees"
+        assert set(select(shuffled, (number, count), seconds)) == set(part), "whoever lists them otherwise agrees"
 
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "2", "2/", "a/b", "1/0", "-1/2", "1.5/2", ""])
 def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="PART/PARTS"):
-        shards.of(text)
-    assert shards.of("2/8") == (2, 8) and shards.of(None) is None
+        parse(text)
+    assert parse("2/8") == (2, 8) and parse(None) is None
 
 
 def test_more_parts_than_cells_are_refused() -> None:
     cell = Cell("c", "m", "ddp", (), "current", "cpu")
     with pytest.raises(ConfigError, match="only 1 cells"):
-        shards.part([cell], (1, 2), {cell: 1.0})
+        select([cell], (1, 2), {cell: 1.0})
 
 
 def test_a_session_has_its_part_of_the_selection() -> None:
@@ -55,11 +56,12 @@ def test_a_session_has_its_part_of_the_selection() -> None:
     keys = [[plan.cell.key for plan in each.plans] for each in (whole, *parts)]
     assert sorted(keys[0]) == sorted(keys[1] + keys[2]) and keys[1] and keys[2]
     for number, each in enumerate(parts, 1):
-        assert each.shard and (each.shard["shard"], each.shard["selection"]) == (number, sorted(texts))
-        assert each.shard["repeat"] == {plan.cell.case: 1 for plan in each.plans}
+        assert each.shard and (each.shard.shard, each.shard.selection) == (number, tuple(sorted(texts)))
+        assert each.shard.repeat == {plan.cell.case: 1 for plan in each.plans}
     assert whole.shard is None
     nightly = session.prepare([*texts, "+matrix=nightly", "shard=1/2"], build_stacks=False).shard
-    assert nightly and set(nightly["repeat"].values()) == {3}, "as the named matrix says"
+    assert nightly and set(nightly.repeat.values()) == {3}, "as the named matrix says"
+    assert nightly.selection == ("+matrix=nightly", *sorted(texts))
 
 
 def test_variants_that_are_right_for_the_selection_are_right_for_its_shards() -> None:
@@ -84,15 +86,20 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     """A part's results, with documents of its cells."""
     folder = root / f"part-{number}"
     listed = [Cell(name, "m", "ddp", (), "current", "cpu") for name in cells]
-    stack = SimpleNamespace(versions={"torch": changed.get("torch", "2.13.0"), "pip": "26.0"})
-    line = overrides.parse([*changed.get("texts", ["case=c*"]), "jobs=3"])
-    said = shards.manifest((number, changed.get("of", 2)), line, dict.fromkeys(cells, changed.get("repeat", 1)), listed)
-    said_commit = changed.get("commit", "c0ffee")
-    shards.write(folder, said, {"current": stack}, (said_commit, changed.get("dirty", False)))
+    versions = {"torch": changed.get("torch", "2.13.0"), "pip": "26.0"}
+    selection = session.selected_by(overrides.parse([*changed.get("texts", ["case=c*"]), "jobs=3"]))
+    repeat = dict.fromkeys(cells, changed.get("repeat", 1))
+    names = tuple((cell.hardware, cell.stack, cell.key) for cell in listed)
+    said_commit, dirty = changed.get("commit", "c0ffee"), changed.get("dirty", False)
+    stacks = {"current": versions}
+    shards.write(
+        folder,
+        shards.Manifest(number, changed.get("of", 2), tuple(selection), repeat, names, said_commit, dirty, stacks),
+    )
     for cell in listed[: None if complete else -1]:
         wrote = document({"unfixed": [("passed", observation(ok(0), ok(1)))]}, {}, case=cell.case, cell_id=cell.key)
         wrote["provenance"]["git_commit"] = said_commit
-        wrote["stack"]["versions"] = {"torch": stack.versions["torch"]}  # the relevant ones, as a run writes them
+        wrote["stack"]["versions"] = {"torch": versions["torch"]}  # the relevant ones, as a run writes them
         path = folder / "cpu" / "torch2.13.0" / f"{cell.key}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(wrote))
@@ -124,7 +131,7 @@ def test_a_missing_part_and_a_missing_cell_are_named(tmp_path: Path, capsys: pyt
     ("edit", "told"),
     [
         (lambda one: one["provenance"].update(git_commit="older"), "measured at another commit: older"),
-        (lambda one: one["provenance"].update(git_dirty=True), "measured on a changed tree, and the shard was not"),
+        (lambda one: one["provenance"].update(git_dirty=True), "measured at another commit: c0ffee with changed files"),
         (lambda one: one["stack"]["versions"].update(torch="2.12.0"), "measured with other versions"),
         (lambda one: one["variants"]["unfixed"].update(attempts=[]), "not complete"),
         (lambda one: one.update(complete=False), "not complete"),
@@ -177,11 +184,11 @@ def test_a_merge_that_cannot_be_written_leaves_nothing_and_a_folder_is_taken_onc
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"commit": "other"}, "the commit differs: c0ffee in .*, other in "),
-        ({"torch": "2.12.0"}, "stack current differs: torch 2.13.0 in .*, 2.12.0 in "),
-        ({"texts": ["case=d*"]}, r"the selection differs: case=c\* in .*, case=d\* in "),
-        ({"dirty": True}, "the changed tree differs: False in .*, True in "),
-        ({"of": 3}, "the number of shards differs: 2 in .*, 3 in "),
+        ({"commit": "other"}, "commit is c0ffee in .* and other in "),
+        ({"torch": "2.12.0"}, "stack current: torch is 2.13.0 in .* and 2.12.0 in "),
+        ({"texts": ["case=d*"]}, r"selection is .*case=c\*.* in .* and .*case=d\*.* in "),
+        ({"dirty": True}, "changed is False in .* and True in "),
+        ({"of": 3}, "of is 2 in .* and 3 in "),
     ],
 )
 def test_parts_of_different_runs_are_refused_by_name(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
@@ -192,15 +199,15 @@ def test_parts_of_different_runs_are_refused_by_name(tmp_path: Path, changed: di
 
 def test_a_part_given_twice_or_a_cell_in_two_parts_is_refused(tmp_path: Path) -> None:
     one, same = made(tmp_path / "x", 1, ["a"]), made(tmp_path / "y", 1, ["b"])
-    with pytest.raises(ResultsError, match="shard 1/2 is given twice"):
+    with pytest.raises(ResultsError, match="shard 1/2 is in two folders"):
         shards.missing({"x": shards.read(one), "y": shards.read(same)})
-    with pytest.raises(ResultsError, match="is in two shards"):
+    with pytest.raises(ResultsError, match=r"cell .* is in two folders"):
         shards.missing({"x": shards.read(one), "y": shards.read(made(tmp_path / "z", 2, ["a"]))})
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 9}', '{"schema": 1, "shard": "x"}'])
 def test_what_holds_no_part_is_named(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ResultsError, match="holds no shard of a run"):
+    with pytest.raises(ResultsError, match="not the results of one shard"):
         shards.read(tmp_path)
     (tmp_path / f"shard-1-of-2{shards.SUFFIX}").write_text(text)
     with pytest.raises(ResultsError, match=r"shard-1-of-2\.manifest: damaged"):

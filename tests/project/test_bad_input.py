@@ -19,7 +19,7 @@ from repro_matrix.external import command_line
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
-from repro_matrix.runner import resume
+from repro_matrix.runner import workspace
 
 FULL = Path("/dev/full")
 Capsys = pytest.CaptureFixture[str]
@@ -221,7 +221,7 @@ def test_damaged_last_run_is_not_replaced_by_an_older_one(
         runs.of(tmp_path)
     for texts in ([], ["case=a"]):
         with pytest.raises(ResultsError, match="damaged"):
-            resume.resumed(texts)
+            workspace.resumed(texts)
     assert "damaged" in refused(capsys, "report", str(tmp_path))
     assert runs.of(last) == last and runs.of(old) == old  # by name both can be read
     (last / runs.MANIFEST).unlink()

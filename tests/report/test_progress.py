@@ -33,9 +33,7 @@ def test_running_attempts_are_shown_with_their_device_until_they_end() -> None:
     assert shown(progress) == ["0/0 attempts    waiting for GPUs that another run holds"]
     progress.event(event("cells", "a/b", attempts=2, seconds=10.0))
     progress.event(event("start", "a/b", device="gpu0,gpu1"))
-    progress.event(Event("building", text="stack x"))
-    assert shown(progress) == ["0/2 attempts", "gpu0,gpu1  a/b unfixed", "building stack x"]
-    progress.event(Event("built", text="stack x"))
+    assert shown(progress) == ["0/2 attempts", "gpu0,gpu1  a/b unfixed"]
     progress.event(event("attempt", "a/b", outcome={"outcome": "passed"}, seconds=10.0))
     assert shown(progress) == ["1/2 attempts"]
 

@@ -62,7 +62,7 @@ def test_a_wrong_case_is_named_and_everything_else_works(
 def test_a_run_that_would_have_measured_it_is_not_green(
     own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from repro_matrix.runner.request import ask
+    from repro_matrix.runner.session import ask
 
     own("case/bad.yaml", "slug: bad\ntilte: x\n")
     assert len(ask([]).left_out) == len(ask(["case=b*"]).left_out) == 1

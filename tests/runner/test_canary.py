@@ -100,7 +100,7 @@ PROFILES = {
 def given(*names: str) -> RunContext:
     profiles = [PROFILES[name] for name in names]
     machine = Machine(GPUS, None, "580.65.06", 8, 256.0, "linux")
-    return RunContext(CATALOGUE, RunSettings(), profiles, machine, {"current": STACK}, PROVENANCE, {})
+    return RunContext(CATALOGUE, RunSettings(), profiles, machine, {"current": STACK}, PROVENANCE)
 
 
 def asked(about: RunContext, ranks: dict[str, int]) -> list[CellPlan]:

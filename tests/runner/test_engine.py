@@ -7,10 +7,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +26,16 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning.cells import place
+from repro_matrix.planning.cells import Cell, place
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results import provenance
 from repro_matrix.results.exit_code import bisect_exit, exit_code
 from repro_matrix.results.store import Store
+from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner.attempts import Attempts
-from repro_matrix.runner.engine import Engine, Event, Later, RunContext, Summary
+from repro_matrix.runner.engine import Engine, Event, RunContext, Summary
 from repro_matrix.runner.gpu_pool import Driver, GpuLocks
+from repro_matrix.runner.schedule import Took
 from repro_matrix.runner.session import oldest_first, seconds_of
 
 CATALOGUE = catalogue.load()
@@ -124,7 +127,7 @@ class Fake:
 @contextmanager
 def engine_of(
     tmp_path: Path, launcher: Fake, settings: RunSettings, case: str = "qwen15-fsdp-norm-shard",
-    on_event: Callable[[Event], None] = lambda event: None, history: dict[str, Any] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None, earlier: Sequence[Row] = (),
     profile: Profile = ON_CPU, driver: Driver | None = None, code: dict[str, str] | None = None,
 ) -> Iterator[tuple[Engine, list[CellPlan]]]:  # fmt: skip
     machine = Machine((), None, "cpu", 2, 24.0, "linux")
@@ -137,7 +140,7 @@ def engine_of(
     try:
         with GpuLocks(tmp_path / "state", "run", driver.look if driver else unseen) as locks:
             attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, locks, tmp_path / "run", keep=False)
-            given = RunContext(CATALOGUE, settings, [profile], machine, {"current": STACK}, PROVENANCE, history or {})
+            given = RunContext(CATALOGUE, settings, [profile], machine, {"current": STACK}, PROVENANCE, earlier)
             yield Engine(given, attempts, store, on_event, driver), plans
     finally:
         store.close()
@@ -145,12 +148,12 @@ def engine_of(
 
 def run(
     tmp_path: Path, launcher: Fake, *, variants: tuple[str, ...] = ("root-call", "summon"), repeat: int = 1,
-    resume: bool = False, events: list[Event] | None = None, history: dict[str, Any] | None = None, jobs: int = 1,
+    resume: bool = False, events: list[Event] | None = None, earlier: Sequence[Row] = (), jobs: int = 1,
     stop: threading.Event | None = None, code: dict[str, str] | None = None,
 ) -> Summary:  # fmt: skip
     settings = RunSettings(variants=list(variants), repeat=repeat, jobs=jobs, order=Order.declared)
     on_event = (events if events is not None else []).append
-    with engine_of(tmp_path, launcher, settings, on_event=on_event, history=history, code=code) as (engine, plans):
+    with engine_of(tmp_path, launcher, settings, on_event=on_event, earlier=earlier, code=code) as (engine, plans):
         return engine.run(plans, stop or threading.Event(), resume)
 
 
@@ -239,10 +242,8 @@ def test_resume_runs_only_what_is_missing(tmp_path: Path) -> None:
     assert again.launched == ["summon"] and summary.reused == 2
     assert verdicts(summary) == {"root-call": "FIXED", "summon": "FIXED"}
     nothing = Fake()
-    before = [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]
     assert verdicts(run(tmp_path, nothing, resume=True)) == {"root-call": "FIXED", "summon": "FIXED"}
     assert nothing.launched == []
-    assert before == [path.stat().st_mtime_ns for path in tmp_path.glob("results/**/*.json")]  # nothing to write
 
 
 def test_resume_grades_by_the_case_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,8 +375,8 @@ def test_upstream_fixed_needs_an_older_failure(tmp_path: Path) -> None:
         return observation(attempt, None)
 
     assert set(verdicts(run(tmp_path / "a", Fake(passed))).values()) == {"NOT_REPRODUCED"}
-    known = {older["cell_id"]: [older]}
-    assert set(verdicts(run(tmp_path / "b", Fake(passed), history=known)).values()) == {"FIXED_UPSTREAM"}
+    rows = rows_of(older, CATALOGUE.cases[older["case"]], CATALOGUE.cases)
+    assert set(verdicts(run(tmp_path / "b", Fake(passed), earlier=rows)).values()) == {"FIXED_UPSTREAM"}
 
 
 def test_exit_codes(tmp_path: Path) -> None:
@@ -398,37 +399,6 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert bisect_exit(summary_rows(*documents)) == 1 and bisect_exit([]) == 125
 
 
-def test_cells_that_wait_for_a_build_run_after_it(tmp_path: Path) -> None:
-    measured = threading.Event()
-    order: list[str] = []
-
-    def tell(attempt: Attempt, stop: threading.Event) -> Any:
-        order.append(attempt.settings["model"]["slug"])
-        measured.set()
-
-    def build() -> list[Any]:
-        assert measured.wait(200)  # what is there already does not wait for what is being built
-        return [others]
-
-    with engine_of(tmp_path, Fake(tell), RunSettings(), "train-step") as (engine, plans):
-        first, others = plans[0], plans[1]
-        summary = engine.run([first], threading.Event(), later=[Later("stack x", [others.cell], build)])
-    assert [document["model"] for document in summary.documents] == [first.cell.model, others.cell.model]
-    assert order == [first.cell.model] * len(first.variants) + [others.cell.model] * len(others.variants)
-
-
-def test_interrupted_build_adds_no_cells(tmp_path: Path) -> None:
-    stop = threading.Event()
-
-    def build() -> list[Any]:
-        stop.set()
-        return plans
-
-    with engine_of(tmp_path, Fake(), RunSettings()) as (engine, plans):
-        summary = engine.run([], stop, later=[Later("stack x", [plan.cell for plan in plans], build)])
-    assert summary.interrupted and not summary.documents
-
-
 def test_time_limit_starts_no_further_cell_and_finishes_those_that_began(tmp_path: Path) -> None:
     def slow(attempt: Attempt, stop: threading.Event) -> Any:
         time.sleep(0.3)
@@ -441,13 +411,47 @@ def test_time_limit_starts_no_further_cell_and_finishes_those_that_began(tmp_pat
     assert summary.not_started == [plans[1].cell] and not summary.interrupted
 
 
-def test_cells_measured_longest_ago_come_first(tmp_path: Path) -> None:
-    settings = RunSettings(results=str(tmp_path / "results"))
-    with engine_of(tmp_path, Fake(), settings, "train-step") as (engine, plans):
-        cells = [replace(plan.cell, stack="current") for plan in plans[:3]]
-        engine.run(plans[:1], threading.Event())
-        engine.run(plans[2:3], threading.Event())
-    assert oldest_first(cells, settings, {}) == [cells[1], cells[0], cells[2]]
+def test_oldest_first_puts_cells_without_a_result_first() -> None:
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=train-step"]))[:3]
+    stored = run_rows(cells[0], 1.0), run_rows(cells[2], 5.0), run_rows(cells[2], 0.5)
+    assert oldest_first(cells, stored) == [cells[1], cells[0], cells[2]]
+
+
+def run_rows(cell: Cell, started: float) -> Any:
+    stack, hardware = SimpleNamespace(name=cell.stack), SimpleNamespace(profile=cell.hardware)
+    return SimpleNamespace(cell_id=cell.key, stack=stack, hardware=hardware, started=started)
+
+
+def test_declared_order_is_the_order_of_the_cells(tmp_path: Path) -> None:
+    """Cells of a run with a time limit start in the order of their age, however long they take."""
+    started: list[str] = []
+
+    def note(attempt: Attempt, stop: threading.Event) -> None:
+        started.append(attempt.settings["strategy"]["slug"])
+
+    with engine_of(tmp_path, Fake(note), RunSettings(jobs=1, order=Order.declared), "train-step") as (engine, plans):
+        engine._durations = {(plan.cell.key, "control"): Took(float(i), 0.1) for i, plan in enumerate(plans[:3])}
+        engine.run(plans[:3], threading.Event())
+    assert started == [plan.cell.strategy for plan in plans[:3]]
+
+
+def test_interrupted_attempt_leaves_its_cell_incomplete(tmp_path: Path) -> None:
+    """The last attempt of a cell to end was a finished one: the cell was stored as complete without the other."""
+    pressed, both = threading.Event(), threading.Barrier(2, timeout=200)
+
+    def interrupt(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["variant"] == "unfixed":
+            return None
+        both.wait()
+        if attempt.settings["variant"] == "root-call":
+            pressed.set()
+            return observation(attempt, None, interrupted=True)
+        return time.sleep(0.5)
+
+    summary = run(tmp_path, Fake(interrupt), stop=pressed, jobs=2)
+    assert summary.interrupted and not summary.documents
+    (stored,) = Store(tmp_path / "results").documents()
+    assert not stored["complete"] and len(stored["variants"]["summon"]["attempts"]) == 1
 
 
 @pytest.mark.parametrize(

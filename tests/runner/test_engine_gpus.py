@@ -18,8 +18,8 @@ from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.results.exit_code import exit_code
+from repro_matrix.runner.attempts import GPU_FAILURE, plan_retry, resolve_repeated_error, with_infra_error
 from repro_matrix.runner.engine import Event, Summary
-from repro_matrix.runner.retry import plan_retry, resolve_repeated_error, with_gpu_failure
 from test_engine import Fake, engine_of, observation, verdicts
 
 ON_CPU = Profile("cpu", "cpu", "gloo", ())
@@ -155,7 +155,7 @@ def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytes
     nvml = FakeNvml([FakeGpu() for _ in range(3)])
     nvml.install(monkeypatch)
     monkeypatch.setattr(
-        "repro_matrix.runner.gpu_pool.GpuLocks._ours", lambda self, seen: set(seen.users) & {os.getpid()}
+        "repro_matrix.runner.gpu_pool.GpuLocks._remaining", lambda self, seen: set(seen.users) & {os.getpid()}
     )
     used: list[tuple[str, ...]] = []
 
@@ -276,7 +276,7 @@ def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.
 
 def test_retry_only_after_a_gpu_failure_and_only_once() -> None:
     fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra_error": None, "ranks": []}
-    failed = with_gpu_failure(fine, "gpu3 (GPU-3): Xid 79")
+    failed = with_infra_error(fine, GPU_FAILURE, "gpu3 (GPU-3): Xid 79")
     assert failed["infra_error"] == {"kind": "gpu_failure", "message": "gpu3 (GPU-3): Xid 79"}
     assert not failed["attempt"]["interrupted"] and fine["infra_error"] is None
     assert plan_retry(failed, ("GPU-3",)) == {"retry_of": failed["infra_error"], "avoid": ("GPU-3",)}

@@ -82,8 +82,8 @@ def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, slee
         assert problem.kind == "left" and str(process.pid) in problem.why and "400 MiB" in problem.why
         others = GpuLocks(tmp_path, "others")
         assert not others.acquire(["GPU-a"]) and not ours.acquire(["GPU-a"]) and not ours.free(["GPU-a"])
-    assert others.acquire(["GPU-a"]) and process.wait(60) is not None, "the next holder ends what was left"
-    assert others.release(["GPU-a"]) == {}
+        process.kill()
+    assert others.acquire(["GPU-a"]) and others.release(["GPU-a"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,22 @@ def test_release_reports_the_problem_of_a_gpu(
     assert GpuLocks(tmp_path, "others").acquire(["GPU-a"])
 
 
-def test_acquire_after_a_dead_run_ends_its_processes(tmp_path: Path, sleeper: Any) -> None:
+def test_acquire_after_a_killed_run_ends_its_processes(tmp_path: Path, sleeper: Any) -> None:
     run = f"dead-{os.getpid()}"
     process = sleeper(run)
     locks = GpuLocks(tmp_path, "next")
-    locks.folder.mkdir(parents=True)
-    (locks.folder / "GPU-a.holder").write_text(run)
-    (locks.folder / "GPU-b.holder").write_bytes(b"\xff damaged/../")
-    assert locks.acquire(["GPU-a", "GPU-b"]) and process.wait(60) is not None
+    registered = locks.folder.parent / "runs" / f"{run}.lock"
+    registered.parent.mkdir(parents=True)
+    registered.touch()  # as a killed controller leaves it
+    assert locks.acquire(["GPU-a", "GPU-b"]) and process.wait(60) is not None and not registered.exists()
     locks.release(["GPU-a", "GPU-b"])
-    assert not list(locks.folder.glob("*.holder"))
+
+
+def test_acquire_refuses_a_gpu_of_another_user(tmp_path: Path) -> None:
+    state = FakeDriver()
+    state.users[4711] = 30_000
+    locks = GpuLocks(tmp_path, "run", state)
+    assert not locks.acquire(["GPU-a"]) and locks.free(["GPU-a"]) == ["GPU-a"]
 
 
 def test_clear_leftovers_clears_dead_runs_only(tmp_path: Path, sleeper: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from repro_matrix.cli import main as cli
 from repro_matrix.environment import stacks
 from repro_matrix.runner import session
-from repro_matrix.runner.request import ask
+from repro_matrix.runner.session import ask
 from repro_matrix.search import prober
 from repro_matrix.search.prober import Answer
 from repro_matrix.search.reduce import CaseReduction

@@ -124,20 +124,6 @@ def store_run(folder: Path, run: NightlyRun) -> None:
         raise ResultsError(f"{folder / FILE}: cannot be written: {error.strerror or error}") from None
 
 
-def last_measured(folder: Path, notes: list[str]) -> dict[tuple[str, str, str], float]:
-    """Return when each cell was last measured in a history: (hardware, stack, cell id) -> seconds since 1970.
-
-    A folder without a history, as before the first nightly run, is added to ``notes``. Raises ResultsError: the history
-    cannot be read.
-    """
-    last: dict[tuple[str, str, str], float] = {}
-    for run in load_history(folder, notes):  # in the order of time
-        last |= {(row.hardware, row.stack, row.key): run.started for row in run.rows if row.measured}
-    if not last:
-        notes.append(f"{folder}: no earlier nightly run is stored there, so no cell counts as measured before")
-    return last
-
-
 def load_runs(folders: Sequence[Path]) -> tuple[list[NightlyRun], list[str]]:
     """Load runs from folders with a history and from folders of results (a run each), in the order of time.
 

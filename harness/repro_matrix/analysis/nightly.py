@@ -25,10 +25,10 @@ from repro_matrix.analysis.regressions import ChangedCase, Requested
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.planning.cells import variants_of
-from repro_matrix.results import runs
+from repro_matrix.results import runs, shards
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.store import write_text
-from repro_matrix.runner import request, shards
+from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
 NOT_BISECTED = ("became_flaky", "became_steady", "text_changed")
@@ -150,7 +150,7 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     """
     run = runs.read(folder)
     try:
-        asked = request.ask(run.texts) if run else None
+        asked = ask(run.texts) if run else None
         cells, hardware = (asked.cells, asked.hardware) if asked else ([], [])
     except ConfigError:
         asked = None
@@ -171,7 +171,7 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     shard: set[str] | None = None
     if asked.settings.shard:
         try:
-            shard = {key for _, _, key in shards.read(folder)["cells"]}
+            shard = {key for _, _, key in shards.read(folder).cells}
         except ResultsError:
             shard = None
     return Requested(variants, stacks, tuple(hardware), unstarted, shard, {row.stack for row in rows})

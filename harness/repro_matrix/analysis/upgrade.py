@@ -12,7 +12,7 @@ from repro_matrix.analysis.diff import KINDS, RESULTS, Change, compare, describe
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.records.document import Document
-from repro_matrix.runner.request import Request
+from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Culprits
 from repro_matrix.search.bisect import Bisector, Roles, changed_packages
 from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, Prober, Target

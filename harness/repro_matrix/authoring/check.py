@@ -17,7 +17,7 @@ from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, Variant
 from repro_matrix.records.outcome import StoredOutcome, StoredVerdict
 from repro_matrix.runner import session, workspace
-from repro_matrix.runner.request import ask
+from repro_matrix.runner.session import ask
 from repro_matrix.text import counted, log
 
 Documents = Mapping[str, Iterable[Document]]  # by launcher

@@ -104,7 +104,7 @@ def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack
 def _prepare(slug: str, overrides: list[str], stack: str | None) -> tuple[Session, str | None]:
     """Return the case's plan, and why the stack is not here: then the plan is for this environment."""
     from repro_matrix.runner import session
-    from repro_matrix.runner.request import ask
+    from repro_matrix.runner.session import ask
 
     request = ask([f"case={slug}", *overrides])
     if stack is None:

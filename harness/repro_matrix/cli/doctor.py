@@ -24,8 +24,8 @@ from repro_matrix.report.terminal import (
 )
 from repro_matrix.results import local
 from repro_matrix.runner import session
-from repro_matrix.runner.probe import Prober
-from repro_matrix.runner.request import ask
+from repro_matrix.runner.prerequisites import Prober
+from repro_matrix.runner.session import ask
 
 _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
 

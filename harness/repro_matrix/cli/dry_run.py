@@ -8,7 +8,6 @@ from typing import Any
 
 from repro_matrix.planning.memory import GIB, MemoryPlan, fullest
 from repro_matrix.planning.plan import CellPlan, VariantPlan
-from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import (
     columns,
     named,
@@ -19,7 +18,8 @@ from repro_matrix.report.terminal import (
     skipped_lines,
 )
 from repro_matrix.results import local
-from repro_matrix.runner import schedule, session
+from repro_matrix.results.summary import Row
+from repro_matrix.runner import session
 from repro_matrix.runner.session import Session
 from repro_matrix.text import counted
 
@@ -74,14 +74,14 @@ def _item(prepared: Session, plan: CellPlan, variant: VariantPlan) -> dict[str, 
 def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
     """Print what each variant needs, beside the recorded peak; also for hardware that this machine does not have."""
     prepared = session.prepare(texts, build_stacks=False, plan_only=True)
-    stored = local.history(local.own_stores(prepared.settings), {plan.cell.case for plan in prepared.plans})
+    stored = local.measured_rows(prepared.settings)
     rows = []
     for plan in prepared.plans:
         for variant in plan.variants:
             planned = {
                 "planned": variant.memory.to_json() if variant.memory else None,
                 "reference": variant.settings.get("reference"),
-                "measured_mb": _measured(stored.get(plan.cell.key, []), variant),
+                "measured_mb": _measured(stored, plan.cell.key, variant),
             }
             rows.append((variant, _item(prepared, plan, variant) | planned))
     if as_json:
@@ -94,16 +94,13 @@ def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
     return 0
 
 
-def _measured(documents: Sequence[Document], variant: VariantPlan) -> float | None:
-    """Return the largest recorded peak of a rank (MiB) on the host, from the latest document of this stack."""
-    of_stack = [
-        each for each in documents if each["stack"]["name"] == variant.stack and variant.variant in each["variants"]
-    ]
-    measured = [document for document in of_stack if document["variants"][variant.variant]["attempts"]]
-    if not measured:
-        return None
-    latest = max(measured, key=lambda document: document["provenance"]["started"])
-    return schedule.peak_rss_mb(latest["variants"][variant.variant]["attempts"])
+def _measured(rows: Sequence[Row], cell: str, variant: VariantPlan) -> float | None:
+    """Return the largest recorded peak of a rank (MiB) on the host, from the latest result on this stack."""
+    wanted = (cell, variant.variant, variant.stack)
+    matching = (row for row in rows if row.attempts and (row.cell_id, row.variant, row.stack.name) == wanted)
+    latest = max(matching, key=lambda row: row.started, default=None)
+    peaks = [attempt.peak_rss_mb or 0.0 for attempt in latest.attempts] if latest else []
+    return max(peaks, default=0.0) or None
 
 
 def _print_memory(

@@ -6,7 +6,7 @@ import argparse
 
 from repro_matrix.cli import options
 from repro_matrix.report.terminal import case_lines, columns, print_json, print_lines, print_notes, print_wrapped
-from repro_matrix.runner.request import ask, print_composed
+from repro_matrix.runner.session import ask, print_composed
 from repro_matrix.text import counted
 
 

@@ -7,15 +7,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 
 from repro_matrix.analysis import diff as diffs
-from repro_matrix.analysis import history
-from repro_matrix.analysis.inputs import Side, load_side, side_of_run
+from repro_matrix.analysis.inputs import from_row, load_side
 from repro_matrix.cli import dry_run
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode, ReproError
-from repro_matrix.records.document import Document
 from repro_matrix.report import run_summary
 from repro_matrix.report.formats import record
 from repro_matrix.report.page_model import cells_of
@@ -24,8 +21,7 @@ from repro_matrix.results import quarantine
 from repro_matrix.results.exit_code import bisect_exit, exit_code
 from repro_matrix.results.local import results_folder
 from repro_matrix.results.summary import rows_of
-from repro_matrix.runner import resume, session, workspace
-from repro_matrix.runner.request import print_composed
+from repro_matrix.runner import session, workspace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,18 +34,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run_options(parser: argparse.ArgumentParser) -> None:
     """Add what `repro run CASE` takes as well."""
+    add = parser.add_argument
     text = "continue the interrupted run (or this selection): what is recorded is not run again"
-    parser.add_argument("--resume", action="store_true", help=text)
-    text = "also compare with these results (as `repro diff`); exit code 1 for a difference"
-    parser.add_argument("--compare-to", metavar="DIR", help=text)
-    text = "earlier runs (see `repro nightly --history`): with time_limit=, cells measured longest ago come first"
-    parser.add_argument("--history", metavar="DIR", help=text)
-    parser.add_argument("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
+    add("--resume", action="store_true", help=text)
+    add("--compare-to", metavar="DIR", help="compare with these results, as `repro diff`; exit code 1 if they differ")
+    add("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
 
 
 def main(args: argparse.Namespace) -> int:
     if args.cfg:
-        return print_composed(args.overrides)
+        return session.print_composed(args.overrides)
     if args.memory:
         if not args.dry_run:
             raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
@@ -58,38 +52,29 @@ def main(args: argparse.Namespace) -> int:
 
 
 def measure(
-    args: argparse.Namespace,
-    texts: Sequence[str],
-    *,
-    every_variant: bool,
-    live: bool = False,
-    for_git: bool = False,
-    page: bool = False,
+    args: argparse.Namespace, texts: Sequence[str], *, every_variant: bool, live: bool = False, page: bool = False
 ) -> int:
     """Run a selection and print its results; return the exit code.
 
-    ``every_variant``: a line for each instead of the differences. ``live``: a line for each attempt. ``for_git``: exit
-    codes for `git bisect run`. ``page``: a run of the matrix, which measures the canary cells first and writes its page
-    beside its results.
+    ``every_variant`` and ``live`` (each attempt): print a line for each. ``page``: measure the canary cells first, and
+    write the run's page beside its results.
     """
-    entries = quarantine.read()
+    entries, for_git = quarantine.read(), getattr(args, "bisect_exit", False)
     before = load_side(args.compare_to) if args.compare_to else None  # errors in it are found before anything runs
-    notes: list[str] = []
-    last_measured = history.last_measured(Path(args.history).expanduser(), notes) if args.history else {}
-    texts, resumed = resume.resumed(texts) if args.resume else (list(texts), None)
-    prepared = session.prepare(texts, build_stacks=not args.dry_run, overlap=True, probe=True,
-                               last_measured=last_measured)  # fmt: skip
+    texts, resumed = workspace.resumed(texts) if args.resume else (list(texts), None)
+    prepared = session.prepare(texts, build_stacks=not args.dry_run, probe=True)
     quarantine.check(entries, prepared.catalogue)
     print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
-    for note in [*notes, *prepared.notes()]:
+    for note in prepared.notes():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
         return dry_run.show_plan(prepared, args.json, every_variant)
+    from repro_matrix.report.load import write_run_page
     from repro_matrix.report.progress import Progress
 
     stop = threading.Event()
     with (
-        resume.folder(prepared, texts, resumed) as finish,
+        workspace.folder(prepared, texts, resumed) as finish,
         Progress(verbose=live) as progress,
         workspace.interruptible(stop, progress.warn, workspace.RESUMED),
     ):
@@ -100,8 +85,13 @@ def measure(
     rows = [row for each in summary.documents for row in rows_of(each, cases, str(each.get("path", "")))]
     rows = run_summary.by_attention(quarantine.mark_rows(rows, entries, today))
     expired = quarantine.expired(rows, entries, today)
-    written = _page(results_folder(prepared.settings)) if page else None
-    changed = _compare(before, summary.documents) if before else None
+    folder = results_folder(prepared.settings)
+    written = write_run_page(folder) if page else None
+    changed = None
+    if before:  # with the same cells there: what was not selected now is not missing
+        now = [from_row(row) for row in rows]
+        keys = {row.key for row in now}
+        changed = diffs.compare([row for row in before.rows if row.key in keys], now, need_common=False)
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}
@@ -112,7 +102,7 @@ def measure(
         if changed and before and not (summary.problem or summary.interrupted or for_git):
             print_wrapped("", f"compared with {diffs.describe_side(before.name, before.rows)}")
             print_wrapped(*diffs.describe_diff(changed), "")
-        print(f"results: {results_folder(prepared.settings)}" + (f"\npage: {written}" if written else ""))
+        print(f"results: {folder}" + (f"\npage: {written}" if written else ""))
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:
@@ -124,29 +114,10 @@ def measure(
     missing |= prepared.unusable  # also stacks of single variants: their skip is not a declared requirement
     for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(missing)), *expired]:
         print(f"repro: {text}", file=sys.stderr)
-    early = bool(missing or prepared.left_out)
-    code = exit_code(rows, prepared.settings.min_cells, stopped_early=early)
+    code = exit_code(rows, prepared.settings.min_cells, bool(missing or prepared.left_out))
     code = ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code
     code = code or (ExitCode.USAGE if expired else ExitCode.OK)
     if not args.json:
         differences = len(changed.select(diffs.RESULTS)) if changed else 0
         print(run_summary.describe_exit(code, rows, summary, differences))
     return code
-
-
-def _compare(before: Side, documents: Sequence[Document]) -> diffs.Diff:
-    """Compare with the same cells there: what was not selected now is not missing."""
-    now = side_of_run("this run", documents).rows
-    selected = {row.key for row in now}
-    return diffs.compare([row for row in before.rows if row.key in selected], now, need_common=False)
-
-
-def _page(folder: Path) -> Path | None:
-    """Write the page of a run. An error is a note only, because the results are recorded."""
-    from repro_matrix.report.load import write_run_page
-
-    try:
-        return write_run_page(folder)
-    except (ReproError, OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        print(f"note: no page of this run: {type(error).__name__}: {error}", file=sys.stderr)
-        return None

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.terminal import print_json
-from repro_matrix.results import runs
-from repro_matrix.runner import shards
+from repro_matrix.results import runs, shards
 from repro_matrix.text import counted
 
 EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
@@ -49,16 +48,16 @@ def main(args: argparse.Namespace) -> int:
     for name, part in parts.items():
         found, left = shards.documents(folders[name], part)
         if left:
-            lacking[f"{part['shard']}/{part['of']}"] = left
+            lacking[f"{part.shard}/{part.of}"] = left
         files |= {below: folders[name] / below for below in found}
     merged = len(files)
     _copy(files, target)
     code = 3 if absent or lacking else 0
-    count = next(iter(parts.values()))["of"]
+    count = next(iter(parts.values())).of
     if args.json:
         print_json({"merged": merged, "missing": absent, "incomplete": lacking, "to": str(target), "exit_code": code})
         return code
-    selection = next(iter(parts.values()))["selection"]
+    selection = next(iter(parts.values())).selection
     for number in absent:
         made = shlex.join(["repro", "matrix", *selection, f"shard={number}/{count}"])
         print(f"missing: shard {number} of {count}; it is made by: {made}")
@@ -66,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         few = "; ".join(cells[:SHOWN]) + (f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else "")
         lacks = counted(len(cells), "cell")
         print(f"incomplete: shard {shard} lacks {lacks}: {few} (the same command with --resume goes on)")
-    if next(iter(parts.values()))["changed"]:
+    if next(iter(parts.values())).changed:
         print("note: measured on a changed tree: `repro accept` will not take it")
     print(f"{counted(merged, 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
     print(f"exit code {code}: " + ("not all of it is there" if code else "every shard is there and whole"))

@@ -15,7 +15,7 @@ from repro_matrix.errors import ConfigError
 from repro_matrix.external.adhoc_case import in_shell
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
-from repro_matrix.runner.request import ask
+from repro_matrix.runner.session import ask
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.prober import one_case

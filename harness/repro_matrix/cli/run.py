@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     arguments.one_case(args.case, args.overrides)
     expand("case", args.case.split(","), known)
     texts = [f"case={args.case}", *args.overrides]
-    return matrix.measure(args, texts, every_variant=True, live=True, for_git=args.bisect_exit)
+    return matrix.measure(args, texts, every_variant=True, live=True)
 
 
 def run_script(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from repro_matrix.planning.plan import CellPlan
 from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped
 from repro_matrix.runner.attempts import recipe
 from repro_matrix.runner.prerequisites import Prerequisites
-from repro_matrix.runner.request import Request, ask
+from repro_matrix.runner.session import Request, ask
 
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 

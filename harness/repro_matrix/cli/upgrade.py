@@ -18,7 +18,7 @@ from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import print_json, print_table, print_wrapped
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
-from repro_matrix.runner.request import Request, ask
+from repro_matrix.runner.session import Request, ask
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.prober import Target
 from repro_matrix.text import log

@@ -16,7 +16,7 @@ from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
-from repro_matrix.runner.request import ask
+from repro_matrix.runner.session import ask
 from repro_matrix.search import algorithms, report
 from repro_matrix.search.algorithms import Label, Stopped, Trail
 from repro_matrix.search.prober import Point, Prober, Target, one_case

@@ -233,9 +233,7 @@ def _block(name: str, raw: Any, line: Selection) -> Selection:
     axes = {axis: getattr(line if axis in line.given else block, axis) for axis in AXES}
     # A model of the command line need not fit all cases that the block names: it narrows their models.
     narrows = frozenset() if "case" in line.given else frozenset(line.given)
-    return replace(
-        line, **axes, flags={**block.flags, **line.flags}, source=source, narrows=narrows, words=[], added=[]
-    )
+    return replace(line, **axes, flags={**block.flags, **line.flags}, source=source, narrows=narrows, added=[])
 
 
 def _source(name: str) -> str:

@@ -36,7 +36,7 @@ from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Made
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import comparable_text
-from repro_matrix.runner.request import Request
+from repro_matrix.runner.session import Request
 
 DEADLINE_S = 300.0
 MAX_IMPORTS = 1000  # files in the script's folder that are hashed
@@ -230,7 +230,7 @@ class Script:
         )  # fmt: skip
         settings = replace(RunSettings(), results=str(self.results / "scripts"), repeat=repeat)
         cell = Cell(case.slug, MODEL, launcher, (), stack, "auto", command.nproc, overrides)
-        return AdhocRequest([], catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
+        return AdhocRequest(catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
 
 
 def _strategy(slug: str) -> Strategy:

@@ -8,7 +8,7 @@ Errors of a device have one of three kinds (``classify_device_error``):
 ``gpu_failure``      the GPU has failed: no computation causes that
 ``device``           it could not be used, or the machine failed under NCCL
 ``gpu_or_program``   a failing GPU and a faulty kernel look the same: the attempt is repeated, on other GPUs where there
-                     are some; the same error again is the attempt's own (harness/repro_matrix/runner/retry.py)
+                     are some; the same error again is the attempt's own (harness/repro_matrix/runner/attempts.py)
 
 The evidence is structured: where the exception was raised, what the rank was doing, which code the driver returned.
 CUDA's text is used for torch releases without the code only, and only where torch and NCCL put it. Errors that a

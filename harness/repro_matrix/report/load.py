@@ -14,7 +14,7 @@ from repro_matrix.analysis.history import load_history, make_run
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.errors import ResultsError
+from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE
 from repro_matrix.report import formats, html
 from repro_matrix.report.formats import Remarks
@@ -22,6 +22,7 @@ from repro_matrix.report.page_model import Cell, Page, build_page, cells_of
 from repro_matrix.results import quarantine, runs
 from repro_matrix.results.store import write_bytes
 from repro_matrix.results.summary import Row, load_rows
+from repro_matrix.text import log
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 
@@ -145,8 +146,12 @@ def write_site(folder: Path, files: Mapping[str, str]) -> None:
         write(folder / name, content)
 
 
-def write_run_page(folder: Path) -> Path:
-    """Write the page of a run that has ended, from its summary. Raises ResultsError: it cannot be written."""
+def write_run_page(folder: Path) -> Path | None:
+    """Write the page of a run that has ended, from its summary. An error is only a note: the results are recorded."""
     target = folder / "report.html"
-    write(target, render("html", load_results([folder]), [folder]))
+    try:
+        write(target, render("html", load_results([folder]), [folder]))
+    except (ReproError, OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        log(f"note: no page of this run: {type(error).__name__}: {error}")
+        return None
     return target

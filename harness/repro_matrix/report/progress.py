@@ -16,7 +16,7 @@ QUIET_S = 30.0  # without a terminal: after so long without a line, print what r
 
 
 class Progress:
-    """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what runs or is built."""
+    """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what runs."""
 
     def __init__(self, verbose: bool = False) -> None:
         import rich.progress
@@ -59,10 +59,7 @@ class Progress:
             self.warn(event.text)
         elif event.kind == "start":
             self._start(key, f"{event.device:>8}  {event.plan.cell.key if event.plan else ''} {event.variant}")
-        elif event.kind == "building":
-            self._start(key, f"building {event.text}")
-            self._print(f"building {event.text}; its cells follow")
-        elif event.kind in ("attempt", "built") and key in self.running:
+        elif event.kind == "attempt" and key in self.running:
             self.bar.remove_task(self.running.pop(key))
         if event.kind == "attempt":
             self.done += 1

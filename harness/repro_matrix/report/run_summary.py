@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from repro_matrix.planning.cells import Cell
 from repro_matrix.report.labels import label
 from repro_matrix.report.terminal import by_reason, named, print_table
 from repro_matrix.results.exit_code import identical_failures, unpaired_cells, unpaired_failures
 from repro_matrix.results.local import results_folder
 from repro_matrix.results.summary import Row
 from repro_matrix.runner.engine import Summary
-from repro_matrix.runner.session import Session, count_by_case
+from repro_matrix.runner.session import Session
 from repro_matrix.text import WIDTH, counted, one_line, wrap
 
 LOG_LINES = 4
@@ -120,12 +121,20 @@ def lines(
         texts.append(f"{counted(count, 'cell')} measured on another profile than {prepared.profile.name}: {reason}")
     if summary.not_started:
         limit = prepared.settings.time_limit
-        texts.append(f"NOT MEASURED within time_limit={limit}: {count_by_case(summary.not_started)}")
+        texts.append(f"NOT MEASURED within time_limit={limit}: {_count_by_case(summary.not_started)}")
     texts += [f"{counted(count, 'attempt')} used torchrun: {reason}" for reason, count in summary.cold.most_common()]
     unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:
         yield from wrap(text, width=width)
+
+
+def _count_by_case(cells: Sequence[Cell]) -> str:
+    """Return how many cells these are, and of which cases: ``3 cells (2 of train-step, 1 of tp-resume)``."""
+    most = Counter(cell.case for cell in cells).most_common()
+    shown = [f"{count} of {case}" for case, count in most[:5]]
+    shown += [f"{len(most) - 5} more cases"] if len(most) > 5 else []
+    return f"{counted(len(cells), 'cell')} ({', '.join(shown)})"
 
 
 def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
@@ -310,7 +319,6 @@ def describe_exit(code: int, rows: Sequence[Row], summary: Summary, differences:
 def _describe_interruption(prepared: Session, summary: Summary) -> str:
     """Return how many cells are missing, which the other lines do not include."""
     requested = len({(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans})
-    requested += sum(len(each.cells) for each in prepared.later)  # those that waited for a build
     missing = requested - sum(document["complete"] for document in summary.documents)
     if missing <= 0:
         return "INTERRUPTED after everything was measured"

@@ -1,4 +1,4 @@
-"""From a variant's plan to one launched attempt and its observation."""
+"""One attempt: from a variant's plan to its observation, and whether it is repeated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Any, Final, cast
 
 from packaging.requirements import Requirement
 
@@ -20,12 +20,11 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
+from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
-
-if TYPE_CHECKING:
-    from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
+from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 
 REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
 
@@ -41,7 +40,7 @@ class EndedAttempt:
 
 @dataclass(frozen=True)
 class Attempts:
-    """Runs the attempts of one run, each in a folder of its own under ``run_dir``. Thread-safe."""
+    """Launches the attempts of one run, each in its own folder under ``run_dir``. Thread-safe."""
 
     catalogue: Catalogue
     stacks: Mapping[str, Stack]
@@ -51,7 +50,7 @@ class Attempts:
     keep: bool
 
     def run(self, plan: VariantPlan, gpus: Sequence[str], stop: threading.Event) -> EndedAttempt:
-        """Launch once on locked ``gpus`` and release them. Never raises: a fault of the harness is an infra one."""
+        """Launch once on locked ``gpus`` and release them. An exception of the harness becomes an infra_error."""
         from repro_matrix.launch.torchrun import CommandLauncher  # `repro show` needs the recipe, and no launcher
 
         began = time.monotonic()
@@ -64,10 +63,10 @@ class Attempts:
             text = "".join(traceback.format_exception_only(type(error), error)).strip()
             observation = fault(plan, "launch", f"the harness could not launch it: {text}")
         else:
-            # What the ranks must turn out to have run on: a package may be replaced while a run is at work.
-            have = self.stacks[plan.stack].versions
+            # The ranks' versions are compared with these: a package may be replaced during a run.
+            planned = self.stacks[plan.stack].versions
             observation["attempt"]["fingerprint"] = plan.fingerprint
-            observation["attempt"]["versions"] = {name: have[name] for name in RELEVANT if name in have}
+            observation["attempt"]["versions"] = {name: planned[name] for name in RELEVANT if name in planned}
         wall_s = time.monotonic() - began
         problems = {**self.locks.release(gpus), **failed_gpus(observation, gpus)}
         return EndedAttempt(observation, wall_s, problems)
@@ -76,9 +75,8 @@ class Attempts:
 def recipe(
     catalogue: Catalogue, plan: VariantPlan, stack: Stack | None, run_dir: Path, gpus: Sequence[str] = ()
 ) -> Attempt:
-    """How a variant is launched: by a run, and in the line that does the same by hand (`repro show`, and every
-    document).
-    ``stack``: None where it is not here."""
+    """Return how a variant is launched, by a run or by the command that `repro show` prints. ``stack``: None where it
+    is not built here."""
     case = catalogue.cases[plan.cell.case]
     script = catalogue.script(case)
     identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
@@ -111,26 +109,8 @@ def recipe(
     )
 
 
-def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuProblem]:
-    """Return the GPUs that failed according to a rank's own error: NVML does not report it in every container. The
-    error of a rank with several GPUs does not tell which one failed."""
-    from repro_matrix.launch.observe import classify_device_error
-    from repro_matrix.runner.gpu_pool import GpuProblem
-
-    if len(gpus) not in (1, observation["attempt"]["world_size"]):
-        return {}
-    found = {}
-    for rank in observation["ranks"]:
-        record = rank["record"]
-        error = record["exception"] if record else None
-        if record and error and classify_device_error(error, record["phase"]) == "gpu_failure":
-            message = (error["message"].splitlines() or ["?"])[0]
-            found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", f"rank {rank['rank']}: {message}")
-    return found
-
-
 def imports_of(catalogue: Catalogue, case: Case, plan: VariantPlan) -> tuple[str, ...]:
-    """What the case's script imports, and what its variant's strategy brings (deepspeed)."""
+    """Return what the case's script imports, and what its variant's strategy brings (deepspeed)."""
     strategy = catalogue.strategies[plan.settings["strategy"]["slug"]]
     brought = {Requirement(text).name for text in strategy.requires} - {"torch"}
     if "accelerate" in case.launch.imports:
@@ -142,8 +122,23 @@ def variant_of(plan: CellPlan, name: str) -> VariantPlan:
     return next(variant for variant in plan.variants if variant.variant == name)
 
 
+def new_run_dir(state: Path) -> Path:
+    """Create a folder for this run's attempts; its name is the run's id."""
+    path = state / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    path.mkdir(parents=True)
+    return path
+
+
+# Attempts that are no evidence, and which of them are repeated
+
+GPU_FAILURE: Final = "gpu_failure"  # the kind of infrastructure error of a failed GPU
+OTHER_GPUS = (GPU_FAILURE, "device", EITHER)  # other GPUs may give a result
+TOO_SLOW = "timeout_while_progressing"
+LONGER = 3.0  # factor for the deadline of an attempt that was too slow
+
+
 def fault(plan: VariantPlan, kind: InfraErrorKind, message: str) -> Observation:
-    """The observation of an attempt that could not be made, by no fault of what was to be measured."""
+    """Return the observation of an attempt that could not be launched, for a reason outside of what is measured."""
     now = time.time()
     return {
         "schema": 1,
@@ -158,8 +153,43 @@ def fault(plan: VariantPlan, kind: InfraErrorKind, message: str) -> Observation:
     }  # fmt: skip
 
 
-def new_run_dir(state: Path) -> Path:
-    """A folder for this run's attempts; its name is the run's id."""
-    path = state / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-    path.mkdir(parents=True)
-    return path
+def with_infra_error(observation: Observation, kind: InfraErrorKind, message: str) -> Observation:
+    """Return the observation of an attempt that is no evidence, whatever its ranks reported."""
+    attempt = {**observation["attempt"], "interrupted": False}
+    return cast(Observation, {**observation, "attempt": attempt, "infra_error": {"kind": kind, "message": message}})
+
+
+def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuProblem]:
+    """Return the GPUs that failed according to a rank's own error: NVML does not report it in every container. The
+    error of a rank with several GPUs does not tell which one failed."""
+    if len(gpus) not in (1, observation["attempt"]["world_size"]):
+        return {}
+    found = {}
+    for rank in observation["ranks"]:
+        record = rank["record"]
+        error = record["exception"] if record else None
+        if record and error and classify_device_error(error, record["phase"]) == GPU_FAILURE:
+            message = (error["message"].splitlines() or ["?"])[0]
+            found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", f"rank {rank['rank']}: {message}")
+    return found
+
+
+def plan_retry(observation: Observation, gpus: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the changes to the task (schedule.Task) for a retry, or None where the result stands.
+
+    No attempt is repeated more than once. ``gpus``: those that it ran on.
+    """
+    error, attempt = observation["infra_error"], observation["attempt"]
+    if error is None or attempt.get("retry_of"):
+        return None
+    reason = {"kind": error["kind"], "message": error["message"]}
+    if error["kind"] == TOO_SLOW:
+        return {"retry_of": reason, "deadline": LONGER * attempt["deadline_s"]}
+    return {"retry_of": reason, "avoid": tuple(gpus)} if error["kind"] in OTHER_GPUS else None
+
+
+def resolve_repeated_error(observation: Observation) -> Observation:
+    """Grade an error that a GPU or the program caused as the program's, once it occurred on other GPUs too."""
+    error, before = observation["infra_error"], observation["attempt"].get("retry_of")
+    repeated = error and isinstance(before, dict) and error["kind"] == before["kind"] == EITHER
+    return {**observation, "infra_error": None} if repeated else observation

@@ -1,7 +1,7 @@
 """Canary cells that every run of the matrix measures first: does the harness itself work here?
 
-A failure, a working fix, a fix after which a number is wrong, and healthy work take the way of every cell: the run's
-stacks and profiles, its launcher, the ranks' kit and the grader. Where one has another result than it must have, no
+A failure, a working fix, a fix after which a number is wrong, and healthy work are measured like every cell, with the
+run's stacks, profiles and launcher, the ranks' kit and the grader. Where one has another result than it must have, no
 result of this run could be trusted, and nothing is measured. They are not in the catalogue: no list, claim or
 published result includes them (conf/canary).
 """
@@ -18,7 +18,6 @@ from repro_matrix.config.axes import Model, Strategy
 from repro_matrix.config.catalog import Catalogue, parse, read_yaml
 from repro_matrix.config.schema import Case
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.profiles import Profile
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
@@ -29,12 +28,8 @@ from repro_matrix.runner.attempts import imports_of
 from repro_matrix.runner.engine import Event, RunContext, Summary
 
 _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
-_STRATEGY = {
-    "slug": "none",
-    "title": "no strategy",
-    "allow_gpu_sharing": True,
-    "invariants": {"collectives": ["reduce"]},
-}
+_INVARIANTS = {"collectives": ["reduce"]}
+_STRATEGY = {"slug": "none", "title": "no strategy", "allow_gpu_sharing": True, "invariants": _INVARIANTS}
 # case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
@@ -86,10 +81,8 @@ def wrong(documents: Iterable[Document]) -> list[str]:
     for document in documents:
         for variant, (verdict, failures) in PLANTED[document["case"]].items():
             graded: Any = document["verdicts"].get(variant) or {"name": "nothing", "reason": "not graded"}
-            if (
-                graded["name"] != verdict
-                or [str(FailureId(**item)) for item in graded.get("failure_ids", ())] != failures
-            ):
+            found = [str(FailureId(**item)) for item in graded.get("failure_ids", ())]
+            if (graded["name"], found) != (verdict, failures):
                 where = f"stack {document['stack']['name']} on {document['hardware']['profile']}"
                 result = f"the result is {graded['name']}: {graded['reason']}"
                 lines.append(f"{document['case']}/{variant}, {where}: planted {verdict}, {result}")
@@ -108,26 +101,22 @@ def look(
     ``store``: of their documents, which are not kept. There are no canary cells where nothing is launched.
     """
     planted = catalogue(context.catalogue, usual_imports(context.catalogue, of))
-    context = replace(context, catalogue=planted, history={}, ends=None)
-    ranks = {profile.name: 2 if _holds_two(profile) else 1 for profile in context.profiles}
-    while own := plans(planted, context, of, ranks):
-        summary = run(context, own, store, lambda event: None)
+    context = replace(context, catalogue=planted, earlier=(), ends=None)
+    two = {profile.name for profile in context.profiles if not profile.gpus or profile.shared or len(profile.gpus) > 1}
+    ranks = {profile.name: 2 if profile.name in two else 1 for profile in context.profiles}
+    while cells := plans(planted, context, of, ranks):
+        summary = run(context, cells, store, lambda event: None)
         if stop.is_set():
             return None
         lacking = [document for document in summary.documents if _lacks_gpus(document)]
         problems = wrong(document for document in summary.documents if document not in lacking)
-        if problems or summary.problem:
-            return "the harness itself does not work here, nothing was measured: " + "; ".join(
-                problems or [str(summary.problem)]
-            )
+        problems += [summary.problem] if summary.problem else []
+        if problems:
+            return "the harness itself does not work here, nothing was measured: " + "; ".join(problems)
         # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.
         fewer = {document["hardware"]["profile"] for document in lacking}
         ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
     return None
-
-
-def _holds_two(profile: Profile) -> bool:
-    return profile.accelerator == "cpu" or profile.shared or len(profile.gpus) > 1
 
 
 def _lacks_gpus(document: Document) -> bool:

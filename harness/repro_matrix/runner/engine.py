@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import threading
 import time
 from collections import Counter
@@ -14,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
-
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.config.vocabulary import RELEVANT
@@ -24,36 +19,36 @@ from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ResultsError
-from repro_matrix.grading.regrade import Graded, regrade
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Around, Document, Probe, Provenance
-from repro_matrix.records.document import Stack as StackSaid
+from repro_matrix.records.document import Stack as StoredStack
 from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.results import document as documents
-from repro_matrix.results import provenance, runs, summary
+from repro_matrix.results import local, provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
-from repro_matrix.runner.attempts import Attempts, EndedAttempt, fault, variant_of
-from repro_matrix.runner.gpu_pool import Driver, GpuPool
-from repro_matrix.runner.retry import (
-    describe_retry,
+from repro_matrix.runner.attempts import (
+    GPU_FAILURE,
+    Attempts,
+    EndedAttempt,
+    fault,
     plan_retry,
     resolve_repeated_error,
-    with_gpu_failure,
-    with_script_error,
+    variant_of,
+    with_infra_error,
 )
-from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, Capacity, CpuLoad, Schedule, Task, expect, recorded
+from repro_matrix.runner.gpu_pool import Driver, GpuPool
+from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, CpuLoad, Schedule, Task, expect, recorded
 
 
 @dataclass(frozen=True)
 class Event:
     """What the progress shows.
 
-    ``cells``: a cell has so many attempts to run, expected to take ``seconds``. ``building``: ``text`` is built before
-    more cells can follow; ``built``: it is there. ``start`` and ``attempt`` (with its outcome): one attempt. ``cell``:
-    graded. ``time``: nothing happened for a while (``text``: why, where there is a reason). ``note``: ``text`` is news.
-    ``more``: an attempt that had ended is repeated.
+    ``cells``: a cell has so many attempts to run, expected to take ``seconds``. ``start`` and ``attempt`` (with
+    its outcome): one attempt. ``cell``: graded. ``time``: nothing happened for a while (``text``: why, where there is a
+    reason). ``note``: ``text`` is news. ``more``: an attempt that had ended is repeated.
     """
 
     kind: str
@@ -79,24 +74,13 @@ class Summary:
     cold: Counter[str] = field(default_factory=Counter)  # why attempts of the warm launcher started from cold
     interrupted: bool = False
     not_started: list[Cell] = field(default_factory=list)  # when the time limit was reached
-    notes: list[str] = field(default_factory=list)  # stored documents that contradict their evidence
     gpu_notes: list[str] = field(default_factory=list)  # GPUs that were not used, and why
     problem: str | None = None  # what stopped the run early (a full disk), or None
 
 
 @dataclass(frozen=True)
-class Later:
-    """Cells that cannot be planned before something is there: a stack that is still to be built, a compiled op."""
-
-    what: str
-    cells: Sequence[Cell]
-    make: Callable[[], list[CellPlan]]  # takes its time; reports problems as skip reasons
-
-
-@dataclass(frozen=True)
 class RunContext:
-    """What a run needs beside its plans. ``profiles``: each cell's plan has one of them. ``history``: older documents
-    by key. ``graded``: of these, what runs one after another share."""
+    """What a run needs beside its plans. ``profiles``: each cell's plan has one of them. ``earlier``: stored rows."""
 
     catalogue: Catalogue
     settings: RunSettings
@@ -104,8 +88,7 @@ class RunContext:
     machine: Machine
     stacks: Mapping[str, Stack]
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    history: Mapping[str, list[Document]] = field(default_factory=dict)
-    graded: Graded = field(default_factory=dict)
+    earlier: Sequence[summary.Row] = ()
     around: Around = field(default_factory=lambda: Around())
     ends: float | None = None  # by the monotonic clock: no cell starts after it
 
@@ -122,7 +105,6 @@ class _Cell:
     path: Path
     document: Document
     left: int = 0  # attempts that are waiting or running
-    older: Document | None = None  # what this run resumes
     started: bool = False
 
 
@@ -152,38 +134,35 @@ class Engine:
         self.on_event = on_event
         settings, machine = context.settings, context.machine
         self.pool = GpuPool(context.gpus, attempts.locks, driver or Nvml([]), self._say)
-        capacity = Capacity(machine.cores, len(self.pool.all), machine.memory_gb, settings.jobs)
-        self.schedule = Schedule(capacity, settings.order.value, self.pool.models)
-        self._durations = recorded(document for each in context.history.values() for document in each)
+        self.schedule = Schedule(machine.cores, machine.memory_gb, settings.jobs, settings.order)
+        self._durations = recorded(context.earlier)
+        self._past = local.past_measurements(context.earlier)
         self._cells: list[_Cell] = []
         self._running: dict[Future[EndedAttempt], _Running] = {}
         self._summary = Summary()
         self._load = CpuLoad()
 
-    def run(
-        self, plans: list[CellPlan], stop: threading.Event, resume: bool = False, later: Sequence[Later] = ()
-    ) -> Summary:
+    def run(self, plans: Sequence[CellPlan], stop: threading.Event, resume: bool = False) -> Summary:
         """Run every attempt of every cell. The failure of one attempt, of whatever kind, never stops the others; only a
         results folder that cannot be written to does, because its results would be lost."""
-        summary = self._summary = Summary()
+        result = self._summary = Summary()
         began = time.monotonic()
         try:
             self._open(plans, resume)
-            self._work(stop, resume, later)
+            self._work(stop)
         except ResultsError as error:
             stop.set()
-            summary.problem = str(error)
-        summary.gpu_notes = self.pool.notes
-        summary.interrupted = stop.is_set() and summary.problem is None
-        summary.wall_s = time.monotonic() - began
-        order = {id(cell.document): index for index, cell in enumerate(self._cells)}
-        summary.documents.sort(key=lambda document: order.get(id(document), 0))
-        return summary
+            result.problem = str(error)
+        result.gpu_notes = self.pool.notes
+        result.interrupted = stop.is_set() and result.problem is None
+        result.wall_s = time.monotonic() - began
+        result.documents = [cell.document for cell in self._cells if cell.document["complete"]]
+        return result
 
-    def _open(self, plans: list[CellPlan], resume: bool) -> None:
+    def _open(self, plans: Sequence[CellPlan], resume: bool) -> None:
         """Add cells: from now on their missing attempts wait."""
         opened = [self._open_cell(plan, resume) for plan in plans]
-        for number, (cell, missing) in enumerate(opened, len(self._cells)):
+        for number, (cell, missing) in enumerate(opened):
             self._cells.append(cell)
             tasks = [self._task(number, cell, variant, index) for variant, index in missing]
             self.schedule.add(tasks)
@@ -203,7 +182,7 @@ class Engine:
         path = self.store.path_of(plan.profile.name, label, key)
         self.store.refuse_newer(path)
         shown = {name: versions[name] for name in RELEVANT if name in versions}
-        described: StackSaid = {
+        described: StoredStack = {
             "name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label,
         }  # fmt: skip
         now = {**context.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
@@ -220,43 +199,31 @@ class Engine:
             documents.take_over(document, older, plan, case, context.catalogue.cases)
             self._summary.reused += sum(len(variant["attempts"]) for variant in document["variants"].values())
         missing = documents.missing(document, plan)
-        return _Cell(plan, path, document, len(missing), older), missing
+        return _Cell(plan, path, document, len(missing)), missing
 
     def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
         plan = variant_of(cell.plan, variant)
         took = expect(self._durations, cell.document["cell_id"], plan)
         return Task(number, variant, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
 
-    def _work(self, stop: threading.Event, resume: bool, later: Sequence[Later]) -> None:
+    def _work(self, stop: threading.Event) -> None:
         most = self.context.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.context.machine.cores
-        with ThreadPoolExecutor(most, "attempt") as pool, ThreadPoolExecutor(1, "build") as builder:
-            building = {builder.submit(each.make): each for each in later}
-            for each in later:
-                self.on_event(Event("building", text=each.what))
+        with ThreadPoolExecutor(most, "attempt") as pool:
             try:
-                while (not stop.is_set() and (self.schedule.waiting or building)) or self._running:
+                while self._running or (self.schedule.waiting and not stop.is_set()):
                     self._check(stop)
-                    if self._time_is_over() and building:
-                        self._summary.not_started += [cell for each in building.values() for cell in each.cells]
-                        end_builds(building)
-                        building = {}
                     while not stop.is_set() and self._start(pool):
                         pass
-                    done, _ = wait({**self._running, **building}, timeout=LOAD_S, return_when=FIRST_COMPLETED)
-                    for future in done & building.keys():
-                        self.on_event(Event("built", text=building.pop(future).what))
-                        if not stop.is_set():
-                            self._open(future.result(), resume)
-                    for future in done & self._running.keys():
+                    if not self._running:  # waiting for GPUs
+                        stop.wait(LOAD_S)
+                    done, _ = wait(self._running, timeout=LOAD_S, return_when=FIRST_COMPLETED)
+                    for future in done:
                         self._end(future)
                     self.on_event(Event("time", text=self._why_idle()))
             except BaseException:
                 stop.set()
                 self._check(stop)  # stop the running attempts
                 raise
-            finally:
-                if building:
-                    end_builds(building)
 
     def _check(self, stop: threading.Event) -> None:
         """React to the user, the time limit and the GPUs, and drop what cannot start any more because of them."""
@@ -271,13 +238,10 @@ class Engine:
         for task in self.schedule.drop_hopeless(len(self.pool.usable()), working, time.monotonic()):
             plan = variant_of(self._cells[task.cell].plan, task.variant)
             self._keep(task, fault(plan, "not_enough_gpus", self.pool.shortage(task.gpus)), 0.0)
-        if self._time_is_over():
+        if self.context.ends is not None and time.monotonic() >= self.context.ends:
             over = {task.cell for task in self.schedule.waiting if not self._cells[task.cell].started}
             self._summary.not_started += [self._cells[number].plan.cell for number in sorted(over)]
             self.schedule.waiting = [task for task in self.schedule.waiting if task.cell not in over]
-
-    def _time_is_over(self) -> bool:
-        return self.context.ends is not None and time.monotonic() >= self.context.ends
 
     def _held(self) -> set[str]:
         return {uuid for running in self._running.values() for uuid in running.gpus}
@@ -323,10 +287,10 @@ class Engine:
         self.pool.exclude(ended.problems)
         bad = [uuid for uuid, problem in ended.problems.items() if problem.kind == "lost"]
         failed = running.failed or (self._failed(bad) if bad else None)
-        observation = with_gpu_failure(ended.observation, failed) if failed else ended.observation
+        observation = with_infra_error(ended.observation, GPU_FAILURE, failed) if failed else ended.observation
         edited = self._edited(running.task)
         if edited:
-            observation = with_script_error(observation, edited)
+            observation = with_infra_error(observation, "script_error", edited)
         self._keep(running.task, observation, ended.wall_s, running.gpus)
 
     def _edited(self, task: Task) -> str | None:
@@ -342,20 +306,22 @@ class Engine:
         return None if same else f"{script} or the kit beside it was changed after the run had begun"
 
     def _keep(self, task: Task, observation: Observation, wall_s: float, gpus: Sequence[str] = ()) -> None:
-        """Judge and store an observation; where it is no answer but another attempt may be one, that is made."""
+        """Grade and store an observation, and repeat an attempt that is no evidence where another one may be."""
         if task.retry_of:
             observation["attempt"]["retry_of"] = task.retry_of
             observation = resolve_repeated_error(observation)
         cell = self._cells[task.cell]
+        if observation["attempt"]["interrupted"]:
+            return  # no result: --resume repeats it, and its cell is not complete
         changes = plan_retry(observation, gpus)
         if changes:
             self.schedule.repeat(task, changes)
-            why = f"{cell.plan.cell.key} {task.variant} is repeated: {describe_retry(changes)}"
+            reason, deadline = changes["retry_of"], changes.get("deadline")
+            why = f"{reason['kind']}: {reason['message']}" + (f"; deadline {deadline:g} s" if deadline else "")
+            why = f"{cell.plan.cell.key} {task.variant} is repeated: {why}"
             self.on_event(Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1
-        if observation["attempt"]["interrupted"]:
-            return  # not an answer; --resume makes the attempt again
         cases = self.context.catalogue.cases
         documents.add_attempt(cell.document, task.variant, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
@@ -372,40 +338,18 @@ class Engine:
             self._settle(cell)
 
     def _settle(self, cell: _Cell) -> None:
-        cases = self.context.catalogue.cases
-        stored = [d for d in self.context.history.get(cell.document["cell_id"], []) if _other_stack(d, cell.document)]
-        judged = regrade(stored, cases, self.context.graded)
-        self._summary.notes += judged.notes
-        older = judged.documents
-        where = cell.plan.cell.where
-        documents.settle(cell.document, cases[cell.plan.cell.case], cases, older, time.time(), where)
-        if not same(cell.document, cell.older):
-            self.store.save(cell.path, cell.document)
-        cell.document["path"] = str(cell.path)  # not stored; for who names it
-        if (self.store.root / runs.MANIFEST).exists():  # what a search measures has no summary
-            summary.append_cell(self.store.root, cell.path, cell.document, cases)
-        self._summary.documents.append(cell.document)
-        self.on_event(Event("cell", cell.plan, document=cell.document))
+        """Grade a cell whose attempts have all ended, and store it."""
+        cases, document = self.context.catalogue.cases, cell.document
+        older = [past for past in self._past.get(document["cell_id"], ()) if _on_other_stack(past, document)]
+        case, where = cases[cell.plan.cell.case], cell.plan.cell.where
+        documents.settle(document, case, cases, older, time.time(), where)
+        self.store.save(cell.path, document)
+        document["path"] = str(cell.path)  # not stored
+        if (self.store.root / runs.MANIFEST).exists():  # a search writes no summary
+            summary.append_cell(self.store.root, cell.path, document, cases)
+        self.on_event(Event("cell", cell.plan, document=document))
 
 
-def _other_stack(older: Document, document: Document) -> bool:
-    same_machine = older["hardware"]["accelerator"] == document["hardware"]["accelerator"]
-    return same_machine and older["stack"]["versions"] != document["stack"]["versions"]
-
-
-def same(document: Document, older: Document | None) -> bool:
-    """Whether there is nothing to write: all that differs is when the cell was judged last."""
-    if older is None:
-        return False
-    now = {**document, "provenance": {**document["provenance"], "ended": older["provenance"]["ended"]}}
-    return json.dumps(now, sort_keys=True) == json.dumps(older, sort_keys=True)  # tuples are lists once they are stored
-
-
-def end_builds(building: Iterable[Future[Any]]) -> None:
-    """End what is being built; an unfinished build is never used. Our own session holds the installer and the compiler,
-    and none of the launchers' processes."""
-    if any([not each.cancel() for each in building]):
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(child.pid) == os.getsid(0):
-                    child.terminate()
+def _on_other_stack(past: Document, document: Document) -> bool:
+    same_machine = past["hardware"]["accelerator"] == document["hardware"]["accelerator"]
+    return same_machine and past["stack"]["versions"] != document["stack"]["versions"]

@@ -1,7 +1,7 @@
 """The GPUs of this machine: one lock per GPU across all runs, their health, and what dead runs left behind.
 
 A file lock is held for as long as its process lives, however that ends, and works across containers that share the
-folder. Whoever gets the lock of a run or of a GPU therefore knows that its previous holder is gone. Ranks on the CPU
+folder. A process that gets the lock of a run therefore knows that this run's controller has ended. Ranks on the CPU
 need no lock.
 """
 
@@ -60,19 +60,17 @@ def register_run(state: Path, run_id: str) -> Iterator[None]:
 
 def clear_leftovers(state: Path) -> list[str]:
     """End the processes and remove the files of runs whose controller is dead; return a line for each."""
-    return [line for path in sorted((_node(state) / "runs").glob("*.lock")) for line in _clear_if_dead(state, path)]
-
-
-def _clear_if_dead(state: Path, path: Path) -> list[str]:
-    lock = _acquire(path)
-    if lock is None:
-        return []
-    try:
-        lines = _clear_run(state, path.stem)
-        path.unlink(missing_ok=True)
-        return lines
-    finally:
-        lock.release()
+    lines = []
+    for path in sorted((_node(state) / "runs").glob("*.lock")):
+        lock = _acquire(path)
+        if lock is None:
+            continue
+        try:
+            lines += _clear_run(state, path.stem)
+            path.unlink(missing_ok=True)
+        finally:
+            lock.release()
+    return lines
 
 
 def _clear_run(state: Path, run_id: str) -> list[str]:
@@ -107,7 +105,7 @@ class GpuProblem:
 
 
 class GpuLocks:
-    """The GPUs that this run holds, each for one attempt at a time. Thread-safe."""
+    """The GPUs that this run holds, each for one attempt at a time: a file lock per GPU. Thread-safe."""
 
     def __init__(self, state: Path, run_id: str, inspect: Callable[[str], Seen] = unseen) -> None:
         """``inspect``: returns what is on a GPU (``gpus.Nvml.look``); by default nothing is known."""
@@ -115,7 +113,7 @@ class GpuLocks:
         self.run_id = run_id
         self.folder = _node(state) / "gpus"
         self._inspect = inspect
-        self._held: dict[str, FileLock] = {}  # in use, or not released because a process of ours is still on it
+        self._held: dict[str, FileLock] = {}  # in use, or not released because a process of this run is still on it
         self._before: dict[str, Seen] = {}
         self._mutex = threading.Lock()
 
@@ -127,13 +125,23 @@ class GpuLocks:
             self._unlock(uuid)
 
     def acquire(self, gpus: Sequence[str]) -> bool:
-        """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for others."""
+        """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for others.
+
+        A GPU on which another user's process is counts as not free.
+        """
         with self._mutex:
-            for count, uuid in enumerate(gpus):
-                if uuid in self._held or not self._lock(uuid):
-                    for each in gpus[:count]:
-                        self._unlock(each)
-                    return False
+            locks = {uuid: None if uuid in self._held else _acquire(self._path(uuid)) for uuid in gpus}
+            before: dict[str, Seen] = {}
+            if None not in locks.values() and gpus:
+                clear_leftovers(self.state)  # the previous holder may have been killed while its ranks were at work
+                before = {uuid: self._inspect(uuid) for uuid in gpus}
+            held = {uuid: lock for uuid, lock in locks.items() if lock is not None}
+            if len(held) < len(locks) or any(map(stranger, before.values())):
+                for lock in held.values():
+                    lock.release()
+                return False
+            self._held |= held
+            self._before |= before
         return True
 
     def release(self, gpus: Sequence[str]) -> dict[str, GpuProblem]:
@@ -154,61 +162,38 @@ class GpuLocks:
 
     def free(self, among: Sequence[str]) -> list[str]:
         """Return those of ``among`` that no run holds at this moment."""
-        return [uuid for uuid in among if uuid not in self._held and self._unlocked(uuid)]
+        return [uuid for uuid in among if uuid not in self._held and self._is_free(uuid)]
 
-    def _unlocked(self, uuid: str) -> bool:
-        lock = _acquire(self._path(uuid, ".lock"))
+    def _is_free(self, uuid: str) -> bool:
+        lock = _acquire(self._path(uuid))
         if lock:
             lock.release()
         return lock is not None
 
-    def _lock(self, uuid: str) -> bool:
-        lock = _acquire(self._path(uuid, ".lock"))
-        if lock is None:
-            return False
-        self._held[uuid] = lock
-        note = self._path(uuid, ".holder")
-        holder = note.read_text(encoding="utf-8", errors="replace").strip() if note.exists() else ""
-        if holder != self.run_id and re.fullmatch(r"[\w.-]+", holder):
-            # The previous holder died without releasing the GPU: its processes may still be on it.
-            run_lock = _node(self.state) / "runs" / f"{holder}.lock"
-            if run_lock.exists():
-                _clear_if_dead(self.state, run_lock)
-            else:
-                _clear_run(self.state, holder)
-        note.write_text(self.run_id, encoding="utf-8")
-        self._before[uuid] = self._inspect(uuid)
-        return True
+    def _unlock(self, uuid: str) -> None:
+        self._before.pop(uuid, None)
+        if lock := self._held.pop(uuid, None):
+            lock.release()
 
     def _problem(self, uuid: str) -> GpuProblem | None:
-        """Return what is wrong with a GPU of ours now that its attempt has ended."""
+        """Return what is wrong with a GPU of this run now that its attempt has ended."""
         before, now = self._before[uuid], self._inspect(uuid)
         if now.problem:
             return GpuProblem("lost", now.problem)
-        for pid in sorted(self._ours(now)):
+        for pid in sorted(self._remaining(now)):
             return GpuProblem("left", f"process {pid} of an ended attempt is still on it ({now.size(pid)})")
-        if now.users.keys() - before.users.keys():
-            return None  # another user's process: the next check of the free GPUs finds it
         more = now.used_mb - before.used_mb
-        return (
-            GpuProblem("left", f"{more} MiB of an ended attempt are still in use on it") if more > LEFTOVER_MB else None
-        )
+        if now.users.keys() - before.users.keys() or more <= LEFTOVER_MB:
+            return None  # another user's process is found by the next check of the free GPUs
+        return GpuProblem("left", f"{more} MiB of an ended attempt are still in use on it")
 
-    def _unlock(self, uuid: str) -> None:
-        self._before.pop(uuid, None)
-        if not self._ours(self._inspect(uuid)):
-            self._path(uuid, ".holder").unlink(missing_ok=True)  # else it tells the next holder whom to clear
-        lock = self._held.pop(uuid, None)
-        if lock is not None:
-            lock.release()
-
-    def _ours(self, state: Seen) -> set[int]:
+    def _remaining(self, state: Seen) -> set[int]:
         """Return the processes of this run among those on the GPU."""
         users = set(state.users)
         return users & {process.pid for process in processes.with_token(RUN_TOKEN, self.run_id)} if users else set()
 
-    def _path(self, uuid: str, suffix: str) -> Path:
-        return self.folder / (re.sub(r"[^\w.-]", "_", uuid) + suffix)
+    def _path(self, uuid: str) -> Path:
+        return self.folder / (re.sub(r"[^\w.-]", "_", uuid) + ".lock")
 
 
 class Driver(Protocol):
@@ -230,7 +215,6 @@ class GpuPool:
     ) -> None:
         self.all = [gpu.uuid for gpu in gpus]
         self.names = {gpu.uuid: f"gpu{gpu.index}" for gpu in gpus}
-        self.models = {gpu.uuid: gpu.name for gpu in gpus}
         self.out: dict[str, GpuProblem] = {}
         self.taken: dict[str, str] = {}
         self.notes: list[str] = []  # for the summary of the run
@@ -238,7 +222,6 @@ class GpuPool:
         self._driver = driver
         self._say = say
         self._checked = float("-inf")
-        self._idle: set[str] = set()  # at the last check
 
     def usable(self) -> list[str]:
         """Return the GPUs that this run can have, sooner or later."""
@@ -251,15 +234,11 @@ class GpuPool:
     def check(self, held: Collection[str], now: float) -> set[str]:
         """Check the health of all GPUs and the users of the free ones, every ``CHECK_S``; return those, held ones too,
         that have just failed."""
-        idle = [uuid for uuid in self.all if uuid not in held and uuid not in self.out]
-        due = now - self._checked >= CHECK_S
-        fresh = idle if due else [uuid for uuid in idle if uuid not in self._idle]  # just released
-        self._idle = set(idle)
-        if not due and not fresh:
+        if now - self._checked < CHECK_S:
             return set()
-        self._checked = now if due else self._checked
+        self._checked = now
         failed = {uuid: why for uuid, why in self._driver.failed_gpus().items() if uuid in self.names}
-        for uuid in self.locks.free(fresh):
+        for uuid in self.locks.free([uuid for uuid in self.all if uuid not in held and uuid not in self.out]):
             state = self._driver.look(uuid)
             if state.problem:
                 failed.setdefault(uuid, state.problem)

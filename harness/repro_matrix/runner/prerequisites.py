@@ -1,4 +1,5 @@
-"""What a run's cells need before they can be planned: built stacks, DeepSpeed's op, real weights, facts about models.
+"""What cells need before they can be planned: built stacks whose torch can use the GPUs, DeepSpeed's op, real weights,
+and facts about models.
 
 Everything that takes minutes happens here, in processes of the stack, before the deadline of any attempt starts.
 """
@@ -9,6 +10,7 @@ import hashlib
 import json
 import os
 import subprocess
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,18 +19,65 @@ from typing import Any
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
+from repro_matrix.environment import probe
+from repro_matrix.environment.gpus import states
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
+from repro_matrix.files import write_text
 from repro_matrix.launch import extensions
+from repro_matrix.launch.attempt import Attempt, stack_environment
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import ModelSizes, add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, skip_with_first
 from repro_matrix.results import provenance
+from repro_matrix.runner.gpu_pool import GpuLocks
+from repro_matrix.text import log
 
 Json = dict[str, Any]
+ROOM_MB = 1024  # free memory that a context, a library's workspace and a small matrix need
+
+
+@dataclass
+class Prober:
+    """Ask stacks whether their torch can use the GPUs. A stack is asked once; only a good answer is remembered."""
+
+    profile: Profile
+    machine: Machine
+    state: Path  # the folder of the GPU locks
+    _passed: dict[str, Json] = field(default_factory=dict)
+
+    def __call__(self, stack: Stack) -> tuple[Json, str | None]:
+        """Return (what is recorded, why the stack cannot be used on these GPUs or None)."""
+        if stack.key in self._passed:
+            return self._passed[stack.key], None
+        answer = self.look(stack)
+        problem, recorded = probe.problem(answer, stack, self.profile, self.machine), probe.record(answer)
+        if problem is None:
+            self._passed[stack.key] = recorded
+        return recorded, problem
+
+    def look(self, stack: Stack) -> Json:
+        """Ask torch; only GPUs compute that no other run has locked and that have room for it."""
+        run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        uuids = tuple(gpu.uuid for gpu in self.profile.gpus)
+        settings = {
+            "device": self.profile.accelerator, "backend": self.profile.backend, "case": "probe", "variant": "probe",
+        }  # fmt: skip
+        attempt = Attempt(
+            run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.LIMIT_S,
+            stack.environment({}), uuids,
+        )  # fmt: skip
+        env = stack_environment(attempt)
+        if not uuids:
+            return probe.ask(stack, None, env)
+        with GpuLocks(self.state, run_id) as locks:
+            free = [name for name in uuids if locks.acquire([name])]
+            memory = states(free)
+            roomy = [name for name in free if (free_mb := memory[name].free_mb) is None or free_mb >= ROOM_MB]
+            return probe.ask(stack, [uuids.index(name) for name in roomy], env)
 
 
 @dataclass
@@ -44,52 +93,21 @@ class Prerequisites:
     unavailable: dict[str, str] = field(default_factory=dict)
     probe: Callable[[Stack], tuple[Json, str | None]] | None = None  # on GPUs: asks the stack's torch about them
     unusable: set[str] = field(default_factory=set)  # of the unavailable: those whose torch cannot use the GPUs
-    unbuilt: set[str] = field(default_factory=set)
     ask_models: bool = False  # whether stacks are asked what their models need, where that is not known yet
     unplanned: list[str] = field(default_factory=list)  # what stacks did not answer
 
-    def locate(self, cells: Sequence[matrix.Cell]) -> None:
-        """Resolve the stacks that are built. Raises StackError for a name without a stack."""
-        states = {listed.name: listed.state for listed in defined_stacks()}
-        named = {cell.stack for cell in cells}
-        for name in sorted(named - self.stacks.keys()):
-            check(name)
-        # A stack that only one variant needs is used when it is there; building it is `repro stack build`'s business.
-        # This includes variants that are not selected: what is recorded of them is kept while it would be launched
-        # alike.
-        for name in sorted((named | self._stacks_of_variants(cells, every=True)) - self.stacks.keys()):
-            # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
-            base = states.get(spec.parse(name).base, "here")
-            if not self.build and name not in states and base not in ("here", "built", "floating"):
-                self.unavailable[name] = f"its base is not built here: `repro stack build {name}`"
-            elif states.get(name) in ("here", "built") or is_existing(name) or (name not in states and not self.build):
-                self._resolve(name)
-            elif self.build and name in named:
-                self.unbuilt.add(name)
-            else:
-                self.unavailable[name] = f"it is not built here: `repro stack build {name}`"
-        self._probe(cells)
-
-    def missing(self, cell: matrix.Cell) -> str | None:
-        """Return what takes minutes to build and must be there before the cell can be planned, or None."""
-        if cell.stack in self.unbuilt:
-            return f"stack {cell.stack}"
-        stack = self.stacks.get(cell.stack)
-        if stack and self._compiles(cell) and not extensions.ready(stack):
-            return f"DeepSpeed's op for stack {cell.stack}"
-        return None
-
     def plan(self, cells: Sequence[matrix.Cell]) -> list[CellPlan]:
-        """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped."""
-        for name in sorted({cell.stack for cell in cells} & self.unbuilt):
-            self.unbuilt.discard(name)
-            self._resolve(name)
+        """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped.
+
+        Raises StackError for a name without a stack.
+        """
+        self._locate(cells)
         self._probe(cells)
         usable = dict(self.stacks)
         compiling = [cell for cell in cells if cell.stack in usable and self._compiles(cell)]
         for name in ({cell.stack for cell in compiling} | self._stacks_of_variants(compiling)) & usable.keys():
             usable[name] = _with_op(usable[name])
-        code = provenance.code_hashes(self.catalogue)
+        code = provenance.code_hashes(self.catalogue, {cell.case for cell in cells})
         stacks: Mapping[str, Stack | str] = {**usable, **self.unavailable}
         planner = Planner(self.catalogue, self.settings, self.profiles, self.machine, stacks, code)
         plans = planner.plan(list(cells))
@@ -98,6 +116,27 @@ class Prerequisites:
         plans, problems = with_memory(plans, self.catalogue, usable, self.machine, self.settings, self.ask_models)
         self.unplanned += problems
         return plans
+
+    def _locate(self, cells: Sequence[matrix.Cell]) -> None:
+        """Resolve the stacks of the cells, and build those that are missing."""
+        states = {listed.name: listed.state for listed in defined_stacks()}
+        named = {cell.stack for cell in cells}
+        for name in sorted(named - self.stacks.keys()):
+            check(name)
+        # A stack that only one variant needs is used when it is there, and built by `repro stack build`. This includes
+        # variants that are not selected: their recorded attempts stay while they would be launched in the same way.
+        for name in sorted((named | self._stacks_of_variants(cells, every=True)) - self.stacks.keys()):
+            # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
+            base = states.get(spec.parse(name).base, "here")
+            if not self.build and name not in states and base not in ("here", "built", "floating"):
+                self.unavailable[name] = f"its base is not built here: `repro stack build {name}`"
+            elif states.get(name) in ("here", "built") or is_existing(name) or (name not in states and not self.build):
+                self._resolve(name)
+            elif self.build and name in named:
+                log(f"building stack {name}; this takes minutes, once")
+                self._resolve(name)
+            else:
+                self.unavailable[name] = f"it is not built here: `repro stack build {name}`"
 
     def _resolve(self, name: str) -> None:
         try:
@@ -143,6 +182,8 @@ class Prerequisites:
 
 def _with_op(stack: Stack) -> Stack:
     """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without DeepSpeed."""
+    if not extensions.ready(stack):
+        log(f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once")
     problem = extensions.prepare(stack)
     if problem is None:
         return stack
@@ -150,35 +191,24 @@ def _with_op(stack: Stack) -> Stack:
     return replace(stack, versions=versions, missing={"deepspeed": problem})
 
 
-# -- real weights (weights=hub): downloaded once; the ranks then read them from the hub's own cache, offline
+# Real weights (weights=hub): downloaded once; the ranks then read them from the hub's own cache, offline
 
 DOWNLOAD_S = 4 * 3600.0
 _DOWNLOAD = """
-import json, sys
-import huggingface_hub as hub
+import json, sys, huggingface_hub
 kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.tiktoken", "*.txt"]
-try:
-    print(json.dumps({"folder": hub.snapshot_download(sys.argv[1], allow_patterns=kinds)}))
-except Exception as error:
-    names = [kind.__name__ for kind in type(error).__mro__]
-    message = (str(error).strip().splitlines() or ["?"])[0]
-    print(json.dumps({"error": type(error).__name__, "names": names, "message": message}))
+print(json.dumps({"folder": huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=kinds)}))
 """
 
 
 def download(stack: Stack, name: str) -> str | None:
     """Download a model into the user's hub cache. Return None, or why its weights are not there."""
     env = {**os.environ, **stack.environment(), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    answer, problem = _ask([stack.python, "-c", _DOWNLOAD, name], env, DOWNLOAD_S)
-    if problem:
-        return f"weights=hub: {name} cannot be downloaded: {problem}"
-    if "folder" in answer:
+    _, problem = _ask([stack.python, "-c", _DOWNLOAD, name], env, DOWNLOAD_S)
+    if not problem:
         return None
-    if "GatedRepoError" in answer["names"]:
-        return f"weights=hub: {name} is gated: accept its terms on the hub, and give a token (HF_TOKEN)"
-    if {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"} & set(answer["names"]):
-        return f"weights=hub: {name} is not in the cache here, and the hub cannot be reached ({answer['error']})"
-    return f"weights=hub: {name} cannot be downloaded: {answer['error']}: {answer['message']}"
+    hint = ". Accept its terms on the hub, and set HF_TOKEN." if "GatedRepoError" in problem else ""
+    return f"weights=hub: {name} cannot be downloaded: {problem}{hint}"
 
 
 def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: str = "") -> tuple[Json, str]:
@@ -209,7 +239,7 @@ def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list
     return [replace(plan, variants=skip_with_first([*map(checked, plan.variants)])) for plan in plans]
 
 
-# -- what models need in memory: facts that a process of the stack finds on meta tensors, stored in the user's cache
+# What models need in memory: facts that a process of the stack finds on meta tensors, stored in the user's cache
 
 _WORKER = Path(__file__).resolve().parents[1] / "launch" / "worker" / "model_facts.py"
 _FACTS_S = 600
@@ -270,9 +300,7 @@ class ModelFacts:
             return f"stack {self.stack.name} does not tell what its models need: {problem}"
         self.models.update(answer)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.models), encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_text(self.path, json.dumps(self.models))
         return None
 
     def model(self, asked: Json) -> ModelSizes | None:

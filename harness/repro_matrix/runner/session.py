@@ -1,40 +1,191 @@
-"""Turn a selection into a prepared run: what `repro run`, `repro matrix`, pytest and the searches have in common.
+"""Turn a command line into a prepared run: what `repro run`, `repro matrix`, pytest and the searches have in common.
 
-``prepare`` plans a selection and launches nothing; ``workspace.execute`` runs what it returns.
+``ask`` parses overrides to a request; ``prepare`` plans it and launches nothing; ``workspace.execute`` runs the plan.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
+from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.adhoc import check_syntax
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.settings import Order, RunSettings
+from repro_matrix.config.selection import Selection
+from repro_matrix.config.settings import Order, RunSettings, compose_run
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import profiles as profiles_module
+from repro_matrix.environment import stacks as stacks_module
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, spec
-from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
+from repro_matrix.planning import shards
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import local
-from repro_matrix.runner import shards
-from repro_matrix.runner.engine import Later
-from repro_matrix.runner.prerequisites import Prerequisites
-from repro_matrix.runner.probe import Prober
-from repro_matrix.runner.request import Request, ask
-from repro_matrix.text import counted
+from repro_matrix.results import local, provenance
+from repro_matrix.results.shards import Manifest
+from repro_matrix.results.summary import Row
+from repro_matrix.runner.prerequisites import Prerequisites, Prober
+from repro_matrix.runner.schedule import UNKNOWN_S, recorded
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_SETTINGS = tuple(each.name for each in fields(RunSettings))
+# What may differ between the shards of one run: where the results go, and how a machine works.
+MACHINE_SETTINGS = ("shard", "results", "jobs", "keep_files", "launcher", "order", "min_cells")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parsed command line: the catalogue, the settings, and the selections of cells.
+
+    ``selections``: one of the command line, or one for each block of a named matrix.
+    """
+
+    catalogue: Catalogue
+    settings: RunSettings
+    selections: Sequence[Selection]
+
+    @property
+    def hardware(self) -> list[str]:
+        """Return the requested profiles. Raises ConfigError where blocks request different ones."""
+        requested = {tuple(each.hardware): each.source for each in self.selections}
+        if len(requested) > 1:
+            named = ", ".join(f"{source}: {','.join(names)}" for names, source in requested.items())
+            raise ConfigError(f"the blocks are for different hardware ({named}). Add hardware=... to the command.")
+        return list(next(iter(requested)))
+
+    def but(self, stack: str, variants: Sequence[str], repeat: int) -> Request:
+        """Return the request for one stack (by its name) and these variants."""
+        return replace(
+            self,
+            settings=replace(self.settings, variants=list(variants), repeat=repeat),
+            selections=[replace(each, stack=[stack], given=each.given | {"stack"}) for each in self.selections],
+        )
+
+    def having(self, values: Mapping[str, Any]) -> Request:
+        """Return the request with these values, each by the key of its override: ``model``, ``ranks``,
+        ``flags.<name>``, ``case.options.<name>``, ``env.<NAME>``, ``steps``. Raises ConfigError: a file of conf/ does
+        not accept one."""
+        selections = list(self.selections)
+        settings = {}
+        env = dict(self.settings.env)
+        for key, value in values.items():
+            selections = [each.having(key, value) for each in selections]
+            if key.startswith("env."):
+                env[key.removeprefix("env.")] = value
+            elif key in _SETTINGS:
+                settings[key] = value
+        return self._with(selections, {"env": env, **settings})
+
+    def less(self, dropped: Callable[[str], bool]) -> Request:
+        """Return the request without the overrides of these keys."""
+        default = RunSettings()
+        settings = {name: getattr(default, name) for name in _SETTINGS if dropped(name)}
+        env = {name: value for name, value in self.settings.env.items() if not dropped(f"env.{name}")}
+        return self._with([each.less(dropped) for each in self.selections], {"env": env, **settings})
+
+    def _with(self, selections: Sequence[Selection], settings: Mapping[str, Any]) -> Request:
+        names = [name for each in selections for name in each.case]
+        catalogue = catalog.load(patches=selections[0].patches, cases=names)
+        return replace(self, catalogue=catalogue, settings=replace(self.settings, **settings), selections=selections)
+
+    def said(self, without: Collection[str]) -> list[str]:
+        """Return the overrides as they were written, to be pasted, without these keys."""
+        return [text for key, text in self.selections[0].words if key not in without]
+
+    def check(self) -> None:
+        """Raise ConfigError (StackError) for an unknown stack or profile, and for a shard: for commands that prepare
+        nothing."""
+        for name in dict.fromkeys(
+            name for each in self.selections for name in each.stack if name != matrix.REPRODUCING
+        ):
+            stacks_module.check(name)
+        for name in self.hardware:
+            if name not in self.catalogue.hardware:
+                raise unknown("hardware", name, self.catalogue.hardware, "hardware")
+        if shards.parse(self.settings.shard):
+            raise ConfigError(
+                "shard=: this command shows the whole selection. `repro matrix --dry-run shard=...` shows a shard."
+            )
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return the errors of the selected files of conf/ that are left out."""
+        found: dict[str, None] = {}
+        for each in self.selections:
+            for options, patterns in (
+                (self.catalogue.cases, each.case),
+                (self.catalogue.models, each.model or ["*"]),
+                (self.catalogue.strategies, each.strategy or ["*"]),
+            ):
+                wrong = catalog.left_out(options)
+                found |= {str(wrong[name]): None for name in wrong if any(fnmatchcase(name, one) for one in patterns)}
+        return list(found)
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """Every selected cell, in the catalogue's order, not yet assigned to a profile."""
+        changes = matrix.overrides_of(self.settings, self.selections[0].patches)
+        reproducing = [each for each in self.selections if matrix.REPRODUCING in each.stack]
+        names = {name for each in reproducing for name in overrides.expand("case", each.case, self.catalogue.cases)}
+        return matrix.enumerate_all(self.catalogue, self.selections, changes, reproduces_on(self.catalogue, names))
+
+
+def ask(texts: Sequence[str]) -> Request:
+    """Parse overrides. Raises ConfigError that names what cannot be understood."""
+    line = overrides.parse(texts)
+    catalogue = catalog.load(patches=line.patches, cases=line.case)
+    if "model" in line.patches:
+        _check_models(line.patches["model"], set(line.added), catalog.load())
+    settings = compose_run(line.run) if line.run else RunSettings()
+    return Request(catalogue, settings, overrides.blocks(settings.matrix, line))
+
+
+def _check_models(changes: Sequence[tuple[list[str], Any]], added: set[str], catalogue: Catalogue) -> None:
+    """Raise ConfigError for a configuration key that no model has, or a value of another type than theirs."""
+    for keys, value in changes:
+        if keys[0] != "config" or len(keys) != 2 or f"model.{'.'.join(keys)}" in added:
+            continue
+        known = {key for model in catalogue.models.values() for key in model.config}
+        where = f"override model.config.{keys[1]}"
+        if keys[1] not in known:
+            hint = nearest(keys[1], known)
+            raise ConfigError(
+                f"{where}: no model has that key{hint}; one that transformers knows: +model.config.{keys[1]}="
+            )
+        types = {type(m.config[keys[1]]) for m in catalogue.models.values() if keys[1] in m.config} - {type(None)}
+        if types and value is not None and type(value) not in types | ({int} if float in types else set()):
+            raise ConfigError(f"{where}: {value!r} is not of type {' or '.join(sorted(t.__name__ for t in types))}")
+
+
+def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]:
+    """Return case -> the stacks on which its published measurement reproduces: those that have a name and stay as they
+    are, else the replaced packages of a version map. A case that reproduced nowhere: the stack that its file names."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for row in local.measured_rows() if names else ():
+        if row.case in names and row.first and row.counts["reproduced"]:
+            found[row.case].add(row.stack.name)
+    lasting = {name for name, stack in catalogue.stacks.items() if not stack.floating}
+    return {
+        name: sorted(stacks & lasting or stacks) or [catalogue.cases[name].requires.stack or "current"]
+        for name, stacks in found.items()
+    }
+
+
+def print_composed(texts: Sequence[str]) -> int:
+    """Print the composed configuration (``--cfg``)."""
+    request = ask(texts)
+    print(overrides.composed(request.settings, request.selections))
+    return 0
 
 
 @dataclass
@@ -50,8 +201,7 @@ class Session:
     unavailable: dict[str, str]  # stack -> why it is not there
     # Of these, the ones that are there and whose torch cannot use the GPUs: their variants were selected.
     unusable: set[str] = field(default_factory=set)
-    later: list[Later] = field(default_factory=list)  # what the run builds while it measures the rest
-    shard: dict[str, Any] | None = None  # which part of a selection this is (shards.py)
+    shard: Manifest | None = None  # which shard of a selection this is
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
@@ -73,9 +223,8 @@ class Session:
         hardware = []
         for profile in self.profiles:
             sizes = self.sizes(profile)
-            ranks = " to ".join(str(size) for size in dict.fromkeys([sizes[0], sizes[-1]])) if sizes else ""
-            ranks = f"{ranks} rank{'' if sizes == [1] else 's'}" if sizes else "no cell for it"
-            hardware.append(f"{profile.words()}, {ranks}")
+            ranks = " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:]))) + f" rank{'s' * (sizes != [1])}"
+            hardware.append(f"{profile.words()}, {ranks if sizes else 'no cell for it'}")
         stacks = []
         for name in sorted({plan.cell.stack for plan in self.plans} & self.stacks.keys()):
             versions = self.stacks[name].versions
@@ -86,9 +235,7 @@ class Session:
     def changed(self) -> list[str]:
         """Return a line for each stack in use that is not what its versions say."""
         used = {variant.stack for plan in self.plans for variant in plan.variants if not variant.skipped}
-        return [
-            text for name in sorted(used & self.stacks.keys()) if (text := spec.describe_changes(self.stacks[name]))
-        ]
+        return list(filter(None, (spec.describe_changes(self.stacks[name]) for name in used & self.stacks.keys())))
 
     def notes(self) -> list[str]:
         """Return what a person should know before the run: files and GPUs that are left out, what may go wrong."""
@@ -101,23 +248,17 @@ class Session:
 
 
 def prepare(
-    texts: list[str] | Request,
+    texts: Sequence[str] | Request,
     build_stacks: bool = True,
     given: Mapping[str, Stack] | None = None,
-    overlap: bool = False,
     plan_only: bool = False,
     probe: bool = False,
-    plan_memory: bool = False,
-    last_measured: Mapping[tuple[str, str, str], float] | None = None,
 ) -> Session:
     """Plan a selection. Every error in it is found here, before anything is launched or written.
 
     ``texts``: a command line's overrides, or what was parsed from them. ``given``: stacks that the caller has already
-    resolved, by the name that the selection uses for them. ``overlap``: what has to be built is left to the run
-    (``Session.later``) where it has something else to measure meanwhile. ``plan_only``: nothing will be launched, so
-    that the hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing
-    is built. ``plan_memory``: plan what each variant needs at any size, and ask the stacks for what is not known yet.
-    ``last_measured``: (hardware, stack, cell id) -> when an earlier run measured it, for ``time_limit``.
+    resolved, by the name that the selection uses for them. ``plan_only``: nothing will be launched, so that the
+    hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing is built.
     """
     request = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = request.catalogue, replace(request.settings)
@@ -134,39 +275,28 @@ def prepare(
     if settings.variants:  # of the whole selection: what is right for it is right for each of its shards
         variants = {variant for cell in cells for variant in catalogue.cases[cell.case].variants}
         settings.variants = overrides.expand("variant", settings.variants, variants)
-    part = shards.of(settings.shard)
-    if part:
-        cells = shards.part(cells, part, shards.weights(catalogue, cells, settings))
+    shard = shards.parse(settings.shard)
+    if shard:
+        cells = shards.select(cells, shard, _published_seconds(catalogue, cells, settings))
     time_limit = seconds_of("time_limit", settings.time_limit)
     if time_limit is not None:
         settings.order = Order.declared
-        cells = oldest_first(cells, settings, last_measured or {})
+        cells = oldest_first(cells, local.measured_rows(settings))
     prerequisites = Prerequisites(
         catalogue, settings, {profile.name: profile for profile in profiles}, machine, build_stacks, dict(given or {})
     )
     gpus = profiles_module.together(profiles)
     if (build_stacks or probe) and gpus:
         prerequisites.probe = Prober(gpus, machine, cache_dir() / "state")
-    prerequisites.ask_models = plan_only or plan_memory or settings.scale.value == "full"
-    prerequisites.locate(cells)
-    missing = {cell: prerequisites.missing(cell) for cell in cells}
-    now = [cell for cell in cells if not (overlap and missing[cell])]
-    if not now:
-        now, overlap = cells, False
-    plans = prerequisites.plan(now)
+    prerequisites.ask_models = plan_only or settings.scale.value == "full"
+    plans = prerequisites.plan(cells)
     _check_stacks(cells, prerequisites)
-    prepared = Session(catalogue, settings, profiles, machine, prerequisites.stacks, plans, prerequisites.unavailable)
-    prepared.unusable, prepared.unplanned = prerequisites.unusable, prerequisites.unplanned
-    prepared.planned, prepared.time_limit = planned, time_limit
-    if part:
-        repeat = {slug: settings.repeat or catalogue.cases[slug].repeat for slug in {cell.case for cell in cells}}
-        prepared.shard = shards.manifest(part, request.selections[0], repeat, cells)
-    prepared.left_out = list(request.left_out)
-    prepared.elsewhere = {why: len(group) for why, group in placed.elsewhere.items()}
-    for what in sorted({text for text in missing.values() if text and overlap}):
-        group = [cell for cell in cells if missing[cell] == what]
-        prepared.later.append(Later(what, group, partial(prerequisites.plan, group)))
-    return prepared
+    stacks = prerequisites.stacks
+    return Session(
+        catalogue, settings, profiles, machine, stacks, plans, prerequisites.unavailable, prerequisites.unusable,
+        _manifest(shard, request, settings, cells, stacks) if shard else None, planned, prerequisites.unplanned,
+        list(request.left_out), {why: len(group) for why, group in placed.elsewhere.items()}, time_limit,
+    )  # fmt: skip
 
 
 def _check_stacks(cells: Sequence[Cell], prerequisites: Prerequisites) -> None:
@@ -178,6 +308,32 @@ def _check_stacks(cells: Sequence[Cell], prerequisites: Prerequisites) -> None:
         raise kind(why if why.startswith("stack") else f"stack={names[0]}: {why}")
 
 
+def _published_seconds(catalogue: Catalogue, cells: Sequence[Cell], settings: RunSettings) -> dict[Cell, float]:
+    """Return how long the attempts of each cell take according to the published baseline."""
+    took = recorded(local.measured_rows())
+    seconds = {}
+    for cell in cells:
+        case = catalogue.cases[cell.case]
+        known = [took.get((cell.key, variant)) for variant in matrix.variants_of(case, settings.variants)]
+        seconds[cell] = sum(one.seconds if one else UNKNOWN_S for one in known) * (settings.repeat or case.repeat)
+    return seconds
+
+
+def selected_by(line: Selection) -> list[str]:
+    """Return the overrides of a command line that say what is measured, and not where or how, as they were written."""
+    return sorted(text for key, text in line.words if key not in MACHINE_SETTINGS)
+
+
+def _manifest(
+    shard: shards.Shard, request: Request, settings: RunSettings, cells: Sequence[Cell], stacks: Mapping[str, Stack]
+) -> Manifest:
+    names = sorted((cell.hardware, cell.stack, cell.key) for cell in cells)
+    repeat = {cell.case: settings.repeat or request.catalogue.cases[cell.case].repeat for cell in cells}
+    used = {name: dict(stacks[name].versions) for name in sorted({cell.stack for cell in cells} & stacks.keys())}
+    selection = tuple(selected_by(request.selections[0]))
+    return Manifest(*shard, selection, repeat, tuple(names), *provenance.git_state(), used)
+
+
 def seconds_of(name: str, text: str | None) -> float | None:
     """``30m`` -> 1800.0 seconds. Raises ConfigError. ``name``: of the option, for the message."""
     if text is None:
@@ -185,32 +341,17 @@ def seconds_of(name: str, text: str | None) -> float | None:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smh])", str(text))
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if seconds <= 0:
-        raise ConfigError(f"{name}={text}: not a duration. Write {name}=90s, {name}=30m or {name}=2h")
+        raise ConfigError(f"{name}={text}: not a duration. Write {name}=90s, {name}=30m or {name}=2h.")
     return seconds
 
 
-def oldest_first(
-    cells: Sequence[Cell], settings: RunSettings, last_measured: Mapping[tuple[str, str, str], float]
-) -> list[Cell]:
-    """Order cells by their last result, here or in ``last_measured``, those without one first.
+def oldest_first(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Cell]:
+    """Order cells by their latest result in ``rows``, those without one first.
 
-    Over several runs with a time limit each cell gets its turn.
+    Over several runs with a time limit each cell is measured.
     """
-    last = dict(last_measured)
-    cases = {cell.case for cell in cells}
-    for store in local.own_stores(settings):
-        for document in store.documents(history=True, cases=cases):
-            cell = (document["hardware"]["profile"], document["stack"]["name"], document.get("cell_id", ""))
-            last[cell] = max(last.get(cell, 0.0), document["provenance"]["started"])
-    return sorted(cells, key=lambda cell: last.get((cell.hardware, cell.stack, cell.key), 0.0))
-
-
-def count_by_case(cells: Sequence[Cell]) -> str:
-    """Return how many cells these are, and of which cases: ``3 cells (2 of train-step, 1 of tp-resume)``."""
-    counts: dict[str, int] = {}
-    for cell in cells:
-        counts[cell.case] = counts.get(cell.case, 0) + 1
-    most = sorted(counts.items(), key=lambda item: -item[1])
-    shown = [f"{count} of {case}" for case, count in most[:5]]
-    shown += [f"{len(most) - 5} more cases"] if len(most) > 5 else []
-    return f"{counted(len(cells), 'cell')} ({', '.join(shown)})"
+    latest: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        cell = (row.hardware.profile, row.stack.name, row.cell_id)
+        latest[cell] = max(latest.get(cell, 0.0), row.started)
+    return sorted(cells, key=lambda cell: latest.get((cell.hardware, cell.stack, cell.key), 0.0))

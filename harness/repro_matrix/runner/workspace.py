@@ -1,4 +1,4 @@
-"""Run a prepared session: the launcher, GPU locks and folder that runs share, and one run in them until it ends."""
+"""Run a prepared session: its folder (new, or that of the run it continues), the launcher and GPU locks, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,50 +8,124 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
 
-from repro_matrix.config.settings import RunSettings
+from repro_matrix.config import selection as overrides
+from repro_matrix.config.settings import compose_run
 from repro_matrix.environment.gpus import Gpu, Nvml
 from repro_matrix.environment.machine import conditions
-from repro_matrix.errors import MeasureError
-from repro_matrix.grading.regrade import Graded
+from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.launch import open_launcher
 from repro_matrix.launch.attempt import Launcher
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import local as own_results
-from repro_matrix.results import provenance
-from repro_matrix.results.store import Document, Store
-from repro_matrix.runner import canary, shards
+from repro_matrix.results import local, provenance, runs, shards, summary
+from repro_matrix.results.store import Store
+from repro_matrix.runner import canary
 from repro_matrix.runner.attempts import REFERENCES, Attempts, new_run_dir
-from repro_matrix.runner.engine import Engine, Event, Later, RunContext, Summary
+from repro_matrix.runner.engine import Engine, Event, RunContext, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers, register_run
-from repro_matrix.runner.session import Session
+from repro_matrix.runner.session import Session, selected_by
+from repro_matrix.text import log
+
+RESUMED = "what is recorded is kept: --resume continues the run"
 
 
-@dataclass(frozen=True)
+# The folder of a run
+
+
+def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Return the overrides of the run that ``--resume`` continues, and its folder (None: a new one, or ``results=``).
+
+    With a selection it is the last run of that selection, without one the last interrupted run. Overrides on the
+    command line replace those of the run. Raises ConfigError: there is no such run.
+    """
+    line = overrides.parse(texts)
+    named = compose_run(line.run).results
+    root = Path(named).expanduser() if named else local.scratch()
+    runs.sound(root)
+    selected = selected_by(line)
+    if named:
+        last = None if selected else runs.read(root)
+        if last is None and not (root.is_dir() and any(root.iterdir())):
+            log(f"--resume: {root} holds no results. The run begins from the start.")
+    elif selected:
+        last = next((run for run in reversed(runs.listed(root)) if _selection(run.texts) == selected), None)
+        if last is None:
+            log(f"--resume: {root} holds no run of this selection. The run begins from the start.")
+    else:
+        last = runs.unfinished(root)
+        if last is None:
+            raise ConfigError(f"--resume: {root} holds no interrupted run. Add the selection of the run (case=...).")
+    if last is None:
+        return list(texts), None
+    log(f"continuing {last.folder}: {' '.join(last.texts) or 'everything'}")
+    given = {key for key, _ in line.words}
+    stored = [text for key, text in overrides.parse(last.texts).words if key not in given]
+    return [*stored, *texts], None if named else last.folder
+
+
+def _selection(texts: Sequence[str]) -> list[str] | None:
+    """Parse a run's stored overrides; None where the current grammar does not accept them."""
+    try:
+        return selected_by(overrides.parse(texts))
+    except ConfigError:
+        return None
+
+
+@contextlib.contextmanager
+def folder(session: Session, texts: Sequence[str], before: Path | None = None) -> Iterator[Callable[[Summary], None]]:
+    """Open the run's folder for as long as it is measured; call what is yielded with the summary at the end.
+
+    ``before``: the folder of the run that it continues. A new folder in which nothing was measured is removed.
+    """
+    named = session.settings.results
+    fresh = not named and before is None
+    root = Path(named).expanduser() if named else before or runs.begin(local.scratch(), texts)
+    session.settings.results = str(root)
+
+    def note(state: str, left: Sequence[str] = ()) -> None:
+        with contextlib.suppress(OSError):  # a folder that cannot be written to is reported with the first document
+            root.mkdir(parents=True, exist_ok=True)
+            runs.note(root, texts, state, left)
+
+    def finish(ended: Summary) -> None:
+        left = [" ".join((cell.hardware, cell.stack, cell.key)) for cell in ended.not_started]
+        note(runs.UNFINISHED if ended.interrupted or ended.problem else runs.ENDED, left)
+
+    if not fresh:
+        note(runs.UNFINISHED)
+    if before is not None:
+        runs.point(root)
+    try:
+        yield finish
+    except BaseException:
+        if fresh:
+            runs.drop(root)
+        raise
+
+
+# The run
+
+
+@dataclass
 class Workplace:
-    """What runs one after another share: one launcher with its warm servers, one folder, one set of GPU locks."""
+    """What consecutive runs share: one launcher with its fork servers, one folder, one set of GPU locks."""
 
     launcher: Launcher
     locks: GpuLocks
     nvml: Nvml
     run_dir: Path
-    published: dict[frozenset[str], list[Document]] = field(default_factory=dict)  # by their cases
-    graded: Graded = field(default_factory=dict)
 
-    def history(
-        self, settings: RunSettings, cases: frozenset[str], say: Callable[[str], None]
-    ) -> dict[str, list[Document]]:
-        """Return stored measurements of these cases by cell; the baseline is read and graded by the first run alone."""
-        if cases not in self.published:
-            stored = own_results.history((), cases, say)
-            self.published[cases] = [document for documents in stored.values() for document in documents]
-        return own_results.history(own_results.own_stores(settings), cases, say, self.published[cases])
+    @cached_property
+    def published(self) -> list[summary.Row]:
+        """Return the rows of the published baseline, read once."""
+        return local.measured_rows()
 
 
 @contextlib.contextmanager
@@ -75,6 +149,17 @@ def workplace(
         yield Workplace(opened, locks, nvml, run_dir)
 
 
+@contextlib.contextmanager
+def _removing(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        shutil.rmtree(run_dir / REFERENCES, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not any((path / "records").exists() for path in run_dir.iterdir()):  # keep_files=true keeps records
+                shutil.rmtree(run_dir, ignore_errors=True)
+
+
 def execute(
     session: Session,
     on_event: Callable[[Event], None],
@@ -86,70 +171,40 @@ def execute(
 ) -> Summary:
     """Run the session's plans over its results folder. ``planted``: measure the canary cells first (canary.py), and
     nothing else where their results are wrong (MeasureError). ``at``: where several runs share a launcher."""
-    store, warned = Store(own_results.results_folder(session.settings)), set[str]()
+    store = Store(local.results_folder(session.settings))
     ends = None if session.time_limit is None else time.monotonic() + session.time_limit
-
-    def warn(text: str) -> None:
-        if text not in warned:  # the run's own folder is read twice: as history, and to resume
-            warned.add(text)
-            on_warning(text)
-
     store.open()
     try:
         if session.shard:
-            shards.write(store.root, session.shard, session.stacks, provenance.git_state())
+            shards.write(store.root, session.shard)
         with contextlib.ExitStack() as own:
             gpus = {gpu.uuid: gpu for profile in session.profiles for gpu in profile.gpus}
-            place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), warn))
-            history = place.history(session.settings, frozenset(plan.cell.case for plan in session.plans), warn)
+            place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
             context = RunContext(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance.provenance(session.settings.seed), history, place.graded,
+                provenance.provenance(session.settings.seed), local.measured_rows(session.settings, place.published),
                 conditions(), ends,
             )  # fmt: skip
 
             def run(
-                context: RunContext, plans: list[CellPlan], root: Store, tell: Callable[[Event], None],
-                resume: bool = False, later: Iterable[Later] = (),
+                context: RunContext, plans: Sequence[CellPlan], root: Store, tell: Callable[[Event], None],
+                resume: bool = False,
             ) -> Summary:  # fmt: skip
+                keep = session.settings.keep_files
                 attempts = Attempts(
-                    context.catalogue,
-                    session.stacks,
-                    place.launcher,
-                    place.locks,
-                    place.run_dir,
-                    session.settings.keep_files,
-                )
-                return Engine(context, attempts, root, tell, place.nvml).run(plans, stop, resume, list(later))
+                    context.catalogue, session.stacks, place.launcher, place.locks, place.run_dir, keep
+                )  # fmt: skip
+                return Engine(context, attempts, root, tell, place.nvml).run(plans, stop, resume)
 
             if planted:
-                unfixed = canary.look(context, session.plans, run, Store(place.run_dir / "canary"), stop)
-                if unfixed:
-                    raise MeasureError(unfixed)
-            summary = run(context, session.plans, store, on_event, resume, session.later)
-            for text in dict.fromkeys(summary.notes):
-                warn(text)
-            return summary
+                wrong = canary.look(context, session.plans, run, Store(place.run_dir / "canary"), stop)
+                if wrong:
+                    raise MeasureError(wrong)
+            return run(context, session.plans, store, on_event, resume)
     finally:
-        for text in store.damaged:
-            warn(text)
+        for text in dict.fromkeys(store.damaged):
+            on_warning(text)
         store.close()
-
-
-@contextlib.contextmanager
-def _removing(run_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(run_dir / REFERENCES, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            if not any(
-                (path / "records").exists() for path in run_dir.iterdir()
-            ):  # keep_files=true leaves records behind
-                shutil.rmtree(run_dir, ignore_errors=True)
-
-
-RESUMED = "what is recorded is kept: --resume continues the run"
 
 
 @contextlib.contextmanager

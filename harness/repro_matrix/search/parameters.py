@@ -16,7 +16,7 @@ from typing import Any
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Flag
 from repro_matrix.planning.cells import Cell
-from repro_matrix.runner.request import Request
+from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import NoMoreProbes, Trail, ddmin, least
 
 Value = Any  # of JSON: a configuration's values are hashable

@@ -31,7 +31,7 @@ from repro_matrix.results import local
 from repro_matrix.results.store import Document, Store
 from repro_matrix.results.summary import comparable_text, error_at, failure_text
 from repro_matrix.runner import session, workspace
-from repro_matrix.runner.request import Request
+from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
 
 REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"

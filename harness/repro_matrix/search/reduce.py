@@ -29,7 +29,7 @@ from repro_matrix.paths import cache_dir
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import comparable_text
 from repro_matrix.runner import session
-from repro_matrix.runner.request import Request
+from repro_matrix.runner.session import Request
 from repro_matrix.search import parameters, prober
 from repro_matrix.search.algorithms import NoMoreProbes, Stopped, Trail, repeats_for
 from repro_matrix.search.parameters import OUT, Config, Parameter, arguments_of
