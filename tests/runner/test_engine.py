@@ -375,7 +375,7 @@ def test_upstream_fixed_needs_an_older_failure(tmp_path: Path) -> None:
         return observation(attempt, None)
 
     assert set(verdicts(run(tmp_path / "a", Fake(passed))).values()) == {"NOT_REPRODUCED"}
-    rows = rows_of(older, CATALOGUE.cases[older["case"]], CATALOGUE.cases)
+    rows = rows_of(older, CATALOGUE.cases)
     assert set(verdicts(run(tmp_path / "b", Fake(passed), earlier=rows)).values()) == {"FIXED_UPSTREAM"}
 
 

@@ -35,8 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run_options(parser: argparse.ArgumentParser) -> None:
     """Add what `repro run CASE` takes as well."""
     add = parser.add_argument
-    text = "continue the interrupted run (or this selection): what is recorded is not run again"
-    add("--resume", action="store_true", help=text)
+    add("--resume", action="store_true", help="continue the interrupted run, or this selection's: keep its results")
     add("--compare-to", metavar="DIR", help="compare with these results, as `repro diff`; exit code 1 if they differ")
     add("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
 
@@ -80,8 +79,7 @@ def measure(
     ):
         summary = workspace.execute(prepared, progress.event, stop, args.resume, progress.warn, planted=page)
         finish(summary)
-    today = datetime.now(timezone.utc).date()
-    cases = prepared.catalogue.cases
+    today, cases = datetime.now(timezone.utc).date(), prepared.catalogue.cases
     rows = [row for each in summary.documents for row in rows_of(each, cases, str(each.get("path", "")))]
     rows = run_summary.by_attention(quarantine.mark_rows(rows, entries, today))
     expired = quarantine.expired(rows, entries, today)
@@ -89,8 +87,7 @@ def measure(
     written = write_run_page(folder) if page else None
     changed = None
     if before:  # with the same cells there: what was not selected now is not missing
-        now = [from_row(row) for row in rows]
-        keys = {row.key for row in now}
+        now, keys = [from_row(row) for row in rows], {row.cell_id for row in rows}
         changed = diffs.compare([row for row in before.rows if row.key in keys], now, need_common=False)
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
