@@ -83,7 +83,6 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Prerequisites, CellP
     placed = cells.place(request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"])
     by_name = {profile.name: profile for profile in settled}
     prepared = Prerequisites(request.catalogue, settings, by_name, here, build=False, stacks={})
-    prepared.locate(placed.cells)
     return prepared, prepared.plan(placed.cells)[0]
 
 
