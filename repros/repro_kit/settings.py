@@ -41,12 +41,16 @@ def _flags(case: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
     return (case.get("flags") or {}).items()
 
 
-def model_settings(model: Mapping[str, Any], scale: str, weights: str, preserve_config: Iterable[str] = ()) -> Json:
+def model_settings(model: Mapping[str, Any], scale: str, weights: str, case: Mapping[str, Any] | None = None) -> Json:
     """Return a model's configuration at a scale: ``tiny`` lays the file's ``tiny`` block over its real values.
 
-    ``keeps``: the keys that keep their real values, because the failure depends on them.
+    The case's ``preserve_config`` names the keys that keep their real values, because the failure depends on them; its
+    ``tiny_config`` has values of its own.
     """
-    smaller = {key: value for key, value in (model.get("tiny") or {}).items() if key not in preserve_config}
+    case = case or {}
+    preserved = case.get("preserve_config") or ()
+    smaller = {key: value for key, value in (model.get("tiny") or {}).items() if key not in preserved}
+    smaller.update(case.get("tiny_config") or {})
     config = merged(model["config"], smaller if scale == "tiny" else None)
     out = {key: value for key, value in model.items() if key not in ("config", "tiny")}
     return {**out, "config": config, "scale": scale, "weights": weights}
@@ -83,7 +87,7 @@ def resolve(
     out: Json = {
         "case": case["slug"],
         "variant": variant,
-        "model": model_settings(model, scale, weights, case.get("preserve_config") or ()),
+        "model": model_settings(model, scale, weights, case),
         "strategy": {
             **strategy,
             "options": merged(strategy.get("options"), case.get("options"), spec.get("options")),

@@ -64,7 +64,7 @@ def test_tiny_config_keeps_preserved_keys_and_fits_tp(name: str) -> None:
 def test_preserve_config_keeps_the_published_value(scale: str, hidden: int, layers: int) -> None:
     model = yaml.safe_load((CONF / "model" / "qwen1.5-1.8b.yaml").read_text(encoding="utf-8"))
     assert model_settings(model, "tiny", "random")["config"]["hidden_size"] < hidden
-    config = model_settings(model, scale, "random", preserve_config=["hidden_size"])["config"]
+    config = model_settings(model, scale, "random", {"preserve_config": ["hidden_size"]})["config"]
     assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
 
 

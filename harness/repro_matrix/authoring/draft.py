@@ -33,7 +33,7 @@ SHAPE: Json = {
 }  # fmt: skip
 COPIED = (
     "pass_criteria", "requires", "steps", "supports_other_world_sizes", "allow_gpu_sharing", "min_ranks",
-    "accelerator", "launch", "axes", "options", "preserve_config", "flags", "variants",
+    "accelerator", "launch", "axes", "options", "preserve_config", "tiny_config", "flags", "variants",
 )  # fmt: skip
 UNKNOWN_EXCEPTION = {
     "name": "raised", "kind": "exception", "type": "RuntimeError",

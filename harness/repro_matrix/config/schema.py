@@ -266,6 +266,7 @@ class Case(Strict):
     # what is compared); 0: the model is drawn and compared part by part. For the memory plan.
     reference_models: int = Field(default=3, ge=0)
     preserve_config: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
+    tiny_config: dict[str, Any] = {}  # values of the model's configuration at scale=tiny
     options: dict[str, Any] = {}  # strategy options of every variant
     depends_on_capabilities: list[
         Capability
