@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from launching import attempt_of, wait_for
 from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt as attempt_module
-from repro_matrix.launch import observe, open_launcher, processes, sampling, watch
+from repro_matrix.launch import observe, processes, sampling, watch
 from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, remove_files, tmp_of, torchrun_line
 from repro_matrix.launch.watch import Watched
 
@@ -113,13 +113,6 @@ def test_torchrun_line_is_exact(tmp_path: Path) -> None:
     assert words[words.index("--device") + 1] == "cpu" and words[words.index("--variant") + 1] == "unfixed"
     line = torchrun_line(dataclasses.replace(attempt, python="/stack/bin/python"))
     assert line.startswith("/stack/bin/python -m torch.distributed.run --standalone")
-
-
-def test_open_launcher_by_name() -> None:
-    for name, is_called in (("torchrun", "torchrun"), ("forkserver", "forkserver"), ("auto", "forkserver")):
-        launcher = open_launcher(name)
-        assert launcher.name == is_called
-        launcher.close()
 
 
 # --- what is observed

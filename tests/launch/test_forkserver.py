@@ -74,16 +74,6 @@ def test_forked_script_is_read_again_after_an_edit(tmp_path: Path, warm: Forkser
         assert facts(launched(warm, scripted(tmp_path / "a", f'run.fact("value", {value})')))[0] == {"value": value}
 
 
-@ranks
-def test_server_computes_transformers_mapping_in_advance(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    body = (
-        "import transformers.conversion_mapping as mapping\n"
-        "run.fact('there', getattr(mapping, '_checkpoint_conversion_mapping_cache', 0) is not None)"
-    )
-    attempt = scripted(tmp_path / "a", body, imports=("transformers",))
-    assert all(fact["there"] for fact in facts(launched(warm, attempt)))
-
-
 # --- stacks that cannot be forked
 
 
@@ -132,22 +122,7 @@ def test_unsafe_import_starts_with_torchrun_and_is_named(
     assert about["launcher"] == "torchrun" and all(part in about["cold_start_reason"] for part in parts)
 
 
-@ranks
-def test_stack_without_torch_is_infra(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), env={"PYTHONPATH": str(tmp_path)})
-    result = launched(warm, attempt)
-    assert "(import)" in result["attempt"]["cold_start_reason"] and result["infra_error"]["kind"] == "import"
-
-
-@ranks
-def test_attempt_with_cold_reason_starts_with_torchrun(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), cold_start_reason="counts files")
-    about = launched(warm, attempt)["attempt"]
-    assert (about["launcher"], about["cold_start_reason"]) == ("torchrun", "counts files")
-
-
-def test_why_cold_names_attempts_that_cannot_be_forked(plain: Attempt) -> None:
+def test_torchrun_reason_of_attempts_that_cannot_be_forked(plain: Attempt) -> None:
     assert torchrun_reason(plain) is None
     assert torchrun_reason(dataclasses.replace(plain, cold_start_reason="why")) == "why"
     assert torchrun_reason(dataclasses.replace(plain, settings={**plain.settings, "normal_exit": True}))
@@ -254,27 +229,6 @@ def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: Forkserve
         assert result["infra_error"] is None and ends(result) == [(0, None, "self")] * 2
         assert "retried" not in result["attempt"] and result["attempt"]["leaked_processes"] == []
     assert count() == before
-
-
-BUSY = """\
-import os, subprocess, sys, time
-limit = time.monotonic() + 3
-while time.monotonic() < limit:
-    subprocess.run(["/bin/sh", "-c", "true; true"])
-"""
-
-
-@ranks
-@pytest.mark.slow
-def test_short_lived_processes_do_not_harm_other_attempts(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    """A process that had ended between two reads of /proc once took the server, and all its attempts, along."""
-    facts(launched(warm, scripted(tmp_path / "first", SERVER)))
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(launched, warm, scripted(tmp_path / "busy", BUSY))
-        for n in range(12):
-            assert "retried" not in launched(warm, attempt_of(tmp_path / f"n{n}", "nothing"))["attempt"]
-        result = future.result(timeout=200)
-    assert facts(result) == [{}, {}] and "retried" not in result["attempt"]
 
 
 # --- which server an attempt gets

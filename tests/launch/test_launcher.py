@@ -35,7 +35,7 @@ from launching import (
     wait_for,
 )  # fmt: skip
 from repro_matrix.launch import processes, sampling
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, Launcher, read_launch, remove
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, Launcher, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.launch.torchrun import TorchrunLauncher
 from repro_matrix.paths import ROOT
@@ -232,37 +232,27 @@ def test_stale_lock_of_a_killed_rank_does_not_block_the_next_attempt(tmp_path: P
 # --- a killed controller
 
 
-def test_torchrun_killed_controller_is_cleared_by_the_next_run(tmp_path: Path) -> None:
-    state, run_id = tmp_path / "state", f"run-{os.getpid()}"
+@pytest.mark.parametrize("name", ["torchrun", "forkserver"])
+def test_killed_controller_leaves_nothing_after_the_next_run(tmp_path: Path, name: str) -> None:
+    state, run_id = tmp_path / "state", f"run-{os.getpid()}-{name}"
     folder = state / "runs" / run_id / "a"
-    controller = subprocess.Popen([sys.executable, str(FAULTS / "controller.py"), "torchrun", str(state), run_id])
+    controller = subprocess.Popen([sys.executable, str(FAULTS / "controller.py"), name, str(state), run_id])
     try:
         wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2)
         ranks = [entry["pid"] for entry in read_launch(folder / "launch.json")["ranks"]]
-        assert clear_leftovers(state) == []  # it lives
+        left = processes.with_token(RUN_TOKEN, run_id)
+        folders = {each.environ()["TMPDIR"] for each in left if "fork_server.py" in " ".join(each.cmdline())}
+        assert clear_leftovers(state) == []  # the controller lives
     finally:
         controller.send_signal(signal.SIGKILL)
         controller.wait()
     wait_for(lambda: all(gone(pid) for pid in ranks))  # by the parent-death signal alone
-    assert len(processes.with_token(RUN_TOKEN, run_id)) == 2  # the grandchildren in their own sessions
+    if name == "forkserver":  # the supervisor ends the grandchildren, too, and the server removes its folder
+        wait_for(lambda: not processes.with_token(RUN_TOKEN, run_id))
+        assert not any(Path(each).exists() for each in folders if "repro-forkserver-" in each)
+    else:
+        assert len(processes.with_token(RUN_TOKEN, run_id)) == 2  # the grandchildren in their own sessions
     with GpuLocks(state, "next-run") as locks:
         assert locks.acquire(["GPU-test"])  # taking the lock over clears it, too
         assert not processes.with_token(RUN_TOKEN, run_id) and not folder.exists()
     assert clear_leftovers(state) == []
-
-
-def test_forkserver_killed_controller_leaves_no_process(tmp_path: Path) -> None:
-    state, run_id = tmp_path / "state", f"run-{os.getpid()}-warm"
-    folder = state / "runs" / run_id / "a"
-    controller = subprocess.Popen([sys.executable, str(FAULTS / "controller.py"), "forkserver", str(state), run_id])
-    try:
-        wait_for(lambda: len(list(folder.glob("work/stuck-*"))) == 2)
-        left = processes.with_token(RUN_TOKEN, run_id)
-        assert len(left) == 6  # server, supervisor, ranks, and their children
-        folders = {each.environ()["TMPDIR"] for each in left if "fork_server.py" in " ".join(each.cmdline())}
-    finally:
-        controller.send_signal(signal.SIGKILL)
-        controller.wait()
-        remove(folder)  # the next run does this; there is none here
-    wait_for(lambda: not processes.with_token(RUN_TOKEN, run_id))
-    assert not any(Path(folder).exists() for folder in folders if "repro-forkserver-" in folder)

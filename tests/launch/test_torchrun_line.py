@@ -19,8 +19,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.grading.observation import raised_chain
 from repro_matrix.grading.root_cause import is_peer_error
 from repro_matrix.launch.forkserver import ForkserverLauncher
-from repro_matrix.paths import BASELINE, ROOT
-from repro_matrix.results.store import Store
+from repro_matrix.paths import ROOT
 from repro_matrix.runner import prerequisites as wanted
 from repro_matrix.runner import session
 from repro_matrix.runner.attempts import recipe
@@ -113,21 +112,3 @@ def test_torchrun_line_gives_the_errors_of_the_run(show: Show, warm: ForkserverL
 def test_torchrun_line_uses_the_overlay(show: Show, overlay: Path, tmp_path: Path) -> None:
     done = in_a_clean_shell(show("qwen15-fsdp-norm-shard")["unfixed"], tmp_path)
     assert done.returncode and "RuntimeError: the release that was laid over" in done.stdout + done.stderr, done
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_torchrun_line_in_another_python_gives_the_stored_errors(show: Show, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    stored = next(
-        document
-        for document in Store(BASELINE).documents(cases=[BY_HAND])
-        if document["stack"]["name"] == "current"
-        and document["model"] == "llama-2-7b"
-        and "bypass" in document["variants"]
-    )
-    line = show(BY_HAND, "model=llama-2-7b", "strategy=ddp", f"stack=python:{python}")["bypass"]
-    done = in_a_clean_shell(line, tmp_path)
-    assert prints_recorded_errors(done, stored["variants"]["bypass"]["attempts"][0]["observation"]["ranks"]), done
