@@ -23,7 +23,6 @@ import psutil
 
 from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import (
-    ATTEMPT_TOKEN,
     Attempt,
     Json,
     describe_exit,
@@ -39,7 +38,6 @@ WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
 IMPORT_S = 300.0  # a stack on a slow disk takes long to import the first time; a hang there must not last for ever
 ANSWER_S = 60.0  # from the request to the fork
 END_S = 15.0
-TOKEN_ROOM = 200  # bytes for an attempt's id: ranks overwrite the server's token in place
 
 MAX_IDLE = 10  # servers that stay although no attempt uses them: the next attempt of their kind costs no start
 IDLE_FREE = 4 << 30  # bytes of memory that must be free for that: each holds a few hundred MB
@@ -149,8 +147,6 @@ def torchrun_reason(attempt: Attempt) -> str | None:
         return attempt.cold_start_reason
     if attempt.settings.get("normal_exit"):
         return "how the process ends is part of what is tested"
-    if len(attempt.id.encode()) > TOKEN_ROOM:
-        return "its id is too long for a forked process"
     return None
 
 
@@ -229,7 +225,6 @@ class Server:
             **env,
             **{name: str(self.folder / name.lower()) for name in folders},
             "TMPDIR": str(self.folder),
-            ATTEMPT_TOKEN: "server".ljust(TOKEN_ROOM, "-"),
         }
         try:
             with theirs, open(self.folder / "server.log", "ab") as log:

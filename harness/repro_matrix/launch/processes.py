@@ -1,8 +1,8 @@
 """Find every process of an attempt and end all of them; remove shared memory that they leave behind.
 
-There are three ways to find them, because each has a hole: the token in their environment (missing in a process that a
-server forked without exec, and where a script cleans its environment), the tree below known processes (lost when a
-parent dies), and processes found in the tree before.
+There are three ways to find them, because each has a hole: the token in their environment (missing in forked ranks,
+which have a server's, and where a script cleans its environment), the tree below known processes (lost when a parent
+dies), and processes found in the tree before.
 
 Shared memory (deepspeed's all-reduce buffers, NCCL, multiprocessing) is removed only if it certainly is the attempt's:
 new since it started, this user's, named after one of its processes or its port or used by one of them, and unused now.

@@ -58,16 +58,25 @@ def allow_debugging_and_no_core() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file of a large model fills a disk
 
 
+def append_output(path: str) -> None:
+    """Send standard output and error to a file. The controller may cut a log that grows without limit: append.
+
+    The Python streams stay the same objects: libraries that took hold of one at import write to the right place.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
 def become_rank(script: str, settings: str, logs: str) -> None:
     die_with_parent()
     allow_debugging_and_no_core()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # an ignored signal would stay ignored
-    # Append mode matters: the controller may cut a log that grows without limit.
-    log = os.open(f"{logs}/rank-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    append_output(f"{logs}/rank-{os.environ['RANK']}.log")
     os.execv(sys.executable, [sys.executable, "-u", script, "--settings", settings])
 
 

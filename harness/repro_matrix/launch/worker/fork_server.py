@@ -42,7 +42,6 @@ import elastic  # noqa: E402
 # No rank's import may find the files beside this one.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 
-TOKEN = "REPRO_ATTEMPT"
 PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
 CONSTANT_SEED = 67280421310721  # torch's default generator, in the releases that do not seed it from the system
 
@@ -129,7 +128,7 @@ def driver_initialised() -> bool:
 
 def serve(requests: socket.socket) -> None:
     """Fork a supervisor for each request until the socket is closed."""
-    mark, server = Mark(), os.getpid()
+    server = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors, and orphans of killed ones, leave no zombies
     while True:
         data, fds, _, _ = socket.recv_fds(requests, 65536, 1)
@@ -146,7 +145,7 @@ def serve(requests: socket.socket) -> None:
         else:
             if pid == 0:
                 try:
-                    Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno(), mark).run()
+                    Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno()).run()
                 finally:
                     os._exit(70)  # the supervisor must never return into the server's loop
             answer = {"pid": pid}
@@ -158,9 +157,10 @@ def serve(requests: socket.socket) -> None:
 
 
 def main(packages: list[str]) -> int:
-    # Imported packages can no longer read the requests, and their output goes to the log.
     requests = socket.socket(fileno=os.dup(0))
-    redirect_input()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # imported packages can no longer read the requests
+    os.close(null)
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C in the terminal
     gc.disable()  # imports make hardly any garbage, and looking for it takes a fifth of their time
@@ -188,25 +188,6 @@ def main(packages: list[str]) -> int:
 # --- one attempt
 
 
-class Mark:
-    """The attempt's token, where other processes look for it: /proc/PID/environ.
-
-    That file shows the block of memory in which the *server* was started, whatever is set later; a forked process
-    would carry the server's token. The server is started with a token long enough to be overwritten in place.
-    """
-
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None)
-        libc.getenv.restype = ctypes.c_void_p
-        self.room = len(os.environ.get(TOKEN, ""))
-        self.address = libc.getenv(TOKEN.encode()) if self.room else None
-
-    def write(self, token: str) -> None:
-        data = token.encode()
-        if self.address is not None and len(data) <= self.room:
-            ctypes.memmove(self.address, data.ljust(self.room, b"\0"), self.room)
-
-
 class Supervisor:
     """Run one attempt in its own process; ``run`` is called right after the fork and ends the process.
 
@@ -215,9 +196,9 @@ class Supervisor:
     ``life`` is the pipe whose end reports that this process has ended; no rank may hold it.
     """
 
-    def __init__(self, spec_file: Path, server: int, life: int, requests: int, mark: Mark) -> None:
+    def __init__(self, spec_file: Path, server: int, life: int, requests: int) -> None:
         self.spec = json.loads(spec_file.read_text(encoding="utf-8"))
-        self.launch_file, self.mark = spec_file.with_name("launch.json"), mark
+        self.launch_file = spec_file.with_name("launch.json")
         self.server, self.life, self.requests = server, life, requests
         self.ranks: list[dict[str, Any]] = []
         self.reaper = False  # whether this process adopts the attempt's orphans
@@ -245,8 +226,7 @@ class Supervisor:
         if os.getppid() != self.server:
             os._exit(1)
         os.setsid()
-        self.mark.write(self.spec["env"].get(TOKEN, ""))
-        redirect_output(os.path.join(self.spec["log_dir"], "launcher.log"))
+        elastic.append_output(os.path.join(self.spec["log_dir"], "launcher.log"))
         os.close(self.requests)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
@@ -344,10 +324,11 @@ def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, oth
         os.setsid()
         for fd in others:
             os.close(fd)
-        redirect_output(os.path.join(spec["log_dir"], f"rank-{rank}.log"))
+        elastic.append_output(os.path.join(spec["log_dir"], f"rank-{rank}.log"))
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for name, value in {**spec["env"], **torchrun_variables(rank, spec["world_size"], spec["env"][TOKEN])}.items():
+        run_id = spec["env"]["REPRO_ATTEMPT"]
+        for name, value in {**spec["env"], **torchrun_variables(rank, spec["world_size"], run_id)}.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -368,27 +349,6 @@ def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, oth
             sys.stderr.flush()
         finally:
             os._exit(code)
-
-
-def redirect_input() -> None:
-    """Read standard input from nothing; send standard output to the same place as errors."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-
-
-def redirect_output(log: str) -> None:
-    """Append standard output and error to a file.
-
-    The Python streams stay the same objects: libraries that took hold of one at import write to the right place.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
 
 
 def torchrun_variables(rank: int, world_size: int, run_id: str) -> dict[str, str]:

@@ -72,12 +72,9 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
 
     recording = load(kit_folder(), "repro_kit.record")
     rank_pid = os.getpid()
-    log = os.open(os.path.join(os.path.dirname(folder), "logs", f"rank-{rank}.log"),
-                  os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # fmt: skip
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    load(WORKERS, "elastic").allow_debugging_and_no_core()
+    elastic = load(WORKERS, "elastic")
+    elastic.append_output(os.path.join(os.path.dirname(folder), "logs", f"rank-{rank}.log"))
+    elastic.allow_debugging_and_no_core()
     stacks = open(os.path.join(folder, f"stacks-{rank}.txt"), "w")  # noqa: SIM115 (open for as long as the rank lives)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
