@@ -38,7 +38,7 @@ def refused(capsys: Capsys, *words: str) -> str:
     [
         ("list stack=torch2.2-tf4.93", "did you mean 'torch2.2-tf4.39'?"),
         ("list hardware=gpu88", "unknown hardware 'gpu88'; did you mean 'gpu8'?"),
-        ("list shard=9/8", "shard=9/8: PART/PARTS"),
+        ("list shard=9/8", "shard=9/8: not PART/PARTS"),
         ("list shard=1/8", "`repro matrix --dry-run shard=...`"),
         ("list model.config.num_hidden_layer=4", "no model has that key; did you mean 'num_hidden_layers'?"),
         ("list case=train-step --config-dir", "--config-dir"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
@@ -33,8 +33,9 @@ from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import local, provenance
 from repro_matrix.results.shards import Manifest
 from repro_matrix.results.summary import Row
-from repro_matrix.runner.prerequisites import Prerequisites, Prober
-from repro_matrix.runner.schedule import UNKNOWN_S, recorded
+
+if TYPE_CHECKING:  # `repro list` needs the cells and nothing that launches
+    from repro_matrix.runner.prerequisites import Prerequisites
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -260,6 +261,8 @@ def prepare(
     resolved, by the name that the selection uses for them. ``plan_only``: nothing will be launched, so that the
     hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing is built.
     """
+    from repro_matrix.runner.prerequisites import Prerequisites, Prober
+
     request = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = request.catalogue, replace(request.settings)
     machine = machine_module.detect()
@@ -310,6 +313,8 @@ def _check_stacks(cells: Sequence[Cell], prerequisites: Prerequisites) -> None:
 
 def _published_seconds(catalogue: Catalogue, cells: Sequence[Cell], settings: RunSettings) -> dict[Cell, float]:
     """Return how long the attempts of each cell take according to the published baseline."""
+    from repro_matrix.runner.schedule import UNKNOWN_S, recorded
+
     took = recorded(local.measured_rows())
     seconds = {}
     for cell in cells:
