@@ -152,14 +152,6 @@ def test_shares_at_their_bounds(what: str, wanted: str, shares: Any, ranks: int,
     assert bool(wrong_shares(what, wanted, shares, ranks, parts)) is wrong
 
 
-@pytest.mark.parametrize(
-    ("options", "copies", "replicas"),
-    [({"a": "x", "b": 1}, {"a": {"y": 4}, "b": {"1": 2}}, 2), ({"a": "x"}, {"a": {"x": 0}}, 1), ({}, {}, 1)],
-)
-def test_replicas_by_the_strategys_options(options: Any, copies: Any, replicas: int) -> None:
-    assert effect._replicas({"options": options, "replicas": copies}) == replicas
-
-
 def test_inference_needs_its_parameters_only() -> None:
     inference = case(pass_criteria={**TRAINING, "kind": "inference"})
     assert missing(inference, changes={"gradients": None, "updates": None, "collectives": None}, every=True) is None

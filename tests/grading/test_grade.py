@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import (
     EXCEPTION,
-    NORM,
     SCRIPT,
     SITE,
     case,
@@ -54,13 +53,7 @@ def rank_with(rank: int, **changes: Any) -> dict[str, Any]:
     return ok(rank, record=record(rank, **changes))
 
 
-def test_clean_attempt_has_no_failure() -> None:
-    outcome = graded(ok(0), ok(1))
-    assert (outcome.outcome, outcome.recognized, outcome.primary, outcome.failed) == ("passed", (), None, ())
-    assert outcome.outcome_without_warning is outcome.check is outcome.infra_error is None and outcome.ranks == ()
-
-
-def test_known_failure_fires_with_its_ranks_and_primary() -> None:
+def test_known_failure_is_reproduced_with_its_ranks() -> None:
     outcome = graded(failed(0), failed(1))
     assert (outcome.outcome, outcome.ranks, outcome.outcome_without_warning) == ("reproduced", (0, 1), None)
     assert [(item.case, item.signature, item.ranks) for item in outcome.recognized] == [("some-case", "norm", (0, 1))]
@@ -125,7 +118,7 @@ def test_first_matching_rule_decides(name: str) -> None:
         ended(1, by="self", signal="SIGABRT"), peer_failed(1),
     ],
 )  # fmt: skip
-def test_clean_needs_every_rank_to_finish_by_itself(rank: dict[str, Any]) -> None:
+def test_passed_needs_every_rank_to_finish_by_itself(rank: dict[str, Any]) -> None:
     for ranks in ([ok(0), rank], [{**rank, "rank": 0}, ok(1)]):
         outcome = graded(*ranks)
         assert outcome.outcome in ("other_failure", "infra_error") and outcome.reason
@@ -133,12 +126,10 @@ def test_clean_needs_every_rank_to_finish_by_itself(rank: dict[str, Any]) -> Non
     assert alone.outcome in ("other_failure", "infra_error")
 
 
-def test_clean_needs_a_done_marker_on_every_rank() -> None:
-    for undone in range(4):
-        ranks = [rank_with(rank, done=rank != undone, world_size=4) for rank in range(4)]
-        outcome = graded(*ranks)
-        assert (outcome.outcome, outcome.ranks) == ("other_failure", (undone,))
-    assert graded(*(rank_with(rank, world_size=4) for rank in range(4))).outcome == "passed"
+@pytest.mark.parametrize("undone", range(4))
+def test_passed_needs_a_done_marker_on_every_rank(undone: int) -> None:
+    outcome = graded(*(rank_with(rank, done=rank != undone, world_size=4) for rank in range(4)))
+    assert (outcome.outcome, outcome.ranks) == ("other_failure", (undone,))
 
 
 def test_missing_rank_is_named() -> None:
@@ -164,19 +155,14 @@ def test_missing_check_is_named_with_its_ranks() -> None:
     assert failed_checks(CASE, Attempt(observation(ok(0), ok(1)))) == ()
 
 
-def test_proof_of_the_first_rank_needs_no_other() -> None:
+def test_pass_criteria_of_the_first_rank_need_no_other() -> None:
     first = case(pass_criteria={"kind": "inference", "checks": ["logits"], "ranks": "first"})
     assert graded(ok(0), rank_with(1, checks=[]), known=first).outcome == "passed"
     assert graded(rank_with(0, checks=[]), ok(1), known=first).infra_error == "missing_check"
     assert graded(ok(0), rank_with(1, checks=[BAD]), known=first).outcome == "other_failure", "a failed check counts"
 
 
-def test_check_made_twice_is_no_evidence_unless_one_failed() -> None:
-    assert graded(rank_with(0, checks=[check(), check()]), ok(1)).infra_error == "missing_check"
-    assert graded(rank_with(0, checks=[check(), BAD]), ok(1)).outcome == "other_failure"
-
-
-def test_steps_must_be_those_that_were_asked_for() -> None:
+def test_steps_must_be_the_requested_ones() -> None:
     steps = check("steps", actual=2, expected=2, tolerance=0)
     ranks = [rank_with(rank, checks=[check(), steps]) for rank in (0, 1)]
     assert graded(*ranks, settings={"steps": 2}).outcome == "passed" == graded(*ranks).outcome
@@ -187,7 +173,7 @@ def test_steps_must_be_those_that_were_asked_for() -> None:
 # -- recognised failures
 
 
-def test_log_signature_tells_what_the_outcome_is_otherwise() -> None:
+def test_log_signature_records_the_outcome_without_it() -> None:
     remark = rank_with(0, logs=[DEPRECATED])
     assert graded(remark, ok(1), known=REMARK).outcome_without_warning == "passed"
     wrong = graded(remark, rank_with(1, checks=[BAD]), known=REMARK)
@@ -197,20 +183,20 @@ def test_log_signature_tells_what_the_outcome_is_otherwise() -> None:
     assert graded(ok(0), ok(1), known=both).outcome_without_warning is None
 
 
-def test_log_of_another_case_is_only_a_remark() -> None:
+def test_log_of_another_case_is_no_failure() -> None:
     outcome = graded(rank_with(0, logs=[DEPRECATED]), ok(1))
     assert outcome.outcome == "passed" and [item.case for item in outcome.recognized] == ["remark"]
     assert outcome.others(CASE.slug) == ()
 
 
-def test_other_cases_failure_is_named_and_the_own_comes_first() -> None:
+def test_failure_of_the_case_comes_before_other_cases() -> None:
     outcome = graded(*TWO_KNOWN)
     assert [(item.case, item.ranks) for item in outcome.recognized] == [("some-case", (1,)), ("other-case", (0,))]
     outcome = graded(failed(0, LM_HEAD), failed(1, LM_HEAD))
     assert outcome.ranks == (0, 1) and [item.case for item in outcome.others(CASE.slug)] == ["other-case"]
 
 
-def test_other_cases_failure_counts_under_its_own_strategies_only() -> None:
+def test_failure_of_another_case_needs_one_of_its_strategies() -> None:
     settings = {"strategy": {"slug": "ddp"}}
     assert graded(failed(0, LM_HEAD), failed(1, LM_HEAD), settings=settings).recognized == ()
     assert graded(failed(0), failed(1), settings=settings).outcome == "reproduced", "the case's own, under any"
@@ -221,7 +207,7 @@ def test_other_cases_failure_counts_under_its_own_strategies_only() -> None:
     [({"name": "s", "kind": "check", "check": "logits"}, rank_with(0, checks=[BAD])),
      ({"name": "s", "kind": "signal", "signal": "SIGSEGV"}, ended(0, by="self", signal="SIGSEGV"))],
 )  # fmt: skip
-def test_check_or_signal_of_another_script_is_not_recognised(signature: dict[str, Any], rank: dict[str, Any]) -> None:
+def test_check_or_signal_of_another_script_is_not_recognized(signature: dict[str, Any], rank: dict[str, Any]) -> None:
     other = case("other", [signature], script="other.py")
     same_script = case("twin", [signature], script=CASE.script_name)
     seen = observation(rank)
@@ -230,7 +216,7 @@ def test_check_or_signal_of_another_script_is_not_recognised(signature: dict[str
     assert grade(other, "unfixed", seen, []).outcome == "reproduced"
 
 
-def test_failure_of_an_variant_whose_change_was_not_read_is_no_evidence() -> None:
+def test_failure_with_unread_change_is_no_evidence() -> None:
     """Such a variant is the broken one by another name."""
 
     def found(*read: Any) -> Outcome:
@@ -254,11 +240,6 @@ def test_near_miss_is_described_for_the_unfixed_variant_only() -> None:
     assert "nearly" not in graded(failed(0), failed(1)).reason
     far = observation(failed(0, exception("KeyError", "other", [SCRIPT, frame("torch.nn", "f")])))
     assert "nearly" not in grade(CASE, "unfixed", far, []).reason
-
-
-def test_long_messages_are_cut() -> None:
-    outcome = graded(failed(0, exception("ValueError", "w" * 900)), ok(1))
-    assert outcome.primary and len(outcome.primary.message) == 500 and len(outcome.reason) < 300
 
 
 @pytest.mark.parametrize("hang", [None, HANG])
@@ -308,7 +289,7 @@ RANKS = st.lists(
 
 
 @given(RANKS, st.booleans(), st.booleans())
-def test_outcome_is_consistent_with_what_it_recognised(makers: Any, timed_out: bool, interrupted: bool) -> None:
+def test_outcome_is_consistent_with_its_recognized_failures(makers: Any, timed_out: bool, interrupted: bool) -> None:
     seen = observation(*(make(rank) for rank, make in enumerate(makers)), timed_out=timed_out, interrupted=interrupted)
     outcome = grade(CASE, "fix", seen, CATALOGUE)
     matched = any(item.case == CASE.slug for item in outcome.recognized)
@@ -343,7 +324,7 @@ WHOLE = observation(
 
 
 @given(st.data())
-def test_damaged_observation_is_refused_or_graded(data: Any) -> None:
+def test_observation_that_passes_validation_can_be_graded(data: Any) -> None:
     """Whatever the validation of documents lets through, the grader can grade."""
     stored = document({"unfixed": [("reproduced", copy.deepcopy(WHOLE))]})
     seen = stored["variants"]["unfixed"]["attempts"][0]["observation"]
@@ -368,15 +349,6 @@ def test_damaged_observation_is_refused_or_graded(data: Any) -> None:
     for known in (CASE, REMARK, control()):
         outcome = grade(known, next(iter(known.variants)), seen, CATALOGUE)
         assert json.dumps(outcome.to_json()) and outcome.reason
-
-
-def test_failure_is_found_among_many_similar_ones() -> None:
-    catalogue = {
-        f"case-{n}": case(f"case-{n}", [{**EXCEPTION, "message": rf"mismatch \(\d+\) number {n}$"}]) for n in range(30)
-    }
-    error = exception(message="mismatch (1024) number 29", frames=[SCRIPT, *[NORM] * 40])
-    outcome = grade(catalogue["case-29"], "unfixed", observation(failed(0, error), failed(1, error)), catalogue)
-    assert outcome.outcome == "reproduced" and [item.case for item in outcome.recognized] == ["case-29"]
 
 
 # -- stored outcomes

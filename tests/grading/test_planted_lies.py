@@ -100,12 +100,9 @@ def last(**changes: Any) -> Plant:
     return plant
 
 
-def measured(what: str, every: bool = True, **changes: Any) -> Plant:
+def measured(what: str, **changes: Any) -> Plant:
     return lambda seen: [
-        item.update(changes)
-        for rank in seen["ranks"][0 if every else 1 :]
-        for item in rank["record"]["effects"]
-        if item["what"] == what
+        item.update(changes) for rank in seen["ranks"] for item in rank["record"]["effects"] if item["what"] == what
     ]
 
 
@@ -152,16 +149,10 @@ TRAINING: dict[str, tuple[Plant, str]] = {  # lie -> (what is changed, the kind 
     "a record of one rank alone": (last(record={"world_size": 1}), "missing_check"),
     "a missing rank": (lambda seen: seen["ranks"].pop(), "other_failure"),
     "exit 0 without done": (last(record={"done": False, "done_at": None}), "other_failure"),
-    "exit 0 without a record": (last(record=None), "other_failure"),
     "done, and then killed": (last(exit_code=None, signal="SIGSEGV"), "other_failure"),
-    "done, and exit code 1": (last(exit_code=1), "other_failure"),
     "sharded in name only": (measured("parameters", actual=1000), "no_effect"),
-    "gradients that are not sharded": (measured("gradients", actual=1000), "no_effect"),
-    "one rank that updates nothing": (measured("updates", False, actual=0), "no_effect"),
     "a process group of one": (measured("group", actual=1), "no_effect"),
-    "a backend that was not asked for": (measured("group", backend="mpi"), "no_effect"),
     "no reduction in a step": (measured("collectives", actual={"gather": 3}), "no_effect"),
-    "effects on one rank only": (last(record={"effects": []}), "no_effect"),
     "recomputation on one rank only": (
         lambda seen: seen["ranks"][0]["record"]["effects"].append({"what": "checkpointing", "actual": 4, "least": 1}),
         "no_effect"),

@@ -60,7 +60,6 @@ def finished(rank: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 FRAME = {"module": r"transformers\.models\.qwen2\..*", "function": "forward"}
-KIT = frame("repro_kit.models", "build", "/home/me/project/repros/repro_kit/models.py")
 TORCH = frame("torch.nn.functional", "linear")
 
 
@@ -78,20 +77,16 @@ EXCEPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "another type": ({}, exception("ValueError"), False),
     "another message": ({}, exception(message="size mismatch elsewhere"), False),
     "another package": ({}, exception(frames=[SCRIPT, TORCH]), False),
-    "a package inside the declared one's caller": ({}, exception(frames=[SCRIPT, NORM, TORCH]), False),
     "raised by the script": ({}, exception(frames=[SCRIPT]), False),
     "raised by a callback of the script": ({}, exception(frames=[SCRIPT, NORM, SCRIPT]), False),
-    "raised by the kit": ({}, exception(frames=[SCRIPT, NORM, KIT]), False),
     "raised by generated code": ({}, exception(frames=[SCRIPT, frame("", "<module>", "<string>")]), False),
     "a script that calls itself upstream": ({}, exception(frames=[unlocated({**NORM, "file": SCRIPT["file"]})]), False),
-    "without frames": ({}, exception(frames=[]), False),
     "generated code without an origin is passed over": ({}, exception(frames=[SCRIPT, NORM, *GENERATED]), True),
     "a frame without a module": ({}, exception(frames=[SCRIPT, frame("", "f", f"{SITE}/transformers/x.py")]), True),
     "a declared frame": ({"frames": [FRAME]}, exception(), True),
     "a declared frame's other function": ({"frames": [{**FRAME, "function": "forw"}]}, exception(), False),
     "a declared frame's other module": ({"frames": [{**FRAME, "module": "transformers"}]}, exception(), False),
     "two declared frames, one missing": ({"frames": [FRAME, {"function": "backward"}]}, exception(), False),
-    "a declared frame of the script": ({"frames": [FRAME, {"function": "body"}]}, exception(), False),
     "behind a wrapper that repeats it": (
         {}, exception("ImportError", "failed: size mismatch in norm", [SCRIPT], cause=exception()), True),
     "handled while another was raised": ({}, exception("ValueError", "another", [SCRIPT], cause=exception()), False),
@@ -111,7 +106,7 @@ def test_match_names_ranks_and_message() -> None:
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", (0,)), ("cpu", None), ("", (0,))])
-def test_signature_of_an_accelerator_matches_there_only(device: str, expected: Any) -> None:
+def test_signature_of_an_accelerator(device: str, expected: Any) -> None:
     error = failed(0)
     error["record"]["peak_gpu_mb"] = 1.0
     assert ranks_of({**EXCEPTION, "accelerator": "cuda"}, error, settings={"device": device}) == expected
@@ -126,7 +121,7 @@ def test_signature_of_an_accelerator_matches_there_only(device: str, expected: A
         ("nccl text", "gloo", None, False), ("nccl text", "nccl", None, True),
     ],
 )  # fmt: skip
-def test_backends_variant_is_preferred(message: str, backend: str, common: str | None, matching: bool) -> None:
+def test_message_of_the_backend_is_preferred(message: str, backend: str, common: str | None, matching: bool) -> None:
     messages = {"nccl": "nccl text", "gloo": "gloo text"} if common else {"nccl": "nccl text"}
     signature = {**EXCEPTION, "message": "common text" if common else None, "messages": messages}
     assert (ranks_of(signature, failed(0, exception(message=message)), backend=backend) is not None) is matching
@@ -146,12 +141,12 @@ def test_backends_variant_is_preferred(message: str, backend: str, common: str |
         ([failed(0), failed(1, exception("KeyboardInterrupt")) | {"terminated_by": "launcher"}], {}, (0,)),
     ],
 )
-def test_all_ranks_means_every_rank_that_could_show_it(ranks: Any, attempt: Any, expected: Any) -> None:
+def test_all_ranks_are_those_that_could_show_it(ranks: Any, attempt: Any, expected: Any) -> None:
     assert ranks_of({**EXCEPTION, "ranks": "all"}, *ranks, **attempt) == expected
     assert ranks_of(EXCEPTION, *ranks, **attempt) is not None
 
 
-def test_secondary_error_never_matches_while_there_is_a_primary_one() -> None:
+def test_secondary_error_matches_only_without_a_primary_one() -> None:
     lost = {**EXCEPTION, "message": "Connection closed", "package": "torch"}
     assert ranks_of(lost, peer_failed(0), failed(1)) is None
     assert ranks_of(lost, peer_failed(0), ended(1)) == (0,), "no other rank failed: then it is the failure"
@@ -175,7 +170,7 @@ LOGGED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", LOGGED)
-def test_log_counts_only_from_the_package_itself(name: str) -> None:
+def test_log_matches_by_code_location(name: str) -> None:
     changes, entry, expected = LOGGED[name]
     kind = "warnings" if "category" in entry else "logs"
     entry = {"message": "an old version of the format", "file": "f", "code_location": "transformers.x", **entry}
@@ -209,7 +204,7 @@ def test_check_and_signal(signature: dict[str, Any], rank: dict[str, Any], expec
     assert (ranks_of(signature, rank, ok(1)) == (0,)) is expected
 
 
-def test_abort_over_a_lost_peer_is_no_crash_of_its_own() -> None:
+def test_abort_after_a_lost_peer_does_not_match() -> None:
     abort = ended(1, by="self", signal="SIGABRT")
     lost = {**abort, "log_tail": "terminate called: Connection closed by peer [127.0.0.1]:20635"}
     assert ranks_of({**SIGNAL, "signal": "SIGABRT"}, ended(0), abort) == (1,)
@@ -257,19 +252,14 @@ def test_hang_message_names_the_innermost_declared_frame() -> None:
 
 FRAMED = [{"module": r"transformers\..*", "function": "forward"}, {"module": "a", "function": "b"}]
 NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "type": (EXCEPTION, failed(0, exception("ValueError")),
-     "type: ValueError, declared RuntimeError, message ok, package ok"),
-    "message": (EXCEPTION, failed(0, exception(message=" so it is\nnot")),
-     "type ok, message: so it is, declared size mismatch in norm, package ok"),
-    "package": (EXCEPTION, failed(0, exception(frames=[SCRIPT, TORCH])), "package: torch, declared transformers"),
-    "the script's": (EXCEPTION, failed(0, exception(frames=[SCRIPT])), "package: none, declared transformers"),
-    "frame": ({**EXCEPTION, "frames": FRAMED}, failed(0), "no frame a b"),
-    "overrides": ({**EXCEPTION, "messages": {"nccl": "of n"}, "message": None}, failed(0), "declared of n"),
-    # nothing that is close
-    "far in type and message": (EXCEPTION, failed(0, exception("ValueError", "another")), ""),
-    "far in message and package": (EXCEPTION, failed(0, exception(message="another", frames=[SCRIPT, TORCH])), ""),
-    "no error": (EXCEPTION, ok(0), ""),
-    "another kind": (CHECK, failed(0), ""),
+    "type": ({}, failed(0, exception("ValueError")), "type: ValueError, declared RuntimeError, message ok, package ok"),
+    "message": ({}, failed(0, exception(message=" so it is\nnot")), "message: so it is, declared size mismatch"),
+    "package": ({}, failed(0, exception(frames=[SCRIPT, TORCH])), "package: torch, declared transformers"),
+    "the script's": ({}, failed(0, exception(frames=[SCRIPT])), "package: none, declared transformers"),
+    "frame": ({"frames": FRAMED}, failed(0), "no frame a b"),
+    "of a backend": ({"messages": {"nccl": "of n"}, "message": None}, failed(0), "declared of n"),
+    "far in type and message": ({}, failed(0, exception("ValueError", "another")), ""),
+    "no error": ({}, ok(0), ""),
 }  # fmt: skip
 
 
@@ -277,7 +267,7 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_near_miss_names_the_part_that_missed(name: str) -> None:
     signature, rank, expected = NEAR[name]
     attempt = Attempt(observation(rank))
-    wanted = [Signature.model_validate({"name": "s", **signature})] * 2
+    wanted = [Signature.model_validate({**EXCEPTION, **signature})] * 2
     text = near_misses(wanted, attempt, find_failures(attempt))
     assert expected in text and bool(text) == bool(expected) and text.count(expected or "x") <= 1
 
@@ -431,14 +421,6 @@ def test_pattern_of_everyday_words_is_overbroad(wide: str) -> None:
     known: Case = case(signatures=[{**EXCEPTION, "message": wide}])
     assert overbroad_signature(known) is not None
     assert overbroad_signature(case()) is None
-
-
-def test_unrelated_messages_are_read_as_raised() -> None:
-    messages = [item.message for item in unrelated_messages()]
-    assert messages[0] == "" and unrelated_messages()[0].type == "RuntimeError"
-    keys = 'Error(s) in loading state_dict for LlamaForCausalLM:\n\tMissing key(s) in state_dict: "lm_head.weight".'
-    assert UnrelatedMessage("RuntimeError", keys) in unrelated_messages(), "its line break and its tab are no letters"
-    assert any(r"r'.*\.layers\.\d+$'" in text for text in messages) and not any("\\n" in text for text in messages)
 
 
 def test_overbroad_signature_counts_the_messages_it_matches(monkeypatch: pytest.MonkeyPatch) -> None:
