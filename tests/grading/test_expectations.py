@@ -43,7 +43,7 @@ def applying(
     [
         ({}, {}, True), ({}, {"variant": "other-fix"}, False), ({}, {"hardware": "gpu1"}, False),
         ({}, {"versions": {"torch": "2.12.1"}}, False), ({}, {"versions": {"transformers": "5.23.0"}}, False),
-        ({}, {"versions": {"torch": "unknown"}}, False), ({"hardware": "*"}, {"hardware": "a100x8"}, True),
+        ({}, {"versions": {"torch": "unknown"}}, False), ({"hardware": "a100x8"}, {"hardware": "a100x8"}, True),
         ({"versions": {"torch": ">=2.13"}}, {"versions": {"torch": "2.14.0.dev20260101+cu130"}}, True),
     ],
 )  # fmt: skip
@@ -57,15 +57,13 @@ def test_expectation_applies_by_variant_hardware_and_versions(changes: Any, at: 
         ([], 'm/fsdp/call="root"', True), (["m/fsdp"], "m/fsdp", True), ([], "m/fsdp/ranks=4", False),
         (["m/fsdp"], "m/fsdp/ranks=4", False), (["m/fsdp/ranks=4"], "m/fsdp/ranks=4", True),
         (["m/fsdp/ranks=4"], "m/fsdp/scale=full", False), (["m/fsdp/ranks=4"], 'm/fsdp/ranks=4/call="root"', False),
-        (["x/ddp", "m/fsdp"], "m/fsdp", True), (["m/ddp"], "m/fsdp", False), (["*/fsdp"], "m/fsdp", True),
+        (["x/ddp", "m/fsdp"], "m/fsdp", True), (["m/ddp"], "m/fsdp", False),
         (["m/fsdp"], 'm/fsdp/call="root"', False), (['m/fsdp/call="root"'], "m/fsdp", False),
-        (['m/fsdp/call="root"'], 'm/fsdp/call="root"', True), (["m/fsdp/call=root"], 'm/fsdp/call="root"', True),
-        (["m/fsdp/call=root"], 'm/fsdp/call="root"/cache=false', False),
-        (["m/fsdp/cache=false/call=root"], 'm/fsdp/call="root"/cache=false', True),
-        (["m/fsdp"], 'm/fsdp/call="inner"/cache=true', True), (["m/fsdp/cache=True"], "m/fsdp", True),
+        (['m/fsdp/call="root"'], 'm/fsdp/call="root"', True), 
+        (['m/fsdp/call="root"'], 'm/fsdp/call="root"/cache=false', False),
+        (['m/fsdp/cache=false/call="root"'], 'm/fsdp/call="root"/cache=false', True),
+        (["m/fsdp"], 'm/fsdp/call="inner"/cache=true', True), (["m/fsdp/cache=true"], "m/fsdp", True),
         (['m/fsdp/call="a/b"'], 'm/fsdp/call="a/b"', True),
-        (["m/fsdp/call={b: 1, a: 2}"], 'm/fsdp/call={"a": 2, "b": 1}', True),
-        (["m/fsdp/call={b: 1, a: 2}"], "m/fsdp/call={b: 2, a: 1}", False),
     ],
 )  # fmt: skip
 def test_cells_are_named_by_axes_and_changed_flags(cells: list[str], where: str, applies: bool) -> None:
@@ -73,13 +71,11 @@ def test_cells_are_named_by_axes_and_changed_flags(cells: list[str], where: str,
 
 
 def test_most_specific_expectation_wins() -> None:
-    anywhere, pattern, named = entry("FLAKY"), entry("SIGNATURE_MISMATCH", cells=["*/fsdp"]), entry(cells=["m/fsdp"])
-    narrow, later = entry("NOT_REPRODUCED", versions=TORCH_213), entry("SIGNATURE_MISMATCH")
-    assert applying(having(named, pattern, anywhere)) == "FIXED"
-    assert applying(having(pattern, anywhere)) == "SIGNATURE_MISMATCH"
+    anywhere, named, later = entry("FLAKY"), entry(cells=["m/fsdp"]), entry("SIGNATURE_MISMATCH")
+    narrow = entry("NOT_REPRODUCED", versions=TORCH_213)
+    assert applying(having(named, anywhere)) == "FIXED"
     assert applying(having(narrow, anywhere)) == "NOT_REPRODUCED" and applying(having(narrow, named)) == "FIXED"
     assert applying(having(anywhere, later)) == "SIGNATURE_MISMATCH"
-    assert applying(having(later, entry("FLAKY", hardware="*"))) == "SIGNATURE_MISMATCH"
 
 
 def test_comparison_is_stored_beside_a_verdict() -> None:

@@ -338,11 +338,9 @@ CALLS = [
     [
         ({"kinds": ["allgather", "barrier"]}, CALLS, LONELY, (0, 1)), (None, CALLS, LONELY, (0, 1)),
         ({"kinds": ["allgather", "barrier"]}, CALLS, MISSING, None),
-        ({"kinds": ["allgather", "barrier"], "missing": True}, CALLS, LONELY, None),
         ({"kinds": ["allgather", "reduce"]}, CALLS, LONELY, None),
-        ({"kinds": ["allreduce"], "missing": True}, [], MISSING, (0, 2)),
-        ({"kinds": ["allreduce"], "missing": True}, [], LONELY, None),
-        ({"kinds": ["allreduce"], "missing": False}, [], MISSING, None),
+        ({"kinds": ["allreduce"]}, [], MISSING, (0, 2)),
+        ({"kinds": ["allreduce"]}, [], LONELY, None),
     ],
 )  # fmt: skip
 def test_hang_signature_matches_the_flight_recorder(collective: Any, frames: Any, dump: str, expected: Any) -> None:

@@ -90,7 +90,6 @@ EXCEPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "behind a wrapper that repeats it": (
         {}, exception("ImportError", "failed: size mismatch in norm", [SCRIPT], cause=exception()), True),
     "handled while another was raised": ({}, exception("ValueError", "another", [SCRIPT], cause=exception()), False),
-    "of another accelerator": ({"accelerator": "cuda"}, exception(), True),  # where the attempt's is not recorded
 }  # fmt: skip
 
 
@@ -103,13 +102,6 @@ def test_exception_matches_by_all_its_parts(name: str) -> None:
 def test_match_names_ranks_and_message() -> None:
     found = matches(Signature.model_validate(EXCEPTION), observation(ok(0), failed(1)))
     assert found == Match("norm", (1,), "size mismatch in norm")
-
-
-@pytest.mark.parametrize(("device", "expected"), [("cuda", (0,)), ("cpu", None), ("", (0,))])
-def test_signature_of_an_accelerator(device: str, expected: Any) -> None:
-    error = failed(0)
-    error["record"]["peak_gpu_mb"] = 1.0
-    assert ranks_of({**EXCEPTION, "accelerator": "cuda"}, error, settings={"device": device}) == expected
 
 
 @pytest.mark.parametrize(

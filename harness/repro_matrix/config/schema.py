@@ -37,7 +37,6 @@ class Collective(Strict):
     """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder shows it."""
 
     kinds: list[str] = Field(min_length=1)  # regular expressions, each for one kind that was entered: allgather ...
-    missing: bool | None = None  # whether some rank never entered it
 
     @field_validator("kinds")
     @classmethod
@@ -72,7 +71,6 @@ class Signature(Strict):
     logger: str | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
-    accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
     ranks: Literal["any", "all"] = "any"
     ambiguous_with: AmbiguousWith | None = None  # for `repro match` alone: here the script is known
 

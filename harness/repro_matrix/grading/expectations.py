@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
@@ -30,22 +28,21 @@ def expected(
 
     ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its profile; ``facts`` are the
     machine's capabilities: where one that the variant depends on differs, or is unknown, nothing is expected. The most
-    specific of several wins: named cells before patterns before none, then named hardware, then the one with more
-    version bounds; after that the later in the file.
+    specific of several wins: named cells before none, then the one with more version bounds; after that the later in
+    the file.
     """
-    best: tuple[tuple[int, int, int], Expectation] | None = None
+    best: tuple[tuple[int, int], Expectation] | None = None
     cell = _split(case, where)
     for entry in case.expect:
-        if variant not in entry.verdicts or not fnmatchcase(hardware, entry.hardware):
+        if variant not in entry.verdicts or hardware != entry.hardware:
             continue
         cells = _cells(case, entry.cells, cell)
         bounds = _bounds(entry.versions, versions)
         differs = capability_difference(depends_on_capabilities(case, variant), facts or {}, entry.capabilities)
         if cells is None or bounds is None or differs:
             continue
-        score = (cells, entry.hardware == hardware, bounds)
-        if best is None or score >= best[0]:
-            best = score, entry
+        if best is None or (cells, bounds) >= best[0]:
+            best = (cells, bounds), entry
     if best is None:
         return None
     entry = best[1]
@@ -58,7 +55,7 @@ def predicted(
     facts: Mapping[str, Any] | None = None,
 ) -> Expectation | None:  # fmt: skip
     """Return what a CPU's measurements predict for a variant without an expectation on this hardware; None on a CPU."""
-    if fnmatchcase(hardware, PREDICTING) or expected(case, where, variant, versions, hardware, facts) is not None:
+    if hardware == PREDICTING or expected(case, where, variant, versions, hardware, facts) is not None:
         return None
     return expected(case, where, variant, versions, PREDICTING, facts)
 
@@ -129,44 +126,21 @@ def failure_note(verdict: Verdict, expectation: Expectation | None) -> str:
 
 
 def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
-    """Return how specifically the list names the cell: 2 by name, 1 by a pattern, 0 for all; None when it does not."""
-    name, flags = cell
+    """Return 1 where the list names the cell, 0 where an empty list means all cells; None where it is not among them.
+
+    A cell with other ranks or sizes than its case's is not among all.
+    """
     if not listed:
-        return 0 if flags.keys() <= case.flags.keys() else None  # with other ranks or sizes it is another cell
-    scores = []
-    for item in listed:
-        pattern, wanted = _split(case, item)
-        if wanted == flags and fnmatchcase(name, pattern):
-            scores.append(1 if re.search(r"[*?\[]", pattern) else 2)
-    return max(scores, default=None)
+        return 0 if cell[1].keys() <= case.flags.keys() else None
+    return 1 if cell in (_split(case, item) for item in listed) else None
 
 
 def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
-    """Split off the flags that differ from their default; a flag at its default is the same cell."""
-    parts = where.split("/")
-    flags: dict[str, str] = {}
-    last = ""
-    for part in parts[2:]:
-        name, equals, value = part.partition("=")
-        if equals and (name in case.flags or not last):  # first what varies in every case (ranks, scale), then flags
-            last = name if name in case.flags else ""
-            flags[name] = value
-        elif last:  # a value that itself holds a slash
-            flags[last] += "/" + part
-        else:
-            flags[part] = ""
-    defaults = {name: json.dumps(flag.default, sort_keys=True) for name, flag in case.flags.items() if name in flags}
-    plain = {name: _value(value) for name, value in flags.items()}
-    return "/".join(parts[:2]), {name: value for name, value in plain.items() if value != defaults.get(name)}
-
-
-@lru_cache(maxsize=4096)  # a page of many thousand variants asks for the same few, over and over
-def _value(written: str) -> str:
-    """Return a flag's value in one spelling, whether it was written as JSON or YAML."""
-    try:
-        return json.dumps(yaml.safe_load(written), sort_keys=True)
-    except (yaml.YAMLError, TypeError):
-        return json.dumps(written)
+    """Split off what differs from the case's file; a flag at its default is the same cell."""
+    axes, *assignments = re.split(r"/(?=\w+=)", where)
+    values = dict(item.split("=", 1) for item in assignments)
+    defaults = {name: json.dumps(flag.default) for name, flag in case.flags.items() if name in values}
+    return axes, {name: value for name, value in values.items() if value != defaults.get(name)}
 
 
 def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:

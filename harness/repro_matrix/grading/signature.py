@@ -51,8 +51,6 @@ def match_attempt(
 ) -> Match | None:
     """Match one signature against a parsed observation and its failures; ``backend`` defaults to the observation's."""
     messages: dict[int, str] = {}
-    if signature.accelerator and attempt.accelerator and signature.accelerator != attempt.accelerator:
-        return None  # the failure does not exist there
     if signature.kind == "hang":
         messages = _hang(signature, attempt, failures)
     else:
@@ -207,8 +205,6 @@ def _work_s(attempt: Attempt) -> float:
 
 def _is_mismatch(wanted: Collective, mismatch: Mismatch) -> bool:
     """Whether ranks disagree as the signature says: each pattern is one of the kinds of collectives entered."""
-    if wanted.missing is not None and wanted.missing != bool(mismatch.missing):
-        return False
     return all(any(_compiled(kind).fullmatch(family) for family in mismatch.kinds) for kind in wanted.kinds)
 
 
