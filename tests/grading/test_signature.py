@@ -99,6 +99,11 @@ def test_exception_matches_by_all_its_parts(name: str) -> None:
     assert (ranks_of({**EXCEPTION, **changes}, failed(0, error), failed(1, error)) == (0, 1)) is expected
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cuda", (0,)), ("cpu", None), ("", (0,))])
+def test_signature_of_an_accelerator(device: str, expected: Any) -> None:
+    assert ranks_of({**EXCEPTION, "accelerator": "cuda"}, failed(0), settings={"device": device}) == expected
+
+
 def test_match_names_ranks_and_message() -> None:
     found = matches(Signature.model_validate(EXCEPTION), observation(ok(0), failed(1)))
     assert found == Match("norm", (1,), "size mismatch in norm")

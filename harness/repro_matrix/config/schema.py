@@ -71,6 +71,7 @@ class Signature(Strict):
     logger: str | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
+    accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
     ranks: Literal["any", "all"] = "any"
     ambiguous_with: AmbiguousWith | None = None  # for `repro match` alone: here the script is known
 

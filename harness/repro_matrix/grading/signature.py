@@ -51,6 +51,8 @@ def match_attempt(
 ) -> Match | None:
     """Match one signature against a parsed observation and its failures; ``backend`` defaults to the observation's."""
     messages: dict[int, str] = {}
+    if signature.accelerator and attempt.accelerator and signature.accelerator != attempt.accelerator:
+        return None  # the failure does not exist there
     if signature.kind == "hang":
         messages = _hang(signature, attempt, failures)
     else:
