@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-
-from repro_kit.settings import resolve
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,15 +17,23 @@ from repro_matrix.environment.profiles import Profile, settle_all
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import place, unmet_requirement
-from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan
 
 CATALOGUE = catalogue.load()
 CPU = Machine((), None, "cpu", 2, 24.0, "linux")
 CPU_PROFILE = Profile("cpu", "cpu", "gloo")
+VERSIONS = {
+    "torch": "2.13.0+cpu", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2", "deepspeed": "0.19.8",
+}  # fmt: skip
 
 
 def gpus(count: int, name: str = "NVIDIA A100-SXM4-80GB") -> tuple[Gpu, ...]:
     return tuple(Gpu(index, name, f"GPU-{index}", 81920) for index in range(count))
+
+
+ONE, TWO = (Profile(f"gpu{count}", "cuda", "nccl", gpus(count)) for count in (1, 2))
+EXCLUSIVE = replace(TWO, gpus=(TWO.gpus[0], replace(TWO.gpus[1], mode="exclusive_process")))
+SHARED = Profile("gpu1-shared", "cuda", "gloo", gpus(1), shared=True)
 
 
 @dataclass
@@ -35,15 +42,7 @@ class FakeStack:
     key: str = "fake"
     changed: tuple[str, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(
-        default_factory=lambda: {
-            "torch": "2.13.0+cpu",
-            "transformers": "5.23.0",
-            "accelerate": "1.15.0",
-            "peft": "0.21.2",
-            "deepspeed": "0.19.8",
-        }
-    )
+    versions: dict[str, str] = field(default_factory=lambda: dict(VERSIONS))
 
 
 def plans(
@@ -51,92 +50,104 @@ def plans(
     settings: RunSettings | None = None,
     profile: Profile = CPU_PROFILE,
     stack: FakeStack | str | None = None,
-    machine: Machine = CPU,
     known: catalogue.Catalogue = CATALOGUE,
 ) -> list[CellPlan]:
     settings = settings or RunSettings()
     cells = place(known, matrix.enumerate_cells(known, overrides.parse(texts)), [profile], auto=False).cells
-    stacks = {"current": stack or FakeStack()}
-    return Planner(known, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
+    return Planner(known, settings, {profile.name: profile}, CPU, {"current": stack or FakeStack()}, {}).plan(cells)  # type: ignore[dict-item]
+
+
+def variants(*texts: str, **options: Any) -> dict[str, VariantPlan]:
+    return {variant.variant: variant for variant in plans(*texts, **options)[0].variants}
 
 
 NORM = "case=qwen15-fsdp-norm-shard"
+TRAIN, TP = ("case=train-step", "model=qwen1.5-0.5b"), "strategy=tp"
 
 
 def test_plan_gives_every_variant_its_settings() -> None:
-    plan = plans(NORM)[0]
-    assert [variant.variant for variant in plan.variants] == list(CATALOGUE.cases["qwen15-fsdp-norm-shard"].variants)
-    by_name = {variant.variant: variant for variant in plan.variants}
+    by_name = variants(NORM)
+    assert list(by_name) == list(CATALOGUE.cases["qwen15-fsdp-norm-shard"].variants)
     assert by_name["unfixed"].settings["flags"]["call"] == "inner"
     assert by_name["root-call"].settings["flags"]["call"] == "root"
     assert by_name["unfixed"].settings["model"]["config"]["hidden_size"] == 1024
 
 
-def test_plan_fewer_gpus_than_ranks_is_skipped() -> None:
-    profile = Profile("gpu1", "cuda", "nccl", gpus(1))
-    plan = plans(NORM, profile=profile)[0]
-    assert plan.skipped and "needs 2 GPUs" in plan.skipped and "has 1" in plan.skipped
+ALONE = FakeStack(versions={"torch": "2.11.0+cu130"})
+WITHOUT = {name: version for name, version in VERSIONS.items() if name != "deepspeed"}
+UNBUILT = FakeStack(missing={"deepspeed": "no C++ compiler"}, versions=WITHOUT)
+SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
+    ((NORM,), {}, None, ""),
+    ((NORM,), {"profile": ONE}, "gpus", "needs 2 GPUs; hardware gpu1 has 1"),
+    ((NORM, "ranks=4"), {"profile": TWO}, "gpus", "needs 4 GPUs; hardware gpu2 has 2"),
+    ((NORM,), {"profile": SHARED}, "shared", "does not declare `shared`"),
+    (("case=qwen-remote-code-run",), {"profile": TWO}, "accelerator", "hardware gpu2"),
+    (("case=device-map-distributed",), {"profile": TWO}, None, ""),
+    (("case=device-map-distributed",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
+    (("case=qwen-device-map-devices",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
+    ((NORM,), {"profile": EXCLUSIVE}, None, ""),  # one rank a GPU is what that mode is for
+    ((NORM,), {"stack": "no interpreter at /x"}, "stack", "no interpreter at /x"),
+    ((*TRAIN, "strategy=ddp"), {"stack": ALONE}, "packages", ", which it does not have"),
+    (("case=train-step", "model=qwen-7b"), {"stack": ALONE}, "packages", "transformers"),  # its script imports it
+    ((*TRAIN, "strategy=zero3"), {"stack": FakeStack(versions=WITHOUT)}, "packages", "deepspeed"),
+    ((*TRAIN, "strategy=zero3"), {"stack": FakeStack(versions=WITHOUT)}, "packages", "deepspeed"),
+    ((*TRAIN, "strategy=zero3"), {"stack": UNBUILT}, "build", "no C++ compiler"),
+    (("case=tp-heads-not-divisible", "ranks=8"), {}, "ranks", "needs exactly 4"),
+    (("case=tp-heads-not-divisible",), {}, None, ""),  # that is what it is about
+    (("case=train-step", TP, "model=qwen2.5-0.5b", "ranks=8"), {}, "divisible", "14 attention heads"),
+    (("case=train-step", TP, "model=qwen1.5-1.8b", "ranks=8"), {}, None, ""),
+    ((*TRAIN, TP), {"settings": RunSettings(tp_size=4)}, "tp_size", "over all 2 ranks here; tp_size=4"),
+    ((*TRAIN, TP), {"settings": RunSettings(tp_size=1)}, "tp_size", "over all 2 ranks here; tp_size=1"),
+    ((*TRAIN, "strategy=ddp"), {"settings": RunSettings(tp_size=2)}, "tp_size", "ddp has no tensor parallelism"),
+    ((*TRAIN, TP), {"settings": RunSettings(tp_size=2)}, None, ""),
+    ((*TRAIN, TP, "ranks=4"), {"settings": RunSettings(tp_size=4)}, None, ""),
+    (("case=train-step", "model=llama-2-7b", TP, "flags.lora=true"), {}, "flags", "the strategy is tp"),
+    (("case=train-step", "model=llama-2-7b", "strategy=zero2", "flags.lora=true"), {}, None, ""),
+]
 
 
-def test_plan_more_ranks_than_fit_raises() -> None:
-    profile = Profile("gpu2", "cuda", "nccl", gpus(2))
-    assert "needs 4 GPUs; hardware gpu2 has 2" in str(plans(NORM, "ranks=4", profile=profile)[0].skipped)
+@pytest.mark.parametrize(("texts", "options", "kind", "words"), SKIPPED)
+def test_plan_skips_what_cannot_run_with_its_kind(
+    texts: tuple[str, ...], options: dict[str, Any], kind: str | None, words: str
+) -> None:
+    (plan, *_) = plans(*texts, **options)
+    skip = plan.variants[0].skip
+    assert (skip.kind if skip else None) == kind and words in str(plan.skipped)
+    assert kind is None or all(variant.skipped for variant in plan.variants), "a fix without the unfixed proves nothing"
+
+
+def test_plan_more_ranks_than_the_machine_holds_raises() -> None:
     with pytest.raises(ConfigError, match=r"ranks=4096.*at most"):
         plans(NORM, "ranks=4096")
 
 
-def test_plan_missing_package_is_skipped() -> None:
-    without = FakeStack(versions={"torch": "2.13.0"})
-    plan = plans("case=train-step", "strategy=zero3", "model=qwen1.5-0.5b", stack=without)[0]
-    assert plan.skipped and "deepspeed" in plan.skipped
-
-
-def test_plan_needs_what_the_script_imports() -> None:
-    alone = FakeStack(versions={"torch": "2.11.0+cu130"})
-    found = plans("case=train-step", "strategy=ddp", stack=alone)
-    assert {plan.cell.model for plan in found} > {"qwen-7b", "llama-2-7b"}
-    assert all("transformers" in str(plan.skipped) for plan in found)
-    assert "transformers, which it does not have" in str(
-        plans("case=train-step", "model=qwen-7b", stack=alone)[0].skipped
-    )
-
-
-def test_plan_missing_stack_is_skipped() -> None:
-    plan = plans(NORM, stack="no interpreter at /x")[0]
-    assert plan.skipped and "no interpreter at /x" in plan.skipped
-
-
-def test_plan_skipped_first_variant_skips_the_cell() -> None:
-    profile = Profile("gpu1", "cuda", "nccl", gpus(1))
-    assert all(variant.skipped for plan in plans(profile=profile) for variant in plan.variants if plan.skipped)
-
-
-@given(st.sampled_from(["torch>=2.4", "torch<2.4", "torch==2.13.0", "transformers<5", "colossalai", "torch"]))
-def test_unmet_requirement_names_the_requirement(text: str) -> None:
-    unmet = unmet_requirement(text, FakeStack().versions)
-    assert (unmet is None) == (text in ("torch>=2.4", "torch==2.13.0", "torch"))
-    assert unmet is None or text in unmet
+@pytest.mark.parametrize(
+    ("text", "met"),
+    [("torch>=2.4", True), ("torch==2.13.0", True), ("torch", True), ("torch<2.4", False), ("colossalai", False)],
+)
+def test_unmet_requirement_names_the_requirement(text: str, met: bool) -> None:
+    unmet = unmet_requirement(text, VERSIONS)
+    assert unmet is None if met else text in str(unmet)
 
 
 def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
-    def prints(**changes: object) -> list[str]:
-        return [variant.fingerprint for variant in plans(NORM, settings=replace(RunSettings(), **changes))[0].variants]
+    def prints(**options: Any) -> list[str]:
+        return [variant.fingerprint for variant in variants(NORM, **options).values()]
 
-    assert prints() == prints() == prints(jobs=7, keep_files=True)
-    assert set(prints()).isdisjoint(prints(seed=1))
-    newer = FakeStack(versions={**FakeStack().versions, "torch": "2.14.0"})
-    assert set(prints()).isdisjoint(variant.fingerprint for variant in plans(NORM, stack=newer)[0].variants)
-    edited, again = FakeStack(key="one", changed=("torch/a.py",)), FakeStack(key="two", changed=("torch/a.py",))
-    apart = [{variant.fingerprint for variant in plans(NORM, stack=stack)[0].variants} for stack in (edited, again)]
-    assert set(prints()).isdisjoint(apart[0]) and apart[0].isdisjoint(apart[1]), "a patched environment, and its next"
+    def settings(**changes: Any) -> list[str]:
+        return prints(settings=replace(RunSettings(), **changes))
+
+    assert prints() == settings() == settings(jobs=7, keep_files=True)
+    newer = FakeStack(versions=VERSIONS | {"torch": "2.14.0"})
+    edited, again = (FakeStack(key=key, changed=("torch/a.py",)) for key in ("one", "two"))  # two patches of one file
+    others = [settings(seed=1), *(prints(stack=stack) for stack in (newer, edited, again))]
+    everything = {fingerprint for each in (prints(), *others) for fingerprint in each}
+    assert len(everything) == 5 * len(prints())
     case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
-    variants = {**case.variants, "summon": case.variants["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
-    other = replace(CATALOGUE, cases={**CATALOGUE.cases, case.slug: case.model_copy(update={"variants": variants})})
-    changed = [variant.fingerprint for variant in plans(NORM, known=other)[0].variants]
+    summon = {"summon": case.variants["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
+    other = case.model_copy(update={"variants": case.variants | summon})
+    changed = prints(known=replace(CATALOGUE, cases={**CATALOGUE.cases, case.slug: other}))
     assert [variant for variant, one, two in zip(case.variants, prints(), changed) if one != two] == ["summon"]
-
-
-NODES = [pytest.param(8, "NVIDIA A100-SXM4-80GB", id="a100x8"), pytest.param(4, "NVIDIA H200", id="gpu4")]
 
 
 def on(count: int, name: str, *texts: str) -> list[CellPlan]:
@@ -145,10 +156,10 @@ def on(count: int, name: str, *texts: str) -> list[CellPlan]:
     profiles = settle_all(["auto"], CATALOGUE.hardware, machine)
     cells = place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True).cells
     by_name = {profile.name: profile for profile in profiles}
-    return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(cells)
+    return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(cells)  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("count, name", NODES)
+@pytest.mark.parametrize("count, name", [(8, "NVIDIA A100-SXM4-80GB"), (4, "NVIDIA H200")])
 def test_plan_on_a_large_node_keeps_each_variants_ranks(count: int, name: str) -> None:
     for plan in on(count, name):
         case = CATALOGUE.cases[plan.cell.case]
@@ -160,110 +171,46 @@ def test_plan_on_a_large_node_keeps_each_variants_ranks(count: int, name: str) -
 
 
 def test_plan_rank_sweep_keeps_pinned_ranks() -> None:
-    eight = plans(NORM, "ranks=8")[0]
-    sizes = {variant.variant: variant.world_size for variant in eight.variants}
+    sizes = {name: variant.world_size for name, variant in variants(NORM, "ranks=8").items()}
     assert sizes["unfixed"] == sizes["ddp"] == 8 and sizes["three-ranks"] == 3 and sizes["four-ranks"] == 4
-    four = {variant.variant: variant.skipped for variant in plans(NORM, "ranks=4")[0].variants}
-    assert four["four-ranks"] and four["three-ranks"] is None
-    pinned = plans("case=tp-heads-not-divisible", "ranks=8")[0]
-    assert pinned.skipped and "needs exactly 4" in pinned.skipped
+    four = variants(NORM, "ranks=4")  # where a variant equals the unfixed one, it proves nothing
+    assert four["four-ranks"].skip and four["four-ranks"].skip.kind == "same" and four["three-ranks"].skip is None
 
 
 @given(st.sampled_from(sorted(CATALOGUE.cases)), st.sampled_from([1, 2, 3, 4, 8]))
 def test_plan_too_few_ranks_are_skipped(case: str, ranks: int) -> None:
     found, own = CATALOGUE.cases[case], CATALOGUE.cases[case].launch.world_size
     for plan in plans(f"case={case}", f"ranks={ranks}"):
-        if ranks < found.min_ranks:
-            assert plan.skipped == f"needs at least {found.min_ranks} ranks; ranks={ranks}"
-        elif ranks != own and not found.supports_other_world_sizes:
-            assert plan.skipped and "does not declare `scales`" in plan.skipped
+        if ranks < found.min_ranks or (ranks != own and not found.supports_other_world_sizes):
+            assert plan.variants[0].skip and plan.variants[0].skip.kind == "ranks"
         for variant in plan.variants:
             assert variant.skipped or variant.world_size == (found.variants[variant.variant].world_size or ranks)
 
 
-@pytest.mark.parametrize(
-    ("words", "tp_size", "why"),
-    [
-        (("strategy=tp",), 4, "over all 2 ranks here; tp_size=4"),
-        (("strategy=tp",), 1, "over all 2 ranks here; tp_size=1"),
-        (("strategy=ddp",), 2, "strategy ddp has no tensor parallelism"),
-        (("strategy=tp",), 2, None),
-        (("strategy=tp", "ranks=4"), 4, None),
-        (("strategy=tp", "ranks=4"), None, None),
-    ],
-)
-def test_plan_tp_size_must_be_the_measured_one(words: tuple[str, ...], tp_size: int | None, why: str | None) -> None:
-    (found,) = plans("case=train-step", "model=qwen1.5-0.5b", *words, settings=RunSettings(tp_size=tp_size))
-    assert found.skipped is None if why is None else why in str(found.skipped)
-
-
-def test_plan_indivisible_heads_are_skipped() -> None:
-    plan = plans("case=train-step", "strategy=tp", "model=qwen2.5-0.5b", "ranks=8")[0]
-    assert plan.skipped == "14 attention heads do not divide over 8 ranks"
-    assert plans("case=train-step", "strategy=tp", "model=qwen1.5-1.8b", "ranks=8")[0].skipped is None
-    assert plans("case=tp-heads-not-divisible")[0].skipped is None  # that is what it is about
-
-
 def test_plan_counts_devices_apart_from_ranks() -> None:
-    by_name = {variant.variant: variant for variant in plans("case=qwen-device-map-devices", profile=TWO)[0].variants}
-    assert (by_name["hooks-removed"].world_size, by_name["hooks-removed"].gpus) == (1, 2)
-    assert (by_name["whole"].world_size, by_name["whole"].gpus) == (1, 1)
-    single = {variant.variant: variant for variant in plans("case=device-map-distributed", profile=TWO)[0].variants}[
-        "single-process"
-    ]
-    assert (single.world_size, single.gpus) == (1, 2)
+    by_name = variants("case=qwen-device-map-devices", profile=TWO)
+    by_name |= {"single": variants("case=device-map-distributed", profile=TWO)["single-process"]}
+    sizes = {name: (variant.world_size, variant.gpus) for name, variant in by_name.items()}
+    assert sizes["hooks-removed"] == sizes["single"] == (1, 2) and sizes["whole"] == (1, 1)
 
 
-TWO = Profile("gpu2", "cuda", "nccl", gpus(2))
-
-
-def test_plan_ranks_that_share_gpus_need_default_compute_mode() -> None:
-    closed = Profile("gpu2", "cuda", "nccl", (TWO.gpus[0], replace(TWO.gpus[1], mode="exclusive_process")))
-    for case in ("device-map-distributed", "qwen-device-map-devices"):
-        assert all(plan.skipped is None for plan in plans(f"case={case}", profile=TWO))
-        skipped = {plan.skipped for plan in plans(f"case={case}", profile=closed)}
-        why = "its ranks compute on the same GPUs, and GPU 1 is in exclusive_process mode (nvidia-smi -c 0)"
-        assert skipped == {why}
-    assert plans(NORM, profile=closed)[0].skipped is None, "one rank a GPU is what that mode is for"
-    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
-    on_cpu = Profile("cpu", "cpu", "gloo")
-    assert {cell.hardware for cell in place(CATALOGUE, cells, [closed, on_cpu], auto=True).cells} == {"cpu"}
-
-
-def test_resolve_prefers_the_variants_sizes_to_the_users() -> None:
-    raw = CATALOGUE.raw["case"]["train-step"]
-    made = {**raw, "variants": {"own": {"world_size": 4, "tp_size": 2}, "other": {}}}
-    at = {"model": CATALOGUE.raw["model"]["qwen1.5-0.5b"], "strategy": CATALOGUE.raw["strategy"]["tp"]}
-
-    def sizes(variant: str, **run: int) -> tuple[int, int]:
-        settings = resolve(made, variant, **at, **run)
-        return settings["world_size"], settings["tp_size"]
-
-    assert sizes("own", world_size=8, tp_size=8) == sizes("own") == (4, 2)
-    assert sizes("other", world_size=8, tp_size=4) == (8, 4) and sizes("other", world_size=8) == (8, 8)
-
-
-def test_place_cpu_cases_on_the_cpu_of_a_gpu_node() -> None:
+def test_place_measures_on_the_cpu_what_the_gpus_cannot_show() -> None:
     for plan in on(8, "NVIDIA A100-SXM4-80GB", "case=qwen-remote-code-*,fsdp-cpu-offload-state-dict"):
         assert plan.cell.hardware == plan.profile.name == "cpu" and all(variant.gpus == 0 for variant in plan.variants)
-    assert "runs on the CPU only" in str(plans("case=qwen-remote-code-run", profile=TWO)[0].skipped)
+    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
+    placed = place(CATALOGUE, cells, [EXCLUSIVE, CPU_PROFILE], auto=True)
+    assert {cell.hardware for cell in placed.cells} == {"cpu"} and len(placed.elsewhere) == 1
 
 
 def test_place_one_gpu_measures_what_it_can() -> None:
     found = on(1, "NVIDIA H200")
     where = {(plan.cell.case, plan.cell.strategy): plan.cell.hardware for plan in found}
     assert where["train-step", "ddp"] == "gpu1-shared" and where["train-step", "fsdp"] == "cpu"
-    shared = [
-        variant
-        for plan in found
-        if plan.cell.hardware == "gpu1-shared"
-        for variant in plan.variants
-        if not variant.skipped
-    ]
+    on_gpu = [variant for plan in found if plan.cell.hardware == "gpu1-shared" for variant in plan.variants]
+    shared = [variant for variant in on_gpu if not variant.skipped]
     assert shared and all(variant.gpus == 1 and variant.settings["backend"] == "gloo" for variant in shared)
     assert {variant.settings["strategy"]["slug"] for variant in shared} == {"ddp"}
-    measured = [plan for plan in found if not plan.skipped]
-    assert len(measured) >= len([plan for plan in plans() if not plan.skipped])
+    assert sum(not plan.skipped for plan in found) >= sum(not plan.skipped for plan in plans())
 
 
 def test_sweeps_have_distinct_keys() -> None:
@@ -284,25 +231,16 @@ def test_sweeps_have_distinct_keys() -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "true", "a b/c", "", "x=y,z", "it's {1}"])
-def test_variant_of_environment_is_an_override(value: str) -> None:
+def test_variable_of_the_environment_is_an_override(value: str) -> None:
     (word,) = matrix.overrides_of(RunSettings(env={"OMP_NUM_THREADS": value}), {})
     assert compose_run([word]).env == {"OMP_NUM_THREADS": value}
 
 
 def test_plan_full_size_is_bfloat16_unless_requested_otherwise() -> None:
-    full = RunSettings(scale=Scale.full)
-    assert plans("case=train-step", "strategy=ddp")[0].variants[0].settings["flags"]["dtype"] == "float32"
-    found = plans("case=train-step", "strategy=ddp", settings=full)[0].variants[0]
-    assert found.settings["flags"]["dtype"] == "bfloat16" and found.skipped is None
-    asked = plans("case=train-step", "strategy=ddp", "flags.dtype=float32", settings=full)[0].variants[0]
-    assert asked.settings["flags"]["dtype"] == "float32"
-
-
-def test_plan_flag_unknown_to_a_strategy_is_skipped() -> None:
-    found = plans("case=train-step", "model=llama-2-7b", "flags.lora=true")
-    why = {plan.cell.strategy: plan.skipped for plan in found}
-    assert why.pop("tp") == "flags.lora=True is for ddp, fsdp, fsdp2, zero2, zero3; the strategy is tp"
-    assert set(why.values()) == {None} and len(why) == 5
+    words, full = ("case=train-step", "strategy=ddp"), RunSettings(scale=Scale.full)
+    found = [variants(*words), variants(*words, settings=full), variants(*words, "flags.dtype=float32", settings=full)]
+    dtypes = [next(iter(each.values())).settings["flags"]["dtype"] for each in found]
+    assert dtypes == ["float32", "bfloat16", "float32"]
 
 
 def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:

@@ -30,8 +30,8 @@ from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
 MIB, GIB = 2**20, 2**30
 # Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
 CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
-BASE = 380 * MIB  # measured: 250 (torch alone) to 380 (transformers, accelerate and peft), forked or not
-CONNECTED = 55 * MIB  # beyond the base as it is measured (one rank): connections, the wrapper's code at its first use
+# A rank before its model: 250 (torch alone) to 380 MiB (transformers, accelerate and peft), and 55 for its connections.
+BASE = 435 * MIB
 # DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
 # (docs/guides/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
 OPTIMIZER = {"zero2": 8, "zero3": 16}
@@ -87,7 +87,6 @@ class Layout:
     place: Literal["cpu", "cuda"] = "cpu"
     sequences: int = 2  # in one rank's batch
     sharding: str = "FULL_SHARD"
-    base: int = BASE
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
     loads: bool = True  # what is saved is loaded into a second model beside the first
@@ -166,7 +165,7 @@ def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     reference = Phase(
         "reference", _reference(facts, layout), 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)
     )
-    base = {"base": layout.base + CONNECTED, "copies": layout.copies * whole}
+    base = {"base": BASE, "copies": layout.copies * whole}
     work = [_working(facts, layout)]
     if layout.copies:  # the script builds the model whole before it is sharded
         work.append(Phase("drawing", {"weights": whole}))
