@@ -141,21 +141,14 @@ class MemoryPlan:
     def device_rank(self) -> int:
         return max((phase.rank() for phase in self.device), default=0)
 
-    def to_json(self) -> dict[str, Any]:
-        """MiB: the peaks, and the parts of the fullest moment."""
-        out: dict[str, Any] = {"host_rank_mb": _mb(self.host_rank), "host_node_mb": _mb(self.host_node)}
-        for place in ("host", "device") if self.device else ("host",):
-            phase = fullest(getattr(self, place))
-            out[place] = {"phase": phase.name, "parts_mb": {name: _mb(size) for name, size in phase.parts.items()}}
-        return out | ({"device_rank_mb": _mb(self.device_rank)} if self.device else {})
+    def to_json(self) -> dict[str, float]:
+        """The peaks in MiB."""
+        sizes = {"host_rank_mb": self.host_rank, "host_node_mb": self.host_node, "device_rank_mb": self.device_rank}
+        return {name: round(size / MIB, 1) for name, size in sizes.items() if size}
 
 
 def fullest(phases: Iterable[Phase]) -> Phase:
     return max(phases, key=Phase.rank)
-
-
-def _mb(size: int) -> float:
-    return round(size / MIB, 1)
 
 
 def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
