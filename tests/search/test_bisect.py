@@ -15,7 +15,7 @@ from probing import BASE, CASE, World, before, world
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
-from repro_matrix.search.commits import Clone, open_clone
+from repro_matrix.search.commits import Clone
 
 __all__ = ["world"]
 Capsys = pytest.CaptureFixture[str]
@@ -260,17 +260,17 @@ def test_overlay_has_the_commits_source_and_version(clone: Path, line: str, vers
     commit(clone, f"state = 5\n{line}")
     head = git(clone, "rev-parse", "HEAD").strip()
     stack = Stack("base", "/python", dict(BASE), ("/overlay",), "k" * 16)
-    laid = open_clone(str(clone), "transformers").overlay(replace(stack, content="c"), head, "name")
+    laid = Clone(clone, "transformers").overlay(replace(stack, content="c"), head, "name")
     assert laid.versions["transformers"] == f"{version}+g{head[:10]}"
     assert laid.label_key == laid.key != stack.key and laid.extensions_dir == stack.extensions_dir
     assert laid.path[1:] == ("/overlay",)
     assert Path(laid.path[0], "transformers", "__init__.py").read_text(encoding="utf-8") == f"state = 5\n{line}"
 
 
-def test_open_clone_of_an_unsuitable_repository_is_refused(clone: Path, tmp_path: Path) -> None:
+def test_clone_of_an_unsuitable_repository_is_refused(clone: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tag for transformers 4\.40\.1.*'v4\.40\.0'"):
-        open_clone(str(clone), "transformers").commit_of("4.40.1")
+        Clone(clone, "transformers").commit_of("4.40.1")
     with pytest.raises(ConfigError, match="not a git clone"):
-        open_clone(str(tmp_path), "transformers")
+        Clone(tmp_path, "transformers")
     with pytest.raises(stacks.StackError, match="none of src/accelerate"):
-        open_clone(str(clone), "accelerate").unpack("HEAD")
+        Clone(clone, "accelerate").unpack("HEAD")

@@ -57,6 +57,8 @@ def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
 
 
 BISECT = ("bisect", "./train.py", "stack=base", "--good", "4.37.0", "--bad", "4.45.0")
+NAMED = (*BISECT, "--error", "IndexError: list index")
+LOCKS = ("bisect", "./train.py", "--good", "good.txt", "--bad", "bad.txt")
 
 
 def result(lab: Lab, capsys: Capsys, *words: str, code: int = 0) -> Json:
@@ -71,35 +73,43 @@ def ends(data: Json) -> tuple[str, str]:
     return stage["good"]["name"].split()[-1], stage["bad"]["name"].split()[-1]
 
 
-def test_bisect_named_error_finds_release_and_stores_probes(lab: Lab, capsys: Capsys) -> None:
-    data = result(lab, capsys, *BISECT, "--error", "IndexError: list index")
-    assert ends(data) == ("4.39.3", "4.40.0") and data["stages"][0]["exact"] and data["probes"] <= 6
-    assert "repro run stack=base+transformers@4.40.0 -- torchrun" in data["report"]
-    launched = lab.launched
-    assert result(lab, capsys, *BISECT, "--error", "IndexError: list index")["launched"] == 0
-    assert lab.launched == launched
-
-
-def test_bisect_yanked_release_in_between_is_reported(lab: Lab, capsys: Capsys) -> None:
-    lab.world.listed["transformers"].append(Release("4.39.9", yanked=True))
-    data = result(lab, capsys, *BISECT, "--error", "IndexError: list index")
-    assert data["stages"][0]["yanked"] == ["4.39.9"] and "4.39.9" in data["report"]
-    assert result(lab, capsys, *BISECT, "--error", "IndexError: list index", "--yanked")["stages"][0]["yanked"] == []
-
-
-def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:
-    """Another error in between is unknown, never this one."""
+def old_error_then(release: str) -> Callable[[Mapping[str, str]], Json]:
+    """Return a history: it passes before 4.39, then another error, and the failure from this release on."""
 
     def observe(versions: Mapping[str, str]) -> Json:
         if before(versions, "4.39"):
             return FINE
-        return error("TypeError", "old") if before(versions, "4.41.1") else error("IndexError", "list index 3")
+        return error("TypeError", "old") if before(versions, release) else error("IndexError", "list index 3")
 
-    lab.observe = observe
+    return observe
+
+
+def test_bisect_named_error_finds_release_and_stores_probes(lab: Lab, capsys: Capsys) -> None:
+    lab.world.listed["transformers"].append(Release("4.39.9", yanked=True))
+    data = result(lab, capsys, *NAMED)
+    (stage,) = data["stages"]
+    assert ends(data) == ("4.39.3", "4.40.0") and stage["exact"] and data["probes"] <= 6
+    assert stage["yanked"] == ["4.39.9"] and "4.39.9" in data["report"]
+    assert "repro run stack=base+transformers@4.40.0 -- torchrun" in data["report"]
+    launched = lab.launched
+    assert result(lab, capsys, *NAMED)["launched"] == 0 and lab.launched == launched
+    assert result(lab, capsys, *NAMED, "--yanked")["stages"][0]["yanked"] == []
+
+
+def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:
+    lab.observe = old_error_then("4.41.1")
     data = result(lab, capsys, *BISECT)
-    assert ends(data) == ("4.38.0", "4.41.1") and not data["stages"][0]["exact"]
+    assert ends(data) == ("4.38.0", "4.41.1") and not data["stages"][0]["exact"]  # another error is unknown
     assert {item["name"].split()[-1] for item in data["stages"][0]["unknown"]} <= {"4.39.3", "4.40.0", "4.41.0"}
     assert "IndexError: list index #" in data["report"]
+
+
+def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: Capsys) -> None:
+    lab.observe = old_error_then("4.42")
+    data = result(lab, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45")
+    parts = [(part["first"], part["answer"]) for part in data["variants"]["unfixed"]["segments"]]
+    assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
+    assert "TypeError" in parts[1][1] and "IndexError" in parts[2][1]
 
 
 def test_bisect_metric_limit_lies_between_the_noisy_ends(lab: Lab, capsys: Capsys) -> None:
@@ -112,28 +122,50 @@ def test_bisect_metric_limit_lies_between_the_noisy_ends(lab: Lab, capsys: Capsy
 
 @pytest.mark.parametrize(
     ("values", "words", "code", "message"),
-    [
-        ([0.0, 0.3, 0.6], ["loss"], 2, "its noise (0.6)"),
-        (None, ["loss"], 3, "no rank printed a number"),
-        (None, ["loss > 3"], 3, "no rank printed a number"),
-    ],
-)
+    [([0.0, 0.3, 0.6], "loss", 2, "its noise (0.6)"), (None, "loss", 3, "no rank printed a number"),
+     (None, "loss > 3", 3, "no rank printed a number")],
+)  # fmt: skip
 def test_bisect_metric_without_difference_is_refused(
-    lab: Lab, capsys: Capsys, values: list[float] | None, words: list[str], code: int, message: str
+    lab: Lab, capsys: Capsys, values: list[float] | None, words: str, code: int, message: str
 ) -> None:
     noise = iter((values or [0.0]) * 100)
     lab.observe = lambda v: number(None if values is None else (2.0 if before(v, "4.42") else 2.5) + next(noise))
-    assert message in result(lab, capsys, *BISECT, "--metric", *words, code=code)["err"]
+    assert message in result(lab, capsys, *BISECT, "--metric", words, code=code)["err"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--good", "current", "--bad", "./no.lock"), "./no.lock: there is no such file"),
+        (("--good", "train.py", "--bad", "4.45.0"), "two releases of a package, or two stacks"),
+        ((*BISECT[3:], "--variant", "unfixed"), "a script has no variants"),
+        ((*BISECT[3:], "model=a"), "does not apply to a script"),
+    ],
+)
+def test_bisect_bad_input_is_refused(lab: Lab, capsys: Capsys, words: tuple[str, ...], message: str) -> None:
+    assert message in result(lab, capsys, "bisect", "./train.py", *words, code=2)["err"] and lab.launched == 0
+
+
+def test_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: Capsys) -> None:
+    lab.world.bases["newer"] = {**lab.world.bases["base"], "transformers": "4.44.0"}
+    words = ("upgrade", "--from", "base", "--to", "newer", "--script", "./train.py")
+    (change,) = result(lab, capsys, *words, "--releases", code=1)["changes"]
+    assert change["change"] == "reproduces_now" and change["cause"]["packages"] == ["transformers"]
+    assert change["cause"]["releases"]["transformers"]["first"] == "transformers 4.40.0"
 
 
 # -- lock files
 
 
+def write_locks(good: str, bad: str) -> None:
+    for name, text in (("good", good), ("bad", bad)):
+        Path(f"{name}.txt").write_text(text.replace(" ", "\n") + "\n")
+
+
 def test_bisect_two_lockfiles_names_package_and_release(lab: Lab, capsys: Capsys) -> None:
     lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7"}
-    Path("old.lock").write_text("transformers==4.38.0\npeft==0.9.0\n")
-    Path("new.lock").write_text("transformers==4.44.0\npeft==0.9.0\n")
-    data = result(lab, capsys, "bisect", "./train.py", "--good", "old.lock", "--bad", "new.lock")
+    write_locks("transformers==4.38.0 peft==0.9.0", "transformers==4.44.0 peft==0.9.0")
+    data = result(lab, capsys, *LOCKS)
     assert data["packages"]["members"] == ["transformers"] and ends(data)[1] == "4.40.0"
     assert "differ in 1 package: transformers 4.38.0 -> 4.44.0" in data["report"]
 
@@ -147,37 +179,30 @@ def test_bisect_companion_packages_move_with_the_culprit(lab: Lab, capsys: Capsy
 
     lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7", "tokenizers": "0.20.9"}
     lab.world.needs = needs
-    Path("old.lock").write_text("transformers==4.37.0\ntokenizers==0.15.2\npeft==0.9.0\n")
-    Path("new.lock").write_text("transformers==4.44.0\ntokenizers==0.21.0\npeft==0.10.0\n")
-    data = result(lab, capsys, "bisect", "./train.py", "--good", "old.lock", "--bad", "new.lock")
+    write_locks(
+        "transformers==4.37.0 tokenizers==0.15.2 peft==0.9.0", "transformers==4.44.0 tokenizers==0.21.0 peft==0.10.0"
+    )
+    data = result(lab, capsys, *LOCKS)
     assert data["packages"]["members"] == ["transformers"] and ends(data) == ("4.39.3", "4.40.0")
     assert data["stages"][0]["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"  # peft never moves
 
 
-COMMANDS = {
-    "bisect": ("bisect", "./train.py", "--good", "good.txt", "--bad"),
-    "upgrade": ("upgrade", "--script", "./train.py", "--from", "good.txt", "--to"),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("einops==0.8.1\neinops==0.8.0\n", "two versions of einops"),
         ("# python: 3.9\npeft==0.9.0\neinops==0.8.1\n", "bad.txt is for Python 3.9, and this is 3.11.7"),
         ("peft==0.9.0\neinops==0.7.0\n", "the same versions"),
-        ("peft==0.9.0\n-e git+https://x/y@1#egg=einops\n", "not a release of an index"),
+        ("peft==0.9.0\n-e git+https://x/y@1#egg=einops", "not a release of an index"),
     ],
 )
-def test_lockfiles_that_cannot_be_compared_are_refused(
-    lab: Lab, capsys: Capsys, command: str, text: str, message: str
+def test_bisect_lockfiles_that_cannot_be_compared_are_refused(
+    lab: Lab, capsys: Capsys, text: str, message: str
 ) -> None:
     lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7", "einops": "0.8.2"}
-    Path("good.txt").write_text("peft==0.9.0\neinops==0.7.0\n")
+    write_locks("peft==0.9.0 einops==0.7.0", "")
     Path("bad.txt").write_text(text)
-    assert message in result(lab, capsys, *COMMANDS[command], "bad.txt", code=2)["err"]
-    assert lab.launched == 0
+    assert message in result(lab, capsys, *LOCKS, code=2)["err"] and lab.launched == 0
 
 
 def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
@@ -189,51 +214,9 @@ def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
         "repro_matrix.environment.stacks.lock.lock_file", lambda path: Lock(path.read_text() + required[0], "3.11", {})
     )
     lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "einops": "0.8.2"}
-    Path("good.txt").write_text("torch==2.13.0\neinops==0.7.0\n")
-    Path("bad.txt").write_text("torch==2.13.0\n")
+    write_locks("torch==2.13.0 einops==0.7.0", "torch==2.13.0")
     good, bad, _ = endpoints("good.txt", "bad.txt", tmp_path)
     assert Path(good).read_text() == "einops==0.7.0\ntorch==2.13.0\n" and Path(bad).read_text() == "torch==2.13.0\n"
     required[0] = "einops==0.8.1\n"
     with pytest.raises(ConfigError, match=r"einops is in good\.txt and not in bad\.txt"):
         endpoints("good.txt", "bad.txt", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--good", "old.lock", "--bad", "./no.lock"), "./no.lock: there is no such file"),
-        (("--good", "old.lock", "--bad", "4.45.0"), "two releases of a package, or two stacks"),
-        (("--good", "base", "--bad", "nobase"), "no stack named 'nobase'"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "--variant", "unfixed"), "a script has no variants"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "model=a"), "does not apply to a script"),
-        (("--good", "4.37.0", "--bad", "4.45.0", "--package", "transformes"), "did you mean 'transformers'"),
-    ],
-)
-def test_bisect_bad_input_is_refused(lab: Lab, capsys: Capsys, words: tuple[str, ...], message: str) -> None:
-    Path("old.lock").write_text("transformers==4.38.0\n")
-    assert message in result(lab, capsys, "bisect", "./train.py", *words, code=2)["err"]
-    assert lab.launched == 0
-
-
-# -- maps and upgrades
-
-
-def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: Capsys) -> None:
-    def observe(versions: Mapping[str, str]) -> Json:
-        if before(versions, "4.39"):
-            return FINE
-        return error("TypeError", "old") if before(versions, "4.42") else error("IndexError", "list index 3")
-
-    lab.observe = observe
-    data = result(lab, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45")
-    parts = [(part["first"], part["answer"]) for part in data["variants"]["unfixed"]["segments"]]
-    assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
-    assert "TypeError" in parts[1][1] and "IndexError" in parts[2][1]
-
-
-def test_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: Capsys) -> None:
-    lab.world.bases["newer"] = {**lab.world.bases["base"], "transformers": "4.44.0"}
-    words = ("upgrade", "--from", "base", "--to", "newer", "--script", "./train.py")
-    (change,) = result(lab, capsys, *words, "--releases", code=1)["changes"]
-    assert change["change"] == "reproduces_now" and change["cause"]["packages"] == ["transformers"]
-    assert change["cause"]["releases"]["transformers"]["first"] == "transformers 4.40.0"

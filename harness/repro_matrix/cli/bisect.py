@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import threading
+from pathlib import Path
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import script_options
@@ -19,7 +20,7 @@ from repro_matrix.runner.session import ask
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import Search, is_release
-from repro_matrix.search.commits import open_clone
+from repro_matrix.search.commits import Clone
 from repro_matrix.search.prober import Prober, one_case, one_variant
 from repro_matrix.text import log
 
@@ -53,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     prober, variant, base = _of_script(args) if script_options.is_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
-    clone = open_clone(args.repo, package or "transformers") if args.repo else None
+    clone = Clone(Path(args.repo).expanduser().absolute(), package or "transformers") if args.repo else None
     search = Search(prober, variant, args.any_change, clone, args.max_probes, args.yanked, args.pre)
     with workspace.interruptible(prober.stop, log), prober:
         try:

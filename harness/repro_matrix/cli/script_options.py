@@ -116,8 +116,5 @@ def script_of(args: argparse.Namespace, needs_limit: str = "") -> tuple[adhoc.Sc
         raise ConfigError(f"--metric {failure.text!r}: write NAME > NUMBER; {needs_limit}.")
     env = tuple(sorted(settings.env.items()))
     results = adhoc.results_folder(settings.results)
-    return (
-        adhoc.Script(command, failure, results, settings.deadline or adhoc.DEADLINE_S, env),
-        stack or "current",
-        settings,
-    )
+    script = adhoc.Script(command, failure, results, settings.deadline or adhoc.DEADLINE_S, env)
+    return script, stack or "current", settings

@@ -255,7 +255,7 @@ class Search:
         targets = release_line(package, base, one, other, yanked=self.yanked, pre=self.pre)
         self.prober.learn(targets[0], targets[-1])
         roles = bisector.roles(targets[0], targets[-1], self.any_change)
-        self.prober.say(f"both ends verified: {len(targets)} releases of {package}, {_most(len(targets))}")
+        self.prober.say(f"both ends verified: {len(targets)} releases of {package}")
         self._add(package, bisector.search(targets, roles, self.max_probes), bisector)
 
     def _stacks(self, bisector: Bisector, good: str, bad: str, only: list[str]) -> None:
@@ -295,7 +295,7 @@ class Search:
         base = (found.bad if older_is_good else found.good).target.spec
         commits = clone.between(good, bad)
         targets = [self._commit(clone, commit, base) for commit in commits]
-        self.prober.say(f"{len(commits)} commits touch {clone.package} between the two tags, {_most(len(commits))}")
+        self.prober.say(f"{len(commits)} commits touch {clone.package} between the two tags")
         try:
             result = bisector.search(targets, found.roles, self.max_probes)
         except Stopped as stopped:
@@ -310,7 +310,8 @@ class Search:
         if result.exact:
             pair = commits[result.boundary.before], commits[result.boundary.after]
             child = pair[1] if clone.is_ancestor(*pair) else pair[0]
-            stage["title"], stage["sentence"] = clone.title(child), f"The result changes with commit {child[:12]}"
+            stage["title"] = clone.git("show", "--no-patch", "--format=%h %cs %s", child)
+            stage["sentence"] = f"The result changes with commit {child[:12]}"
 
     def _commit(self, clone: Clone, commit: str, spec: str) -> Target:
         name = f"{spec}#{clone.package}@{commit[:12]}"
@@ -328,7 +329,3 @@ def is_release(text: str) -> bool:
     except InvalidVersion:
         return False
     return True
-
-
-def _most(count: int) -> str:
-    return f"at most {max(0, count - 2).bit_length()} more probes"

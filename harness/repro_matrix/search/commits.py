@@ -27,10 +27,14 @@ _TAGS = ("v{0}", "{0}", "release-{0}", "release/{0}", "{1}-{0}", "{1}-v{0}", "{1
 
 @dataclass(frozen=True)
 class Clone:
-    """A local clone of one package's repository."""
+    """A local clone of one package's repository. Raises ConfigError where there is none."""
 
     path: Path
     package: str
+
+    def __post_init__(self) -> None:
+        if self.git("rev-parse", "--git-dir") is None:
+            raise ConfigError(f"--repo {self.path}: not a git clone")
 
     @property
     def folders(self) -> list[str]:
@@ -77,9 +81,6 @@ class Clone:
         lists = (self.git("rev-list", "--first-parent", f"{fork}..{tip}", "--", *self.folders) for tip in (first, last))
         back, forth = ((commits or "").split() for commits in lists)
         return list(dict.fromkeys([first, *back, fork, *reversed(forth), last]))
-
-    def title(self, commit: str) -> str | None:
-        return self.git("show", "--no-patch", "--format=%h %cs %s", commit)
 
     def is_ancestor(self, older: str, newer: str) -> bool:
         return self.git("merge-base", "--is-ancestor", older, newer) is not None
@@ -132,11 +133,3 @@ def _version(folder: Path) -> str | None:
         return Version(found[2]).public if found else None
     except InvalidVersion:
         return None
-
-
-def open_clone(path: str, package: str) -> Clone:
-    """Return the clone in a folder. Raises ConfigError."""
-    clone = Clone(Path(path).expanduser().absolute(), package)
-    if clone.git("rev-parse", "--git-dir") is None:
-        raise ConfigError(f"--repo {path}: not a git clone")
-    return clone

@@ -245,8 +245,8 @@ def unparse(tree: ast.Module) -> str:
 def reduce_statements(text: str, trail: Trail[str, bool | None]) -> tuple[str, bool]:
     """Return the part of a Python file that the failure needs, and whether the search is complete.
 
-    Delta debugging of each block of statements, from the outermost inwards, until nothing changes. ``unparse`` of the
-    whole file is known to fail.
+    Delta debugging of each block of statements, from the outermost inwards and from the end of the file, until nothing
+    changes. ``unparse`` of the whole file is known to fail.
     """
     tree = ast.parse(text)
     best, undefined = unparse(tree), _undefined(text)
@@ -263,13 +263,22 @@ def reduce_statements(text: str, trail: Trail[str, bool | None]) -> tuple[str, b
         best = smaller
         return True
 
+    def shrink(owner: ast.AST, block: str) -> None:
+        statements: list[ast.stmt] = getattr(owner, block)
+        reproduced(owner, block, ddmin(statements, lambda some: reproduced(owner, block, some)))
+
     def visit(node: ast.AST) -> None:
         for block in ("body", "orelse", "finalbody"):
-            statements = getattr(node, block, None)
-            if isinstance(statements, list) and statements:
-                reproduced(node, block, ddmin(statements, lambda some, block=block: reproduced(node, block, some)))  # type: ignore[misc]
-        for child in ast.iter_child_nodes(node):
-            visit(child)
+            if isinstance(getattr(node, block, None), list) and getattr(node, block):
+                shrink(node, block)
+                for statement in reversed(getattr(node, block)):  # a definition comes before its uses
+                    before = best
+                    if statement in getattr(node, block):
+                        visit(statement)
+                    if node is tree and best != before:  # definitions without a use
+                        shrink(node, block)
+        for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            visit(inner)
 
     try:
         while True:

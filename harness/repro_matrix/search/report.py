@@ -28,10 +28,10 @@ def render(template: str, data: Data) -> str:
     """Return the Markdown of a result. Markup, mentions and control characters of other programs are made harmless."""
     import jinja2
 
+    loader = jinja2.PackageLoader("repro_matrix.search")
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("repro_matrix.search"), trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, undefined=jinja2.StrictUndefined, autoescape=False,
-    )  # fmt: skip
+        loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["cell"] = lambda value: _inert(str(value)).replace("|", "\\|").replace("\n", " ")
     environment.filters["text"] = _inert
     return printable(environment.get_template(f"{template}.md.j2").render(**data))
