@@ -19,7 +19,7 @@ from repro_matrix.search.parameters import (
     reduce,
     reduce_statements,
     replaced,
-)
+)  # fmt: skip
 
 Answers = Callable[[Config], bool | None]
 
@@ -78,7 +78,7 @@ def reduced(answer: Answers, most: int | None = None) -> tuple[Config, bool, Tra
 
 
 @given(failures())
-def test_reduce_result_is_minimal_and_every_need_is_tested(answer: Answers) -> None:
+def test_reduce_result_is_minimal_and_every_choice_is_tested(answer: Answers) -> None:
     config, done, trail = reduced(answer)
     assert done and answer(config) is True
     for at, (parameter, value) in enumerate(zip(PARAMETERS, config)):
@@ -90,12 +90,6 @@ def test_reduce_result_is_minimal_and_every_need_is_tested(answer: Answers) -> N
                 assert asked[parameter.values[parameter.values.index(value) - 1]] is not True
         if not parameter.number:
             assert set(asked) == set(parameter.values)
-        need = needed(parameter, value, asked)
-        truth = [answer(configs[other]) for other in asked if other != value]
-        if need is True:
-            assert truth and (answer(configs[parameter.simplest]) is False or not any(truth))
-        elif need is None:
-            assert None in truth
 
 
 def test_reduce_failure_without_needs_is_the_simplest() -> None:

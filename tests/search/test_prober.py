@@ -10,7 +10,6 @@ import pytest
 from observations import failed, observation
 from probing import CASE, World, world
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.selection import parse, quoted
 from repro_matrix.results import local
 from repro_matrix.runner.session import ask
 from repro_matrix.search.prober import Prober, Stopped, Target, answer_of
@@ -82,16 +81,11 @@ def test_answer_of_a_failure_does_not_depend_on_the_first_rank(rank: int, size: 
     assert answer_of("a", variant(fired)).whole == "reproduced: ValueError: The size of tensor a (342)"
 
 
-@pytest.mark.parametrize("text", ["plain", "a=1 b", "it's", "back\\slash", "torch==2.13.0+cpu", "x @ git+file:///c@1"])
-def test_quoted_any_stack_survives_hydras_grammar(text: str) -> None:
-    assert parse([f"stack={quoted(text)}"]).stack == [text]
-
-
 # -- probes
 
 
-def prober(world: World, *texts: str, folder: Path | None = None) -> Prober:
-    request = ask([f"case={CASE}", f"results={folder or world.folder / 'r'}", "variants=[unfixed]", *texts])
+def prober(world: World, *texts: str) -> Prober:
+    request = ask([f"case={CASE}", f"results={world.folder / 'r'}", "variants=[unfixed]", *texts])
     return Prober(request, lambda text: None, threading.Event())
 
 

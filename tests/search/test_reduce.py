@@ -19,56 +19,61 @@ from repro_matrix.search.reduce import CaseReduction
 from script_observations import FINE, of_attempt, raised, rank, seen
 
 CASE = "ddp-ready-once"
+Capsys = pytest.CaptureFixture[str]
 Json = dict[str, Any]
 
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, reproduced: Callable[[Json], Any]) -> list[Json]:
-    """Return every configuration that is launched from now on. ``reproduced``: whether, or in how many attempts, or
-    the answer."""
-    launched: list[Json] = []
-    request = CaseReduction.request
+class Cell:
+    """A case's cell with invented outcomes, and every configuration that was launched."""
 
-    def remember(self: Any, config: Any) -> Any:
-        self.config = dict(zip((each.name for each in self.parameters), config))
-        return request(self, config)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+        self.capsys, self.launched = capsys, list[Json]()
+        self.outcome: Callable[[Json], Any] = lambda at: True  # whether, or in how many attempts, or the answer
+        request = CaseReduction.request
 
-    def measure(self: Any, request: Any, stack: Any, variants: list[str], repeat: int) -> Any:
-        launched.append(self.config)
-        times = reproduced(self.config)
-        times = repeat if times is True else times
-        answer = (
-            times if isinstance(times, Answer) else Answer("reproduced" if times else "passed", "x", times or 0, repeat)
-        )
-        return {"variants": {variants[0]: answer}}, Path(f"{len(launched)}.json"), repeat
+        def remember(search: Any, config: Any) -> Any:
+            search.config = dict(zip((each.name for each in search.parameters), config))
+            return request(search, config)
 
-    monkeypatch.setattr(CaseReduction, "request", remember)
-    monkeypatch.setattr(CaseReduction, "measure", measure)
-    monkeypatch.setattr(prober, "answer_of", lambda case, variant: variant)
-    return launched
+        def measure(search: Any, request: Any, stack: Any, variants: list[str], repeat: int) -> Any:
+            self.launched.append(search.config)
+            times = self.outcome(search.config)
+            times = repeat if times is True else times
+            answer = (
+                Answer("reproduced" if times else "passed", "x", times or 0, repeat) if times in range(99) else times
+            )
+            return {"variants": {variants[0]: answer}}, Path(f"{len(self.launched)}.json"), repeat
+
+        monkeypatch.setattr(CaseReduction, "request", remember)
+        monkeypatch.setattr(CaseReduction, "measure", measure)
+        monkeypatch.setattr(prober, "answer_of", lambda case, variant: variant)
+
+    def reduce(self, *words: str) -> tuple[int, Any]:
+        return repro(self.capsys, CASE, *words)[:2]
 
 
-def repro(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any, str]:
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> Cell:
+    return Cell(monkeypatch, capsys)
+
+
+def repro(capsys: Capsys, *words: str) -> tuple[int, Any, str]:
     code = cli.main(["reduce", *words, "--json"])
     out, err = capsys.readouterr()
     return code, json.loads(out) if out else None, err
 
 
-def test_reduce_case_reports_what_the_failure_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    launched = outcomes(
-        monkeypatch, lambda at: bool(at["flags.find_unused"]) and at["model.config.num_hidden_layers"] >= 3
-    )
-    words = [CASE, "model.config.num_hidden_layers=24", f"results={tmp_path}"]
-    code, data, _ = repro(capsys, *words)
-    assert code == 0 and data["done"] and data["attempts"] == len(launched) + 2  # the result: three times
+def test_reduce_case_reports_what_the_failure_needs(cell: Cell) -> None:
+    cell.outcome = lambda at: at["flags.find_unused"] and at["model.config.num_hidden_layers"] >= 3
+    code, data = cell.reduce("model.config.num_hidden_layers=24")
+    assert code == 0 and data["done"] and data["attempts"] == len(cell.launched) + 2  # the result: three times
     assert set(data["needs"]) == {"flags.find_unused", "model.config.num_hidden_layers"}
     assert data["minimal"]["model.config.num_hidden_layers"] == 3 and data["minimal"]["steps"] == 1
     layers = next(each for each in data["varied"] if each["name"] == "model.config.num_hidden_layers")
     assert {"value": 2, "reproduced": False, "answer": "passed"} in layers["answers"]
     assert data["command"][:3] == ["repro", "run", CASE] and "model.config.num_hidden_layers=3" in data["command"]
-    assert cli.main(["reduce", *words]) == 0
-    out = capsys.readouterr().out
+    assert cli.main(["reduce", CASE, "model.config.num_hidden_layers=24"]) == 0
+    out = cell.capsys.readouterr().out
     assert "model.config.num_hidden_layers: 3; " in out and "model.config.num_hidden_layers=3" in out
 
 
@@ -94,44 +99,36 @@ def test_reduce_case_command_gives_the_reduced_cell() -> None:
         ([CASE, "--error", "X: y"], "for a script of your own"),
     ],
 )
-def test_reduce_bad_input_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reduce_bad_input_is_refused(words: list[str], message: str, capsys: Capsys) -> None:
     assert cli.main(["reduce", *words]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("answer", "code"), [(False, 2), (Answer(None, "hang"), 3)])
-def test_reduce_without_the_failure_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Any, code: int
-) -> None:
-    outcomes(monkeypatch, lambda at: answer)
-    assert repro(capsys, CASE)[0] == code
+def test_reduce_without_the_failure_is_refused(cell: Cell, answer: Any, code: int) -> None:
+    cell.outcome = lambda at: answer
+    assert cell.reduce()[0] == code
 
 
-def test_reduce_max_probes_ends_with_a_failing_cell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launched = outcomes(monkeypatch, lambda at: at["flags.find_unused"])
-    code, data, _ = repro(capsys, CASE, "--max-probes", "4")
-    assert code == 3 and not data["done"] and data["attempts"] == len(launched) == 4
+def test_reduce_max_probes_ends_with_a_failing_cell(cell: Cell) -> None:
+    cell.outcome = lambda at: at["flags.find_unused"]
+    code, data = cell.reduce("--max-probes", "4")
+    assert code == 3 and not data["done"] and data["attempts"] == len(cell.launched) == 4
     assert data["minimal"]["flags.find_unused"] is True
 
 
-def test_reduce_flaky_failure_is_launched_more_often(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launched = outcomes(monkeypatch, lambda at: 1 if at["flags.find_unused"] else 0)
-    code, data, _ = repro(capsys, CASE)
+def test_reduce_flaky_failure_is_launched_more_often(cell: Cell) -> None:
+    cell.outcome = lambda at: 1 if at["flags.find_unused"] else 0
+    code, data = cell.reduce()
     assert code == 0 and data["repeat"] > 3 and data["notes"]
-    assert len(launched) > len({tuple(each.items()) for each in launched})
+    assert len(cell.launched) > len({tuple(each.items()) for each in cell.launched})
 
 
 @pytest.mark.parametrize(("kind", "unsure"), [("launcher_died", True), ("script_error", False)])
-def test_reduce_infra_error_is_never_evidence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: Any, unsure: bool
-) -> None:
+def test_reduce_infra_error_is_never_evidence(cell: Cell, kind: Any, unsure: bool) -> None:
     killed = Answer(None, "killed by SIGKILL", infra_error=kind)
-    outcomes(monkeypatch, lambda at: killed if at["env.X"] == "(left out)" else True)
-    code, data, _ = repro(capsys, CASE, "env.X=1")
+    cell.outcome = lambda at: killed if at["env.X"] == "(left out)" else True
+    code, data = cell.reduce("env.X=1")
     found = next(each for each in data["varied"] if each["name"] == "env.X")
     assert found["needed"] is None and found["value"] == "1"
     assert bool(data["unsure"]) == unsure and code == (3 if unsure else 0) and data["done"] == (not unsure)
@@ -181,7 +178,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
     return launcher
 
 
-def test_reduce_script_writes_the_smallest_file_beside_it(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reduce_script_writes_the_smallest_file_beside_it(ranks: Ranks, capsys: Capsys) -> None:
     words = ["./s.py", "--args=--boom --lr 3", "results=out"]
     code, data, _ = repro(capsys, *words)
     assert code == 0 and data["done"] and data["args"] == ["--boom"] and data["nproc"] == 1
@@ -194,12 +191,7 @@ def test_reduce_script_writes_the_smallest_file_beside_it(ranks: Ranks, capsys: 
     assert again["attempts"] == 0 and ranks.launched == launched and Path("b.py").read_text() == text
 
 
-def test_reduce_script_max_probes_is_kept(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
-    code, data, _ = repro(capsys, "./s.py", "--args=--boom", "--max-probes", "9", "results=out")
-    assert code == 3 and not data["done"] and ranks.launched <= 9
-
-
-def test_reduce_script_bad_input_is_refused(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reduce_script_bad_input_is_refused(ranks: Ranks, capsys: Capsys) -> None:
     assert repro(capsys, "./s.py", "results=out")[0] == 2  # it does not fail
     Path("there.py").write_text("")
     assert "nothing is overwritten" in repro(capsys, "./s.py", "--out", "there.py")[2]

@@ -136,7 +136,7 @@ def test_bisect_metric_without_difference_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--good", "current", "--bad", "./no.lock"), "./no.lock: there is no such file"),
+        (("--good", "base", "--bad", "./no.lock"), "./no.lock: there is no such file"),
         (("--good", "train.py", "--bad", "4.45.0"), "two releases of a package, or two stacks"),
         ((*BISECT[3:], "--variant", "unfixed"), "a script has no variants"),
         ((*BISECT[3:], "model=a"), "does not apply to a script"),
