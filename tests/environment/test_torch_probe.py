@@ -88,7 +88,7 @@ def test_record_keeps_only_what_does_not_change_from_run_to_run() -> None:
 def test_ask_runs_the_probe_in_the_stack(tmp_path: Path) -> None:
     stack = Stack("current", sys.executable, {}, key="here")
     cpu = ask(stack, None, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert cpu["stage"] == "done" and cpu["torch"] and cpu["gloo"] is True and "init_error" not in cpu
+    assert cpu["stage"] == "done" and cpu["torch"] and "nccl" in cpu and "init_error" not in cpu
     gone = ask(replace(stack, python=str(tmp_path / "none")), [0], {})
     assert "could not be started" in str(problem(gone, stack, TWO, MACHINE))
 

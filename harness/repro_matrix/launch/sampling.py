@@ -23,7 +23,6 @@ from repro_matrix.records.attempt import Collectives
 
 ANSWER_S = 1.0  # a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
 FRAMES_S = 30.0  # ... and its torch may import for seconds before it can report the frames of a call
-DUMP_S = 15.0
 NO_STACK = "# no stack"  # begins the text that says why there is no backtrace
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Callable
+from typing import Any
 
 
 def report(**values: Any) -> None:
@@ -24,13 +24,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:600]
 
 
-def attempt(question: Callable[[], Any]) -> Any:
-    try:
-        return question()
-    except Exception:
-        return None
-
-
 def main(wanted: str) -> None:
     report(stage="import torch")
     try:
@@ -39,13 +32,9 @@ def main(wanted: str) -> None:
     except BaseException as error:
         report(import_error=describe(error))
         return
-    report(
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        hip=getattr(torch.version, "hip", None),
-        gloo=attempt(dist.is_gloo_available),
-        nccl=attempt(dist.is_nccl_available),
-    )
+    nccl = dist.is_available() and dist.is_nccl_available()
+    hip = getattr(torch.version, "hip", None)
+    report(torch=torch.__version__, cuda=torch.version.cuda, hip=hip, nccl=nccl)
     if wanted != "cpu":
         devices(torch, {int(part) for part in wanted.split(",") if part})
     report(stage="done")
@@ -60,8 +49,10 @@ def devices(torch: Any, touch: set[int]) -> None:
         return
     count = torch.cuda.device_count()
     report(gpus=count, arch_list=torch.cuda.get_arch_list())
-    version = attempt(torch.cuda.nccl.version)
-    report(nccl_version=".".join(map(str, version)) if isinstance(version, tuple) else version)
+    try:
+        report(nccl_version=".".join(map(str, torch.cuda.nccl.version())))
+    except Exception:
+        pass  # a build without NCCL
     for index in range(count):
         report(stage=f"use device {index}")
         result: Any = {"index": index, "touched": index in touch, "error": None}
@@ -76,9 +67,8 @@ def devices(torch: Any, touch: set[int]) -> None:
 
 
 def compute(torch: Any, index: int) -> None:
-    """A library's kernel and one of torch's own: each may lack the GPU's architecture without the other."""
-    device = torch.device("cuda", index)
-    ones = torch.ones(16, 16, device=device)
+    """Run a library's kernel and one of torch's own: each may lack the GPU's architecture without the other."""
+    ones = torch.ones(16, 16, device=torch.device("cuda", index))
     total = float((ones @ ones + ones).sum())
     if total != 16 * 16 * 17:
         raise RuntimeError(f"the device computed {total} instead of {16 * 16 * 17}")
