@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.config import catalog
-from repro_matrix.external.log_match import Catalogue, recognise
-from repro_matrix.external.log_scan import scan
+from repro_matrix.external.log_match import recognise
+from repro_matrix.external.log_scan import Catalogue, scan
 
 from bench.machine import HERE, write
 
@@ -55,7 +55,7 @@ def main(words: list[str] | None = None) -> None:
     print("| log | lines | CPU s | recognised | peak MB |\n|---|---|---|---|---|")
     for kind in KINDS:
         began = time.process_time()
-        scanned = scan(log(kind, arguments.bytes), known.texts)
+        scanned = scan(log(kind, arguments.bytes), known)
         names = recognise(scanned, known).names
         cpu_s = time.process_time() - began
         peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

@@ -24,8 +24,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ReproError
-from repro_matrix.external.log_match import Catalogue, recognise
-from repro_matrix.external.log_scan import scan
+from repro_matrix.external.log_match import recognise
+from repro_matrix.external.log_scan import Catalogue, scan
 
 CATALOGUE = catalogue.load()
 LIMIT_S, LOOK_S = 900.0, 10.0  # for a whole script; between two looks at one that is to hang
@@ -120,7 +120,7 @@ def _shown(case: Case, name: str, ran: Ran) -> str | None:
         number = getattr(signal, str(signature.signal))
         return None if f"Signal {number:d}" in ran.said else "no such signal"
     known = Catalogue(CATALOGUE.cases)
-    found = recognise(scan(ran.said.split("\n"), known.texts), known)
+    found = recognise(scan(ran.said.split("\n"), known), known)
     perhaps = [known.case for failure in found.failures for known in failure.perhaps]
     return None if case.slug in [*found.names, *perhaps] else "not recognised"
 

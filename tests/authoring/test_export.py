@@ -67,7 +67,6 @@ TABLE = {"a": make, "b": both}
 
 
 def body(run: Run) -> int:
-    # about the number
     number: int = run.flags["x"]
     run.fact("number", number)
     total = []
@@ -112,7 +111,7 @@ def test_bundle_behaves_as_the_script_with_its_settings(flags: dict[str, Any], e
     run = names["Run"]()
     run.seed, run.flags = 0, flags
     assert names["body"](run) == expected
-    assert "unused" not in text and "fact" not in text and "# about the number" in text
+    assert "unused" not in text and "fact" not in text
     assert ("# --> here\n        total.append(make())" in text) and ("three.three" not in text)
     assert "-1" not in text  # a branch that the settings rule out
 

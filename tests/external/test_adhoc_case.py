@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import run, script_options
@@ -52,6 +50,10 @@ def values(*numbers: float, rank_: int = 0, **more: Any) -> Json:
     return {"printed": {"log": [], "metric": lines, "cut": False, **more}}
 
 
+def infra(kind: str, *ranks: Json) -> Json:
+    return seen(*ranks, infra_error={"kind": kind, "message": ""})
+
+
 LATE = seen(rank(0, None, terminated_by="timeout", signal="SIGKILL"), timed_out=True)
 SLOW = {**LATE, "infra_error": {"kind": "timeout_while_progressing", "message": ""}}
 CRASH = seen(rank(0, 1))
@@ -83,22 +85,11 @@ CRASH = seen(rank(0, 1))
         (log("no such line"), {**FINE, **values(cut=True)}, "infra_error"),
         (ANY, {**FINE, **values(cut=True)}, "passed"),
         (ANY, seen(rank(0), command_exit=1), "other_failure"),
-        (error("IndexError"), seen(rank(0, None), infra_error={"kind": "launch", "message": "no rank"}), "infra_error"),
         (ANY, seen(rank(0), interrupted=True), "infra_error"),
-        (
-            error("OutOfMemoryError"),
-            seen(
-                rank(0, 1, raised("OutOfMemoryError", "CUDA out of memory")),
-                infra_error={"kind": "memory", "message": ""},
-            ),
-            "reproduced",
-        ),
-        (
-            ANY,
-            seen(rank(0, 1, raised("ImportError", "no x")), infra_error={"kind": "import", "message": ""}),
-            "other_failure",
-        ),
-        (error("IndexError"), seen(rank(0, 1), infra_error={"kind": "disk", "message": ""}), "infra_error"),
+        (error("IndexError"), infra("launch", rank(0, None)), "infra_error"),
+        (error("IndexError"), infra("disk", rank(0, 1)), "infra_error"),
+        (error("OutOfMemoryError"), infra("memory", rank(0, 1, raised("OutOfMemoryError", "CUDA"))), "reproduced"),
+        (ANY, infra("import", rank(0, 1, raised("ImportError", "no x"))), "other_failure"),
     ],
 )
 def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str) -> None:
@@ -227,12 +218,6 @@ def test_metric_in_line(line: str, value: float | None) -> None:
     assert metric_in(line, user_command(metric("loss > 3.2"))) == value
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False, width=32))
-def test_metric_any_number_is_read_back(number: float) -> None:
-    for line in (f"loss={number!r}", f"step 1 loss: {number!r} lr=1", f'{{"loss": {number!r}}}'):
-        assert metric_in(line, user_command(metric("loss"))) == float(repr(number))
-
-
 # -- the command
 
 
@@ -263,7 +248,6 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         (["./trian.py"], "there is no such script; did you mean 'train.py'"),
         (["./train.py"], "./train.py:2: expected ':': if True"),
         (["."], "unknown case"),
-        (["./good.py", "--nproc", "0"], "not a number of at least 1"),
         (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
         (["./good.py", "--hang", "soon"], "not a number of seconds"),
         (["./good.py", "--same-failure-as", "no.log"], "no.log cannot be read: No such file"),

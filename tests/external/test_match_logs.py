@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.external.log_match import Answer, Catalogue, recognise
-from repro_matrix.external.log_scan import scan
+from repro_matrix.external.log_match import Answer, recognise
+from repro_matrix.external.log_scan import Catalogue, scan
 from repro_matrix.grading import grade
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.store import Store
@@ -29,7 +29,7 @@ def fixtures(name: str) -> list[dict[str, Any]]:
 
 
 def answer(log: str) -> Answer:
-    return recognise(scan(log.split("\n"), CATALOGUE.texts), CATALOGUE)
+    return recognise(scan(log.split("\n"), CATALOGUE), CATALOGUE)
 
 
 PUBLIC, PASSED = fixtures("public"), fixtures("healthy")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,11 +113,8 @@ def _read_sources(script: str, kit: Mapping[str, str], stubs: Mapping[str, str])
         if name in modules or not (name == SCRIPT or name in kit or name in stubs):
             continue
         module = modules[name] = Module(name)
-        text = script if name == SCRIPT else "" if name == RUN else kit.get(name, "")
-        tree = ast.parse(text)
-        if name == SCRIPT:
-            _insert_comments(tree, text)
-        for statement in [*tree.body, *ast.parse(stubs.get(name, "")).body]:
+        text = _keep_triggers(script) if name == SCRIPT else "" if name == RUN else kit.get(name, "")
+        for statement in [*ast.parse(text).body, *ast.parse(stubs.get(name, "")).body]:
             module.bind(statement)
         every = [*module.imports.values(), *(i for each in module.bound.values() for i in _imports_in(each).values())]
         todo += [part for each in every for part in (each.module, f"{each.module}.{each.name}")]
@@ -147,33 +142,17 @@ def _imports_in(node: ast.AST) -> dict[str, Import]:
     return found
 
 
-def _insert_comments(tree: ast.Module, text: str) -> None:
-    """Put each comment of a function, as a string statement, before the statement that it is about."""
-    left: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not re.search(r"type: ignore|fmt:", token.string):
-            left[token.start[0]] = token.string.replace("# <-", "# -->", 1)
+def _keep_triggers(text: str) -> str:
+    """Turn each `# <-` comment, which the parser drops, into a string statement before its line."""
 
-    def visit(node: ast.AST) -> None:
-        for name in ("body", "orelse", "finalbody"):
-            marked: list[ast.stmt] = []
-            for each in getattr(node, name, None) or ():
-                if not isinstance(each, ast.stmt):  # a conditional expression
-                    return
-                inner = [b for part in ("body", "orelse") for b in getattr(each, part, None) or []]
-                last = max(each.lineno, inner[0].lineno - 2) if inner else each.end_lineno or each.lineno
-                about = [left.pop(line) for line in sorted(left) if line <= last]
-                marked += [ast.Expr(ast.Constant(COMMENT + each)) for each in about] if node is not tree else []
-                marked.append(each)
-                visit(each)
-            if marked:
-                setattr(node, name, marked)
+    def marked(found: re.Match[str]) -> str:
+        return f"{found[1]}{COMMENT + '# -->' + found[3]!r}\n{found[1]}{found[2]}"
 
-    visit(tree)
+    return re.sub(r"^([ \t]*)(.*?)[ \t]*# <-(.*)$", marked, text, flags=re.M)
 
 
 def _text(statement: ast.stmt) -> str:
-    """Return the statement as text, its comments included."""
+    """Return the statement as text, with its triggers as comments."""
     text = ast.unparse(ast.fix_missing_locations(statement))
     mark = re.compile(rf"^(\s*)(['\"]{COMMENT}.*)$", re.M)
     return mark.sub(lambda found: found[1] + str(ast.literal_eval(found[2])).removeprefix(COMMENT), text)

@@ -217,21 +217,11 @@ def of_reduction(path: str) -> Draft:
     draft = of_script(text, Path(found["script"]).name, [str(arg) for arg in found["args"]])
     ranks = int(found["nproc"])
     shape = {**draft.shape, "min_ranks": min(2, ranks), "launch": {**draft.shape["launch"], "world_size": ranks}}
-    return replace(draft, shape=shape, signatures=[_signature(found)])
+    return replace(draft, shape=shape, signatures=[_signature(found["failure"])])
 
 
-def _signature(found: Json) -> Json:
-    """Return the signature of the error; its stored measurement says who raised it."""
-    kind, _, message = str(found["failure"]).partition(":")
-    package = f"{TODO}-package"
-    try:
-        document = json.loads(Path(str(found.get("document"))).read_text(encoding="utf-8"))
-        attempts = document["variants"]["unfixed"]["attempts"]
-        primary = next(a["outcome"]["primary"] for a in attempts if a["outcome"]["outcome"] == "reproduced")
-        kind, message, where = primary["type"], primary["message"], primary.get("location") or ""
-        package = where.partition(".")[0] if where and "/" not in where else package  # a path: the script's own code
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        pass  # the measurement was removed: the text alone is known
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", kind.strip()):
-        return {**UNKNOWN_EXCEPTION, "package": package}
-    return exception(kind.strip(), message, package)
+def _signature(failure: str) -> Json:
+    kind, _, message = (part.strip() for part in failure.partition(":"))
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", kind):
+        return UNKNOWN_EXCEPTION
+    return exception(kind, message, f"{TODO}-package")

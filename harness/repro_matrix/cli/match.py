@@ -19,8 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.config import catalog
-    from repro_matrix.external.log_match import Catalogue, recognise
-    from repro_matrix.external.log_scan import lines, scan
+    from repro_matrix.external.log_match import recognise
+    from repro_matrix.external.log_scan import Catalogue, lines, scan
     from repro_matrix.report.log_matches import log_json, log_lines
     from repro_matrix.report.terminal import print_json, print_notes
 
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     found = []
     codes = set()
     for path in args.logs or ["-"]:
-        seen = scan(lines(path), known.texts)
+        seen = scan(lines(path), known)
         answer = recognise(seen, known)
         codes.add(0 if answer.names else 1 if answer.failures else 3)
         if args.json:

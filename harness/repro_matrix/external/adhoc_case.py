@@ -26,9 +26,9 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import shadowed, short_hash
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.command_line import Command
-from repro_matrix.external.log_match import Catalogue as KnownFailures
 from repro_matrix.external.log_match import completed, recognise
-from repro_matrix.external.log_scan import Texts, scan
+from repro_matrix.external.log_scan import Catalogue as KnownFailures
+from repro_matrix.external.log_scan import scan
 from repro_matrix.grading.observation import Attempt, RaisedException, raised_chain
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
@@ -143,7 +143,8 @@ def metric(text: str) -> Failure:
 def same_failure_as(lines: Iterable[str], name: str) -> Failure:
     """Return the failure that a log shows: its first traceback that is not a peer's or a launcher's."""
     option = f"--same-failure-as {name}"
-    errors = [one for one in recognise(scan(lines, Texts(())), KnownFailures({})).failures if one.error.record]
+    nothing = KnownFailures({})
+    errors = [one for one in recognise(scan(lines, nothing), nothing).failures if one.error.record]
     first = next((completed(one.error.record) for one in errors if one.error.whole and not one.echo), None)
     if first is None and any(one.echo for one in errors):
         raise ConfigError(

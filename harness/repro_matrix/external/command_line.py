@@ -87,22 +87,15 @@ def of_words(words: Sequence[str], nproc: int | None = None) -> Command:
 def _ranks(argv: Sequence[str], plain: bool, nproc: int | None, words: Sequence[str]) -> int:
     if plain:
         return 1
-    count = None
-    for word, follows in zip(argv, [*argv[1:], ""]):
-        found = _COUNT.fullmatch(word)
-        if found:
-            count = found[1] or follows
-            break
-    starts = int(count or 1) if argv[1].startswith("torch.distributed") and (count or "1").isdecimal() else None
-    if nproc is not None and starts not in (None, nproc):
-        raise ConfigError(f"`{shlex.join(words)}` starts {starts} ranks, but --nproc is {nproc}. Leave --nproc out.")
-    if nproc is not None:
-        return nproc
-    if count is None and argv[1].startswith("torch.distributed"):
-        return 1
-    if count is None or not count.isdecimal() or int(count) < 1:
+    counts = [(found[1] or next_) for word, next_ in zip(argv, [*argv[1:], ""]) if (found := _COUNT.fullmatch(word))]
+    usual = "1" if argv[1].startswith("torch.distributed") else ""
+    count = counts[0] if counts else usual
+    starts = int(count) if count.isdecimal() and int(count) else nproc
+    if starts is None:
         raise ConfigError(f"`{shlex.join(words)}` does not set its number of ranks. Give --nproc N before the --.")
-    return int(count)
+    if nproc not in (None, starts):
+        raise ConfigError(f"`{shlex.join(words)}` starts {starts} ranks, but --nproc is {nproc}. Leave --nproc out.")
+    return starts
 
 
 def checked(word: str) -> Path:

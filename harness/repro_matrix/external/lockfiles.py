@@ -30,20 +30,11 @@ _EXPORT = ["export", "--quiet", "--frozen", "--no-hashes", "--no-emit-project", 
 
 @dataclass(frozen=True)
 class Lockfile:
-    """``unreleased``: name (or the line) -> where it is installed from. ``python``: major.minor, or ""."""
+    """``unreleased``: name (or the line) -> where it is installed from."""
 
     path: str
     pins: Mapping[str, str]
     unreleased: Mapping[str, str] = field(default_factory=dict)
-    python: str = ""
-
-    def check_python(self, version: str) -> None:
-        """Raise ConfigError where the file is for another Python."""
-        if self.python and not version.startswith(f"{self.python}."):
-            raise ConfigError(
-                f"{self.path} is for Python {self.python}, and this is {version}. Give an environment of that Python: "
-                "python:PATH."
-            )
 
 
 def read(path: Path) -> Lockfile:
@@ -67,8 +58,7 @@ def parse(text: str, path: str) -> Lockfile:
             raise ConfigError(f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of them.")
     if not pins and not unreleased:
         raise ConfigError(f"{path}: no package with its version in it. Give {FORMATS}.")
-    python = re.search(r"^# python: (\d+\.\d+)", text, re.M)
-    return Lockfile(path, pins, unreleased, python[1] if python else "")
+    return Lockfile(path, pins, unreleased)
 
 
 def _requirements(text: str, path: str) -> Iterator[tuple[str, str, str, str]]:
@@ -128,10 +118,8 @@ def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
         base = overlaid[0].partition("+")[0]
         what = "the project's environment" if base == "current" else f"the stack {base}"
         return *overlaid, [*notes, f"Both were installed on top of {what}, whose other packages stay."]
-    here = stacks.resolve("current").versions
     built = []
     for lockfile, its in ((one, other), (other, one)):
-        lockfile.check_python(here["python"])
         text = "".join(f"{name}=={version}\n" for name, version in sorted(lockfile.pins.items()))
         path = results / "scripts" / "lockfiles" / f"{short_hash(text)}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,8 +145,6 @@ def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
             continue
         good, bad = overlay_of(one, base, versions, other), overlay_of(other, base, versions, one)
         if good is not None and bad is not None:
-            one.check_python(versions["python"])
-            other.check_python(versions["python"])
             return good, bad
     return None
 

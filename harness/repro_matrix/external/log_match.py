@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import AmbiguousWith, Case, Signature
-from repro_matrix.external.log_scan import Note, Scanned, Texts
+from repro_matrix.external.log_scan import Catalogue, Note, Scanned
 from repro_matrix.external.tracebacks import Error
 from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
@@ -88,17 +88,6 @@ class Answer:
     @property
     def causes(self) -> list[Failure]:
         return [failure for failure in self.failures if not failure.echo]
-
-
-class Catalogue:
-    """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom a backend."""
-
-    def __init__(self, cases: Mapping[str, Case]) -> None:
-        self.texts = Texts(cases.values())
-        every = [(case, signature) for case in cases.values() for signature in case.signatures]
-        self.remarks = [item for item in every if item[1].kind == "log"]
-        kinds = ("exception", "signal")
-        self.failures = [(case, s.model_copy(update={"ranks": "any"})) for case, s in every if s.kind in kinds]
 
 
 def recognise(seen: Scanned, catalogue: Catalogue) -> Answer:
@@ -194,7 +183,7 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
         return bool(match_attempt(signature, attempt, find_failures(attempt), ",".join(signature.messages)))
 
     if matches(signature, error):
-        return ("lines of several tracebacks stand among each other",) if error.mixed and signature.frames else ()
+        return ("lines of several tracebacks stand among each other",) if error.mixed else ()
     if error.whole and not error.mixed:
         return None
     unframed = signature.model_copy(update={"frames": []})
@@ -248,17 +237,8 @@ def _is_remark(signature: Signature, note: Note) -> bool:
     found = re.search(signature.message or "", note.text)
     if found is None or (found.start() > 0 and not _BEFORE.fullmatch(note.text[: found.start()])):
         return False
-    record: Record = {**NO_RECORD, "rank": 0}
-    if note.file:
-        own = (name for name in module_names(note.file) if in_package(name, signature.package or ""))
-        record["warnings"] = [{"message": note.text, "file": note.file, "category": "UserWarning",
-                               "code_location": next(own, "")}]  # fmt: skip
-    else:
-        record["logs"] = [{"logger": signature.package or "", "message": note.text, "file": "",
-                           "code_location": signature.package or ""}]  # fmt: skip
-    rank = _rank(0, Error(note.line, note.label, note.rank, {}))
-    attempt = _attempt([{**rank, "exit_code": None, "record": record}])
-    return match_attempt(signature, attempt, find_failures(attempt)) is not None
+    modules = module_names(note.file) if note.file else ()
+    return not note.file or any(in_package(name, signature.package or "") for name in modules)
 
 
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|(?<![\w.])\d+(?:\.\d+)*(?![\w])|(?<=[:=])\d+")

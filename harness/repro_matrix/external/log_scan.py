@@ -12,7 +12,7 @@ import io
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,17 +180,21 @@ class Scanned:
     ended: Ended = field(default_factory=Ended)
 
 
-class Texts:
-    """The texts of log signatures, and of what rules out another cause of a signature."""
+class Catalogue:
+    """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom a backend."""
 
-    def __init__(self, cases: Iterable[Case]) -> None:
-        signatures = [signature for case in cases for signature in case.signatures]
-        patterns = {s.message for s in signatures if s.kind == "log"}
-        patterns |= {s.ambiguous_with.ruled_out_by for s in signatures if s.ambiguous_with}
+    def __init__(self, cases: Mapping[str, Case]) -> None:
+        every = [(case, signature) for case in cases.values() for signature in case.signatures]
+        self.remarks = [item for item in every if item[1].kind == "log"]
+        kinds = ("exception", "signal")
+        self.failures = [(case, s.model_copy(update={"ranks": "any"})) for case, s in every if s.kind in kinds]
+        patterns = {s.message for _, s in self.remarks}
+        patterns |= {s.ambiguous_with.ruled_out_by for _, s in every if s.ambiguous_with}
         self.patterns = [(re.compile(pattern), words_of(pattern)) for pattern in sorted(filter(None, patterns))]
         self.words = tuple(dict.fromkeys((*WORDS, *(word for _, words in self.patterns for word in words))))
 
     def in_line(self, text: str) -> bool:
+        """Whether a line holds a text that a signature, or what rules out another cause of it, looks for."""
         return any(any(word in text for word in words) and pattern.search(text) for pattern, words in self.patterns)
 
 
@@ -204,30 +208,30 @@ def words_of(pattern: str) -> list[str]:
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
-def scan(log: Iterable[str], texts: Texts) -> Scanned:
+def scan(log: Iterable[str], known: Catalogue) -> Scanned:
     """Scan the lines of a log."""
     found, errors, labels = Scanned(), Errors(), Labels()
     for number, raw in enumerate(log, 1):
         found.lines = number
-        has_word = any(word in raw for word in texts.words)
+        has_word = any(word in raw for word in known.words)
         if has_word or errors.busy:
             line = labels.split(raw, number)
             errors.read(line)
             if has_word:
-                _note(found, line, texts)
+                _note(found, line, known)
     errors.end()
     found.errors, found.more = list(errors.distinct.found.values()), errors.distinct.more
     return found
 
 
-def _note(found: Scanned, line: Line, texts: Texts) -> None:
+def _note(found: Scanned, line: Line, known: Catalogue) -> None:
     text = line.text
     found.versions.read_python(text)
     if '", line ' in text or HEADER in text:
         return
     found.ended.read(text)
     found.versions.read(text, line.number)
-    if len(found.notes) < MAX_NOTES and texts.in_line(text):
+    if len(found.notes) < MAX_NOTES and known.in_line(text):
         warning = _WARNING.match(text)
         file, message = (warning["file"], warning["message"]) if warning else ("", text)
         found.notes.append(Note(line.number, line.label, line.rank, message[:MAX_NOTE], file))
