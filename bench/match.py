@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.config import catalog
-from repro_matrix.external.log_match import recognise
+from repro_matrix.external.log_match import recognize
 from repro_matrix.external.log_scan import Catalogue, scan
 
 from bench.machine import HERE, write
@@ -52,11 +52,11 @@ def main(words: list[str] | None = None) -> None:
     known = Catalogue(cases)
     prepare_s = time.process_time() - began
     rows: list[dict[str, Any]] = []
-    print("| log | lines | CPU s | recognised | peak MB |\n|---|---|---|---|---|")
+    print("| log | lines | CPU s | recognized | peak MB |\n|---|---|---|---|---|")
     for kind in KINDS:
         began = time.process_time()
         scanned = scan(log(kind, arguments.bytes), known)
-        names = recognise(scanned, known).names
+        names = recognize(scanned, known).names
         cpu_s = time.process_time() - began
         peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         rows.append({"log": kind, "bytes": arguments.bytes, "lines": scanned.lines, "cpu_s": cpu_s, "names": names,

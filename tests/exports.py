@@ -24,7 +24,7 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ReproError
-from repro_matrix.external.log_match import recognise
+from repro_matrix.external.log_match import recognize
 from repro_matrix.external.log_scan import Catalogue, scan
 
 CATALOGUE = catalogue.load()
@@ -120,9 +120,9 @@ def _shown(case: Case, name: str, ran: Ran) -> str | None:
         number = getattr(signal, str(signature.signal))
         return None if f"Signal {number:d}" in ran.said else "no such signal"
     known = Catalogue(CATALOGUE.cases)
-    found = recognise(scan(ran.said.split("\n"), known), known)
+    found = recognize(scan(ran.said.split("\n"), known), known)
     perhaps = [known.case for failure in found.failures for known in failure.perhaps]
-    return None if case.slug in [*found.names, *perhaps] else "not recognised"
+    return None if case.slug in [*found.names, *perhaps] else "not recognized"
 
 
 def tried(case: Case, variant: str, folder: Path) -> tuple[str, str]:

@@ -332,7 +332,7 @@ def test_script_report_names_what_follows_and_what_is_missing() -> None:
     assert "IndexError: list index #" in text and "only 1 rank of 2 started" in text
 
 
-def test_known_failure_of_the_catalogue_is_recognised() -> None:
+def test_known_failure_of_the_catalogue_is_recognized() -> None:
     ddp = {**WHERE, "file": "/v/site-packages/torch/nn/parallel/distributed.py", "function": "_pre_forward",
            "module": "torch.nn.parallel.distributed", "code_location": "torch.nn.parallel.distributed"}  # fmt: skip
     message = "Expected to have finished reduction in the prior iteration before starting a new one."

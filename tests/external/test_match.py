@@ -18,7 +18,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.external.log_match import Answer, normalised, recognise, stored
+from repro_matrix.external.log_match import Answer, normalised, recognize, stored
 from repro_matrix.external.log_scan import Catalogue, Scanned, scan, words_of
 from repro_matrix.external.tracebacks import Labels
 
@@ -55,7 +55,7 @@ def seen(lines: list[str]) -> Scanned:
 
 
 def answer(lines: list[str]) -> Answer:
-    return recognise(seen(lines), CATALOGUE)
+    return recognize(seen(lines), CATALOGUE)
 
 
 PREFIXES = {
@@ -72,7 +72,7 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_recognise_with_prefixed_interleaved_ranks_separates_them(prefix: str) -> None:
+def test_recognize_with_prefixed_interleaved_ranks_separates_them(prefix: str) -> None:
     draw = random.Random(0)
     streams = {rank: list(UNIFORM if rank != 2 else ECHO) for rank in range(4)}
     lines = ["step 1 loss 2.0"]
@@ -89,7 +89,7 @@ def test_recognise_with_prefixed_interleaved_ranks_separates_them(prefix: str) -
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4))
-def test_recognise_with_unlabelled_interleaving_names_no_other_failure(order: list[int], ranks: int) -> None:
+def test_recognize_with_unlabelled_interleaving_names_no_other_failure(order: list[int], ranks: int) -> None:
     streams = [list(UNIFORM) for _ in range(ranks)]
     lines = []
     for rank in order:
@@ -106,20 +106,20 @@ def test_recognise_with_unlabelled_interleaving_names_no_other_failure(order: li
     assert ranks > 1 or found.names
 
 
-def test_recognise_with_two_unlabelled_interleaved_tracebacks_is_mixed() -> None:
+def test_recognize_with_two_unlabelled_interleaved_tracebacks_is_mixed() -> None:
     both = [line for pair in zip(UNIFORM, [*OWN[:3], *ECHO[1:4]]) for line in pair]
     found = answer(both)
     assert any(failure.error.mixed for failure in found.failures) and not found.names
 
 
-def test_recognise_with_several_errors_orders_causes_before_echoes() -> None:
+def test_recognize_with_several_errors_orders_causes_before_echoes() -> None:
     found = answer([*ECHO, *OWN, *UNIFORM])
     assert [failure.error.type for failure in found.failures] == ["KeyError", "ValueError", "RuntimeError"]
     assert [failure.echo for failure in found.failures] == [False, False, True]
     assert answer(ECHO).causes == []  # what they follow from is in another log
 
 
-def test_recognise_with_a_handled_exception_counts_it_only_when_repeated() -> None:
+def test_recognize_with_a_handled_exception_counts_it_only_when_repeated() -> None:
     during = ["", "During handling of the above exception, another exception occurred:", ""]
     assert answer([*UNIFORM, *during, *OWN]).causes[-1].error.type == "KeyError"
     wrapped = [*UNIFORM, *during, *OWN[:-1], "RuntimeError: it failed: " + UNIFORM[-1].partition(": ")[2]]
@@ -127,7 +127,7 @@ def test_recognise_with_a_handled_exception_counts_it_only_when_repeated() -> No
 
 
 @pytest.mark.parametrize("cut", range(1, len(UNIFORM)))
-def test_recognise_with_a_cut_beginning_needs_the_frames(cut: int) -> None:
+def test_recognize_with_a_cut_beginning_needs_the_frames(cut: int) -> None:
     found = answer(UNIFORM[cut:])
     framed = any("_flat_param.py" in line for line in UNIFORM[cut:])
     assert found.names == (["fsdp-uniform-dtype"] if framed else [])
@@ -135,12 +135,12 @@ def test_recognise_with_a_cut_beginning_needs_the_frames(cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", range(2, len(UNIFORM)))
-def test_recognise_with_a_cut_end_recognises_nothing(cut: int) -> None:
+def test_recognize_with_a_cut_end_recognizes_nothing(cut: int) -> None:
     found = answer(UNIFORM[:cut])
     assert found.names == [] and all(not failure.perhaps for failure in found.failures)
 
 
-def test_recognise_with_a_crash_dump_is_possible_only() -> None:
+def test_recognize_with_a_crash_dump_is_possible_only() -> None:
     dump = [
         "Fatal Python error: Segmentation fault", "",
         "Current thread 0x00007f (most recent call first):",
@@ -152,7 +152,7 @@ def test_recognise_with_a_crash_dump_is_possible_only() -> None:
     assert "fsdp-cpu-offload-state-dict" in {item.case for item in found.failures[0].perhaps}
 
 
-def test_recognise_with_another_strategy_is_another_cause() -> None:
+def test_recognize_with_another_strategy_is_another_cause() -> None:
     text = (
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cuda:0"
     )
@@ -179,7 +179,7 @@ def test_words_of_every_shipped_pattern_are_long() -> None:
 
 
 @given(st.lists(st.text(max_size=60), max_size=8))
-def test_recognise_after_any_lines_names_no_other_failure(noise: list[str]) -> None:
+def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> None:
     found = answer([*noise, *UNIFORM])
     assert set(found.names) <= {"fsdp-uniform-dtype"}
     assert found.names or any("Traceback" in line or "File" in line for line in noise)
@@ -341,6 +341,6 @@ def test_match_of_something_else_exits_2(
         ("[transformers] told me: ", False),
     ],
 )
-def test_recognise_of_a_warning_skips_a_loggers_prefix(before: str, known: bool) -> None:
+def test_recognize_of_a_warning_skips_a_loggers_prefix(before: str, known: bool) -> None:
     said = "You are using an old version of the checkpointing format that is deprecated (We will also"
     assert [one.case for one in answer([f"{before}{said}"]).remarks] == ["old-checkpointing-hook"] * known

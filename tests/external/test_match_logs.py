@@ -1,6 +1,6 @@
 """`repro match` on real logs: public threads, what is published of our own ranks, and runs that went well.
 
-A wrong name is worse than none. What a log does not tell may be said to be possible, never recognised.
+A wrong name is worse than none. What a log does not tell may be said to be possible, never recognized.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.external.log_match import Answer, recognise
+from repro_matrix.external.log_match import Answer, recognize
 from repro_matrix.external.log_scan import Catalogue, scan
 from repro_matrix.grading import grade
 from repro_matrix.paths import BASELINE
@@ -29,7 +29,7 @@ def fixtures(name: str) -> list[dict[str, Any]]:
 
 
 def answer(log: str) -> Answer:
-    return recognise(scan(log.split("\n"), CATALOGUE), CATALOGUE)
+    return recognize(scan(log.split("\n"), CATALOGUE), CATALOGUE)
 
 
 PUBLIC, PASSED = fixtures("public"), fixtures("healthy")
@@ -45,7 +45,7 @@ def test_fixtures_are_enough() -> None:
 
 
 @pytest.mark.parametrize("entry", PUBLIC, ids=[entry["source"] for entry in PUBLIC])
-def test_recognise_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) -> None:
+def test_recognize_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
     assert found.names == entry.get("names", [])
     assert found.failures or found.remarks
@@ -59,7 +59,7 @@ def test_recognise_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("entry", PASSED, ids=[entry["about"] for entry in PASSED])
-def test_recognise_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
+def test_recognize_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
     assert found.names == [] and possible(found) == set()
     assert found.failures == []
@@ -83,7 +83,7 @@ def tails() -> dict[str, tuple[frozenset[str], str]]:
     return found
 
 
-def test_recognise_of_every_published_log_tail_is_right_or_nothing() -> None:
+def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
     wrong, missed, named = [], [], 0
     for tail, (right, where) in tails().items():
         found = answer(tail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 EPILOG = """\
-exit codes: 0 a known failure was recognised; 1 failures, but none is known; 2 usage (no such file, not a log);
+exit codes: 0 a known failure was recognized; 1 failures, but none is known; 2 usage (no such file, not a log);
 3 no failure. For several logs, the lowest of their codes.
 """
 
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.config import catalog
-    from repro_matrix.external.log_match import recognise
+    from repro_matrix.external.log_match import recognize
     from repro_matrix.external.log_scan import Catalogue, lines, scan
     from repro_matrix.report.log_matches import log_json, log_lines
     from repro_matrix.report.terminal import print_json, print_notes
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     codes = set()
     for path in args.logs or ["-"]:
         seen = scan(lines(path), known)
-        answer = recognise(seen, known)
+        answer = recognize(seen, known)
         codes.add(0 if answer.names else 1 if answer.failures else 3)
         if args.json:
             found.append(log_json(path, seen, answer, cases.cases))

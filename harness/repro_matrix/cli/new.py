@@ -68,11 +68,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _signature_of_log(path: str, cases: Mapping[str, Case]) -> dict[str, Any]:
     from repro_matrix.authoring import draft
-    from repro_matrix.external.log_match import recognise
+    from repro_matrix.external.log_match import recognize
     from repro_matrix.external.log_scan import Catalogue, lines, scan
 
     known = Catalogue(cases)
-    answer = recognise(scan(lines(path), known), known)
+    answer = recognize(scan(lines(path), known), known)
     if answer.names:
         print(f"note: {path} shows a known failure: {', '.join(answer.names)}", file=sys.stderr)
     errors = [failure.error for failure in answer.causes if failure.error.record]

@@ -26,7 +26,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import shadowed, short_hash
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.command_line import Command
-from repro_matrix.external.log_match import completed, recognise
+from repro_matrix.external.log_match import completed, recognize
 from repro_matrix.external.log_scan import Catalogue as KnownFailures
 from repro_matrix.external.log_scan import scan
 from repro_matrix.grading.observation import Attempt, RaisedException, raised_chain
@@ -41,8 +41,7 @@ from repro_matrix.runner.session import Request
 DEADLINE_S = 300.0
 MAX_IMPORTS = 1000  # files in the script's folder that are hashed
 SIGNATURE = "failure"
-LAUNCHERS = {"torch.distributed.run": "torchrun", "accelerate.commands.launch": "accelerate",
-             "deepspeed.launcher.runner": "deepspeed"}  # fmt: skip
+STRATEGY = "script"
 _OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`, never imported
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
@@ -144,7 +143,7 @@ def same_failure_as(lines: Iterable[str], name: str) -> Failure:
     """Return the failure that a log shows: its first traceback that is not a peer's or a launcher's."""
     option = f"--same-failure-as {name}"
     nothing = KnownFailures({})
-    errors = [one for one in recognise(scan(lines, nothing), nothing).failures if one.error.record]
+    errors = [one for one in recognize(scan(lines, nothing), nothing).failures if one.error.record]
     first = next((completed(one.error.record) for one in errors if one.error.whole and not one.echo), None)
     if first is None and any(one.echo for one in errors):
         raise ConfigError(
@@ -213,7 +212,6 @@ class Script:
     def request(self, stack: str = "current", repeat: int | None = None) -> Request:
         """Return the request for the script's one cell."""
         command, case = self.command, self.case()
-        launcher = LAUNCHERS.get(command.argv[1], "python") if command.argv[:1] == ("-m",) else "python"
         number = case.metric.pattern if case.metric else ""
         # Everything that the outcome depends on. Of the failure only what is read from logs: the rest can be regraded.
         options = {"command": list(command.argv), "folder": os.getcwd(), "code": _code(command.script), "log": case.log,
@@ -223,19 +221,18 @@ class Script:
             "variants": {VARIANT: {}}
         }
         model = {"slug": MODEL, "title": "the script's own", "hub": "", "model_type": "", "config": {}}
-        how = {"slug": launcher, "title": launcher, "options": options, "invariants": {"parameters": "whole"}}
+        how = {"slug": STRATEGY, "title": STRATEGY, "options": options, "invariants": {"parameters": "whole"}}
+        strategy = Strategy(
+            slug=STRATEGY, title=STRATEGY, allow_gpu_sharing=True, invariants=Invariants(parameters="whole")
+        )
         shipped = load()
         catalogue = AdhocCatalogue(
-            {case.slug: case}, {MODEL: Model.model_validate(model)}, {launcher: _strategy(launcher)}, shipped.stacks,
-            shipped.hardware, {"case": {case.slug: raw}, "model": {MODEL: model}, "strategy": {launcher: how}},
+            {case.slug: case}, {MODEL: Model.model_validate(model)}, {STRATEGY: strategy}, shipped.stacks,
+            shipped.hardware, {"case": {case.slug: raw}, "model": {MODEL: model}, "strategy": {STRATEGY: how}},
         )  # fmt: skip
         settings = replace(RunSettings(), results=str(self.results / "scripts"), repeat=repeat)
-        cell = Cell(case.slug, MODEL, launcher, (), stack, "auto", command.nproc, overrides)
+        cell = Cell(case.slug, MODEL, STRATEGY, (), stack, "auto", command.nproc, overrides)
         return AdhocRequest(catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
-
-
-def _strategy(slug: str) -> Strategy:
-    return Strategy(slug=slug, title=slug, allow_gpu_sharing=True, invariants=Invariants(parameters="whole"))
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Answer:
         return [failure for failure in self.failures if not failure.echo]
 
 
-def recognise(seen: Scanned, catalogue: Catalogue) -> Answer:
+def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     """Return the known failures that a log shows."""
     launchers = [error for error in seen.errors if _LAUNCHERS.fullmatch(error.type)]
     raised = [error for error in seen.errors if error not in launchers]

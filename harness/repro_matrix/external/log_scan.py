@@ -220,7 +220,7 @@ def scan(log: Iterable[str], known: Catalogue) -> Scanned:
             if has_word:
                 _note(found, line, known)
     errors.end()
-    found.errors, found.more = list(errors.distinct.found.values()), errors.distinct.more
+    found.errors, found.more = list(errors.found.values()), errors.more
     return found
 
 

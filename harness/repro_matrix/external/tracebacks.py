@@ -88,9 +88,9 @@ def _without_time(text: str) -> str:
     return text[found.end() :] if found else text
 
 
-# --- distinct errors
+# --- tracebacks
 
-MAX_ERRORS = 300  # different ones that are listed
+MAX_ERRORS = 300  # distinct ones that are listed
 
 
 @dataclass(frozen=True)
@@ -126,30 +126,6 @@ class Error:
         where = f"{self.places[-1]['file']}:{self.places[-1]['line']}" if self.places else self.stack[-2000:]
         return self.type, re.sub(r"\d+", "N", self.message.partition("\n")[0])[:300], where
 
-
-@dataclass
-class Distinct:
-    """``found``: by what they have in common, in order; ``more``: how many beyond MAX_ERRORS."""
-
-    found: dict[tuple[str, str, str], Error] = field(default_factory=dict)
-    more: int = 0
-
-    def add(self, error: Error) -> None:
-        ranks = () if error.rank is None else (error.rank,)
-        old = self.found.get(error.key)
-        if old is None:
-            if len(self.found) < MAX_ERRORS:
-                self.found[error.key] = replace(error, ranks=ranks)
-            else:
-                self.more += 1
-            return
-        # Of equal errors the one that is whole stands for all, at the place of the first.
-        better = (error.whole, not error.mixed, len(error.places)) > (old.whole, not old.mixed, len(old.places))
-        base = replace(error, line=old.line, label=old.label, rank=old.rank) if better else old
-        self.found[error.key] = replace(base, count=old.count + 1, ranks=tuple(sorted({*old.ranks, *ranks})))
-
-
-# --- tracebacks
 
 MIXED = 500  # lines after a traceback that began inside another one
 PATIENCE = 4000  # lines until a traceback without a new line of its own is given up
@@ -200,10 +176,11 @@ class _Open:
 
 
 class Errors:
-    """Reads lines; the errors are in ``distinct`` after ``end``."""
+    """Reads lines; after ``end``, ``found`` has the distinct errors in order; ``more``: how many beyond MAX_ERRORS."""
 
     def __init__(self) -> None:
-        self.distinct = Distinct()
+        self.found: dict[tuple[str, str, str], Error] = {}  # by what they have in common
+        self.more = 0
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
         self._last: dict[str, dict[str, Any]] = {}  # by label: the exception that was read last
@@ -329,11 +306,25 @@ class Errors:
         begun = now.begun
         if now.signal:
             stack = "\n".join(now.message[:FRAMES])
-            self.distinct.add(Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack)))
+            self._add(Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack)))
         elif now.type or now.frames:
             self._last[label] = now.exception
             whole = now.whole and bool(now.type)
-            self.distinct.add(Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed))
+            self._add(Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed))
+
+    def _add(self, error: Error) -> None:
+        old = self.found.get(error.key)
+        ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
+        if old is None and len(self.found) >= MAX_ERRORS:
+            self.more += 1
+            return
+        # Of equal errors the one that is whole stands for all, at the place of the first.
+        if old and (error.whole, not error.mixed, len(error.places)) > (old.whole, not old.mixed, len(old.places)):
+            error = replace(error, line=old.line, label=old.label, rank=old.rank)
+        elif old:
+            error = old
+        count = old.count + 1 if old else 1
+        self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)))
 
 
 def _continues(now: _Open, line: Line) -> bool:
