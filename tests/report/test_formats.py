@@ -42,11 +42,6 @@ def test_junit_has_a_failure_a_skip_and_errors_for_what_is_no_evidence() -> None
     assert all(one.time > 0 for suite in xml for one in suite if one.name == "m/fsdp fix" and suite.name != "away")
 
 
-def test_junit_names_the_checks_with_a_tolerance_only_where_there_is_one() -> None:
-    text = to_junit([cell()])
-    assert "logits: passed, actual 0.0, expected 0.0, tolerance 0.0001" in text and "tolerance None" not in text
-
-
 def test_every_format_reads_hostile_text(hostile: str) -> None:
     cells = [cell("DIFFERENT_FAILURE", "unexpected", hostile, model=hostile, title=hostile), skipped_cell(hostile)]
     remarks = Remarks([hostile], [hostile], [hostile], [hostile])

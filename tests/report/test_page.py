@@ -16,8 +16,8 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
-from repro_matrix.report.html import join_ranks, render_file, render_site
-from repro_matrix.report.labels import LABELS, label_of
+from repro_matrix.report.html import render_file, render_site
+from repro_matrix.report.labels import LABELS, label
 from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, link, release_axes
 from repro_matrix.text import block, line
 
@@ -134,7 +134,7 @@ def test_page_is_self_contained() -> None:
 
 def test_cell_shows_changes_checks_error_and_evidence() -> None:
     (text,) = shown(cell()).find("details", class_="cell")
-    for part in ("flags.call: inner → root", "logits passed: actual 0, expected 0, tolerance 0.0001", "ranks 0-1",
+    for part in ("flags.call: inner → root", "logits passed: actual 0, expected 0, tolerance 0.0001", "ranks 0, 1",
                  "RuntimeError: boom", "cpu/stack/cell.json",
                  "repro run some-case", "transformers 5.23.0"):  # fmt: skip
         assert part in text
@@ -233,13 +233,7 @@ def test_labels_differ_in_symbol_or_text() -> None:
     verdicts = [LABELS[name] for name in VerdictName.__args__]  # type: ignore[attr-defined]
     assert len({(one.symbol, one.text) for one in verdicts}) == len(verdicts)
     assert [LABELS["FIXED"].count(n) for n in (1, 2)] == ["1 fix works", "2 fixes work"]
-    assert label_of(None, ["reproduced", "passed"], "reproduces 2/3, clean 1/3").text == "reproduces 2/3, clean 1/3"
-    assert label_of("OF_A_LATER_RELEASE", (), "").text == "OF_A_LATER_RELEASE"
-
-
-@pytest.mark.parametrize(("ranks", "text"), [((3,), "rank 3"), ((0, 1, 2, 7), "ranks 0-2, 7"), ((4, 2), "ranks 2, 4")])
-def test_join_ranks(ranks: tuple[int, ...], text: str) -> None:
-    assert join_ranks(ranks) == text
+    assert label("OF_A_LATER_RELEASE").text == "OF_A_LATER_RELEASE"
 
 
 @pytest.mark.parametrize(

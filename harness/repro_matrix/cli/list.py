@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from repro_matrix.cli import options
-from repro_matrix.report.terminal import case_lines, columns, print_json, print_lines, print_notes, print_wrapped
+from repro_matrix.report.terminal import axes_of, named, print_json, print_notes, print_table, print_wrapped
 from repro_matrix.runner.session import ask, print_composed
 from repro_matrix.text import counted
 
@@ -21,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     request = ask(args.overrides)
     request.check()
     print_notes([f"left out: {text}" for text in request.catalogue.left_out])
-    rows = []
+    rows: list[dict[str, Any]] = []
     for cell in request.cells:
         case = request.catalogue.cases[cell.case]
         row = {
@@ -34,7 +35,16 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(rows)
         return 0
-    print_lines(case_lines(rows, columns()))
+    table = []
+    for name in dict.fromkeys(row["case"] for row in rows):
+        members = [row for row in rows if row["case"] == name]
+        kind = "known failure" if members[0]["kind"] == "failure" else members[0]["kind"]
+        table.append([
+            named(name, members[0]["simulated"]), kind, len(members), len(members[0]["variants"]), axes_of(members),
+            members[0]["title"],
+        ])  # fmt: skip
+    heads = ["case", "kind", "cells", "variants", "model / strategy", "title"]
+    print_table("", heads, table, narrow=("model / strategy", "title"))
     total = f"{counted(len({row['case'] for row in rows}), 'case')}, {counted(len(rows), 'cell')}"
-    print_wrapped(f"{total}. Details of a case: repro show CASE. What runs here: repro doctor")
+    print_wrapped("", f"{total}. Details of a case: repro show CASE. What runs here: repro doctor")
     return 0

@@ -156,13 +156,8 @@ def _test_case(cell: Cell, row: Row) -> Any:
     elif row.no_evidence:
         test.result = [Error(reason, verdict)]
         test.result[0].text = errors
-    checks = [
-        f"{line(one.name)}: {one.state}, actual {one.actual}, expected {one.expected}"
-        + (f", tolerance {one.tolerance}" if one.tolerance is not None else "")
-        for one in row.checks
-    ]
     out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}", f"reason: {reason}",
-           f"attempts: {row.outcome}", *checks, f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
+           f"attempts: {row.outcome}", f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
     test.system_out = "\n".join(map(block, out))
     return test
 

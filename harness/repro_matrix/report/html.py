@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 
 from repro_matrix.report.labels import LABELS, label
 from repro_matrix.report.page_model import Page, link
-from repro_matrix.text import block, line
+from repro_matrix.text import block, line, list_ranks
 
 TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
@@ -66,7 +66,7 @@ def _environment() -> Environment:
     environment.globals |= {"labels": LABELS, "link": link}
     environment.filters |= {
         "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "value": format_value,
-        "ranks": join_ranks, "shell": shlex.join, "time": format_time,
+        "ranks": list_ranks, "shell": shlex.join, "time": format_time,
     }  # fmt: skip
     return environment
 
@@ -74,18 +74,6 @@ def _environment() -> Environment:
 def _harmless(value: Any) -> Any:
     """What every expression of a template goes through; markup has gone through it."""
     return line(value, TEXT) if type(value) is str else value
-
-
-def join_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text: ``rank 3``, ``ranks 0-3, 7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def format_value(value: Any) -> str:

@@ -71,17 +71,6 @@ def label(name: str) -> Label:
     return LABELS.get(name) or Label(name, "·", name, "none")
 
 
-def label_of(verdict: str | None, kinds: Iterable[str], outcome: str) -> Label:
-    """Return the label of a row: its verdict, else the outcome of its attempts (``kinds``, the most frequent first)."""
-    if verdict:
-        return label(verdict)
-    names = list(kinds)
-    if not names:
-        return LABELS["skipped"]
-    usual = label(names[0])
-    return usual if len(names) == 1 else Label(usual.name, "≈", outcome, "warn")
-
-
 def count_labels(labels: Iterable[Label]) -> list[tuple[Label, int]]:
     """Return each label with its number, the worst first."""
     return sorted(Counter(labels).items(), key=lambda item: (TONES.index(item[0].tone), -item[1]))

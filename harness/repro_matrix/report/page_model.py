@@ -17,7 +17,7 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.report.labels import LABELS, TONES, Label, count_labels, label_of
+from repro_matrix.report.labels import LABELS, TONES, Label, count_labels, label
 from repro_matrix.results.summary import Row
 
 if TYPE_CHECKING:
@@ -111,12 +111,6 @@ class ReleaseStrip:
     variant: str
     entries: tuple[tuple[Label, str] | None, ...]
 
-    @property
-    def changes(self) -> list[tuple[int, int]]:
-        """Return (last column before, first column after) of each change."""
-        known = [(index, as_expected(entry[0].name)) for index, entry in enumerate(self.entries) if entry]
-        return [(i, j) for (i, before), (j, after) in pairwise(known) if before != after]
-
 
 @dataclass(frozen=True)
 class ReleaseAxis:
@@ -159,17 +153,17 @@ def _axis(title: str, cells: Sequence[Cell]) -> ReleaseAxis:
         for row, one in cell.variants:
             if one.name not in NO_ANSWER:
                 found[" ".join(row.axes), row.variant][columns.index(column(cell))] = (one, cell.id)
-    strips = [
-        ReleaseStrip(*key, tuple(entries)) for key, entries in found.items() if len(entries) - entries.count(None) > 1
-    ]
-    changing = [strip for strip in strips if strip.changes]
+    strips, steady = [], 0
     changes: dict[tuple[str, Label, str, Label], list[str]] = defaultdict(list)
-    for strip in changing:
-        for index, later in strip.changes:
-            before, after = strip.entries[index], strip.entries[later]
-            if before and after:
-                changes[columns[index], before[0], columns[later], after[0]].append(strip.variant)
-    return ReleaseAxis(title, tuple(columns), tuple(changing), changes, len(strips) - len(changing))
+    for (where, variant), entries in found.items():
+        known = [(name, entry[0]) for name, entry in zip(columns, entries) if entry]
+        changed = [(*a, *b) for a, b in pairwise(known) if as_expected(a[1].name) != as_expected(b[1].name)]
+        for change in changed:
+            changes[change].append(variant)
+        if changed:
+            strips.append(ReleaseStrip(where, variant, tuple(entries)))
+        steady += len(known) > 1 and not changed
+    return ReleaseAxis(title, tuple(columns), tuple(strips), changes, steady)
 
 
 @dataclass(frozen=True)
@@ -291,11 +285,13 @@ class Page:
 
 
 def row_label(row: Row) -> Label:
-    """Return how a row's verdict looks; of a variant without one, its outcome."""
+    """Return the label of a row: of its verdict, else of the outcome of its attempts."""
     if not row.attempts:
         return LABELS["skipped"]
-    kinds = [name for name, _ in row.counts.most_common()]
-    return label_of(row.verdict, kinds, row.outcome)
+    if row.verdict:
+        return label(row.verdict)
+    usual = label(row.counts.most_common(1)[0][0])
+    return usual if len(row.counts) == 1 else Label(usual.name, "≈", row.outcome, "warn")
 
 
 def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:

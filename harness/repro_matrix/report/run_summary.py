@@ -28,6 +28,7 @@ LOG_LINES = 4
 DIFFERENCES = {
     "unexpected": "DIFFERENT FROM THEIR EXPECTATION",
     "differs_from_cpu": "DIFFERENT FROM WHAT A CPU SHOWED (news, not an error)",
+    "quarantined": "QUARANTINED",
 }
 # The order of attention; all other states come last.
 ATTENTION = ("unexpected", "differs_from_cpu", "no_expectation")
@@ -145,12 +146,6 @@ def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
             yield from _title(f"{title}: {_variants(differing)}", width)
             for same in _same_reason(differing):
                 yield from _detail(same, width)
-    quarantined = [row for row in rows if row.state == "quarantined"]
-    if quarantined:
-        yield from _title(f"QUARANTINED: {_variants(quarantined)}", width)
-        for row in quarantined:
-            measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.quarantine}"
-            yield from wrap(f"{row.case} {row.model}/{row.strategy}, variant {row.variant}: {measured}", "  ", 4, width)
     failures = {
         "NOT COMPARED: in {} only the unfixed variant was measured, and its error is unexpected. Run the whole case.":
             unpaired_failures(rows),
@@ -217,7 +212,7 @@ def _detail(rows: Sequence[Row], width: int) -> Iterator[str]:
     row, variants = rows[0], [each.variant for each in rows]
     heading = f"{row.case} {row.model}/{row.strategy}, variant{'s' * (len(variants) > 1)} {', '.join(variants)}"
     yield from wrap(heading, "  ", 4, width)
-    note = f" [{row.note}]" if row.note else ""
+    note = "".join(f" [{text}]" for text in (row.note, row.quarantine) if text)
     measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.reason}{note}"
     yield from wrap(measured, "    ", 3, width)
     for line in _log(row):
@@ -248,7 +243,7 @@ def _cases(rows: Sequence[Row], new: set[str], width: int) -> Iterator[str]:
         unfixed = ", ".join(
             name if count == outcomes.total() else f"{name} in {count}" for name, count in outcomes.items()
         )
-        mark = "!" if any(row.state in DIFFERENCES for row in members) else "+" if case in new else " "
+        mark = "!" if any(row.state in ATTENTION[:2] for row in members) else "+" if case in new else " "
         cells = counted(len({row.cell for row in members}), "cell")
         head = f"{mark} {case.ljust(names)}  {cells:>8}  "
         parts = [f"unfixed {unfixed}" if unfixed else "", _count_labels(members)]

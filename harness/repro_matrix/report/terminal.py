@@ -27,7 +27,6 @@ NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
 DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}
-GROUPS = ("known failures", "simulated (no device takes part)", "controls (must train as a single process does)")
 
 
 def console(stderr: bool = False) -> Console:
@@ -78,7 +77,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     if out.is_terminal and out.width < WIDTH and narrow:
         print_lines([title] if title else [])
         for row in texts:
-            cells = [(name, text) for name, text in zip(columns, row) if text]
+            cells = [(name, f"{name} {text}" if text.isdigit() else text) for name, text in zip(columns, row) if text]
             out.print(Text("  ").join(Text(text, style=style(text)) for name, text in cells if name not in narrow))
             for name, text in cells:
                 if name in narrow:
@@ -170,30 +169,7 @@ def evidence_lines(row: ClaimRow, width: int) -> Iterator[str]:
             yield f"    {one_line(item.document)}"  # in one piece, to be copied
 
 
-def case_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield failures, then simulated ones, then controls. ``rows``: a cell each, with case, title, kind, simulated,
-    variants, model and strategy."""
-    cells: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        cells[row["case"]].append(row)
-    width_of_names = max(map(len, cells), default=0)
-    for index, title in enumerate(GROUPS):
-        members = [of for of in cells.values() if _group(of[0]) == index]
-        if members:
-            yield title
-        for of in members:
-            size = f"{counted(len(of), 'cell')}, {counted(len(of[0]['variants']), 'variant')}: {_axes(of)}"
-            yield from wrap(f"{of[0]['case']:<{width_of_names}}  {size}", "  ", width_of_names + 2, width)
-            yield from wrap(of[0]["title"], "      ", 0, width)
-        if members:
-            yield ""
-
-
-def _group(row: Mapping[str, Any]) -> int:
-    return 2 if row["kind"] == "control" else 1 if row["simulated"] else 0
-
-
-def _axes(cells: Iterable[Mapping[str, Any]]) -> str:
+def axes_of(cells: Iterable[Mapping[str, Any]]) -> str:
     """Return the models and strategies of cells, or their numbers where there are many."""
     cells = list(cells)
     values = {name: sorted({cell[name] for cell in cells}) for name in ("model", "strategy")}
@@ -212,7 +188,7 @@ def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
             launched[item["case"]].append(item)
     names = max(map(len, launched), default=0)
     for case, variants in launched.items():
-        yield from wrap(f"{case:<{names}}  {_size(variants)}: {_axes(variants)}", "", names + 2, width)
+        yield from wrap(f"{case:<{names}}  {_size(variants)}: {axes_of(variants)}", "", names + 2, width)
     yield from skipped_lines(items, width)
     if items:
         every = [item for variants in launched.values() for item in variants]
@@ -239,12 +215,7 @@ def doctor_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]
     whole = dict.fromkeys(named(row["case"], row["simulated"]) for row in rows if row["case"] not in partly)
     if whole:
         yield from ("", *wrap(f"All variants run here: {', '.join(whole)}", width=width, most=None))
-    skipped = {
-        "These cells cannot run here:": [(row["reason"], row["case"]) for row in rows if not row["runs"]],
-        "These variants cannot run here:": [
-            (reason, f"{row['case']}/{name}") for row in rows for name, reason in row["skipped_variants"].items()
-        ],
-    }
-    for title, items in skipped.items():
-        if items:
-            yield from ("", title, *by_reason(items, width))
+    skipped = [(row["reason"], row["case"]) for row in rows if not row["runs"]]
+    skipped += [(reason, f"{row['case']}/{name}") for row in rows for name, reason in row["skipped_variants"].items()]
+    if skipped:
+        yield from ("", "These cells, or variants of cells, cannot run here:", *by_reason(skipped, width))
