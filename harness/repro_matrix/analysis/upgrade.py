@@ -65,7 +65,9 @@ def compare_stacks(before: Sequence[VariantResult], after: Sequence[VariantResul
 
 
 def kind_of(before: Answer, after: Answer) -> str | None:
-    """Return the kind of change between two measured answers of a script, or None."""
+    """Return the kind of change between two answers of a script; None: no change, or one of them is unknown."""
+    if before.label is None or after.label is None:
+        return None
     if before.label == after.label:
         return "text_changed" if before.label == REPRODUCED and before.whole != after.whole else None
     if REPRODUCED in (before.label, after.label):
@@ -73,6 +75,20 @@ def kind_of(before: Answer, after: Answer) -> str | None:
     if PASSED in (before.label, after.label):
         return "failure_gone" if after.label == PASSED else "new_failure"
     return "different_failure"
+
+
+def script_change(name: str, variant: str, before: Answer, after: Answer, cause: Any) -> dict[str, Any] | None:
+    """Return the change of a script's answer as ``changes_to_json`` does, or None."""
+    kind = kind_of(before, after)
+    place = {"case": name, "cell": name, "variant": variant, "error_at": [before.error_at, after.error_at]}
+    texts = {"before": before.whole, "after": after.whole, "documents": [None, None]}
+    return {"change": kind, **place, **texts, "cause": cause} if kind else None
+
+
+def script_unknown(name: str, variant: str, before: Answer, after: Answer) -> list[Unknown]:
+    """Return why a script's answers cannot be compared; [] if they can."""
+    reasons = [answer.detail for answer in (before, after) if answer.label is None]
+    return [Unknown(name, variant, "; ".join(reasons))] if reasons else []
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from repro_matrix.analysis import upgrade
+from repro_matrix.analysis.diff import KINDS
 from repro_matrix.analysis.inputs import side_of_run
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import script_options as options
@@ -23,13 +24,11 @@ from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.prober import Target
 from repro_matrix.text import log
 
-WHY = ("all", "worse", "none")
+WHY = {"all": tuple(KINDS), "worse": upgrade.WORSE, "none": ()}
 RESUME = "Probes are stored; run the same command again to continue."
-EPILOG = (
-    "and case=, model=, strategy=, flags.<name>=, variants=, repeat=, results=... as for `repro matrix`.\n\n"
-    "Stored results of the two stacks are used, the others are measured. Exit code 1: a failure appears, a control\n"
-    "fails, or a fix stops working; else 3: a result is missing; else 0."
-)
+EPILOG = """Stored results of the two stacks are used, the others are measured.
+
+exit codes: 1 a failure appears, a control fails, or a fix stops working; else 3 a result is missing; else 0"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "the stack in use: a name, a lock, a requirements file, python:PATH"
     add("--from", dest="source", metavar="STACK", required=True, help=text)
     add("--to", dest="target", metavar="STACK", required=True, help="the stack to upgrade to")
-    add("--why", choices=WHY, default=WHY[0], help="for which changes to search the responsible package (default: all)")
+    add("--why", choices=WHY, default="all", help="for which changes to search the responsible package (default: all)")
     add("--releases", action="store_true", help="also search for the package's release")
     add("--budget", type=arguments.number(3), metavar="N", help="at most N probes for each release")
     add("--script", metavar="SCRIPT", help="your own script instead of the catalog, e.g. ./train.py")
@@ -62,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         result = upgrade.compare_stacks(*([row for row in rows if row.stack == spec] for spec in specs))
         search = upgrade.CauseSearch(request, specs, ends, stop, args.releases, args.budget, log)
         try:
-            search.run([change for change in result.changes if _searched(args, change.kind)], documents)
+            search.run([change for change in result.changes if change.kind in WHY[args.why]], documents)
         except Stopped as error:
             stopped = error
     changes = upgrade.changes_to_json(result.changes, search.causes)
@@ -71,10 +70,6 @@ def main(args: argparse.Namespace) -> int:
     if stopped:
         log(f"stopped: {stopped}. {RESUME}")
     return stopped.exit_code if stopped else result.exit_code
-
-
-def _searched(args: argparse.Namespace, kind: str) -> bool:
-    return args.why == "all" or (args.why == "worse" and kind in upgrade.WORSE)
 
 
 def _resolve(specs: tuple[str, str]) -> tuple[Stack, Stack]:
@@ -100,21 +95,17 @@ def _upgrade_script(args: argparse.Namespace) -> int:
         try:
             prober.learn(Target(source, source), Target(target, target))
             before, after = (prober.probe(Target(spec, spec)).variants[VARIANT] for spec in specs)
-            known = before.label is not None and after.label is not None
-            kind = upgrade.kind_of(before, after) if known else None
-            cause = search.cause(Bisector(prober, VARIANT)) if kind and _searched(args, kind) else None
+            kind = upgrade.kind_of(before, after)
+            cause = search.cause(Bisector(prober, VARIANT)) if kind in WHY[args.why] else None
         except Stopped as error:
             log(f"stopped: {error}. {RESUME}")
             return error.exit_code
-    name = script.command.name
-    place = {"case": name, "cell": name, "variant": VARIANT, "error_at": [before.error_at, after.error_at]}
-    texts = {"before": before.whole, "after": after.whole, "documents": [None, None]}
-    changes = [{"change": kind, **place, **texts, "cause": cause}] if kind else []
-    reason = "; ".join(answer.detail for answer in (before, after) if answer.label is None)
-    unknown = [] if known else [upgrade.Unknown(name, VARIANT, reason)]
-    data = upgrade.to_json(specs, ends, changes, unknown, int(known and not changes))
+    change = upgrade.script_change(script.command.name, VARIANT, before, after, cause)
+    unknown = upgrade.script_unknown(script.command.name, VARIANT, before, after)
+    changes = [change] if change else []
+    data = upgrade.to_json(specs, ends, changes, unknown, int(not changes and not unknown))
     _show(args, {**data, "stopped": None, "notes": [*notes, *prober.notes]})
-    return 3 if not known else int(kind in upgrade.WORSE)
+    return 3 if unknown else int(kind in upgrade.WORSE)
 
 
 def _measure(request: Request, ends: Mapping[str, Stack], stop: threading.Event) -> list[Document]:
