@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import as_promised, case, check, observation, ok, record
 from repro_matrix.config.schema import Case
-from repro_matrix.grading import effect
-from repro_matrix.grading.effect import missing_effect, unread_change, wrong_shares
+from repro_matrix.grading.effect import missing_effect, unread_change
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.grading.verdict import judge
@@ -135,21 +134,6 @@ HYBRID: dict[str, Any] = {"options": {"sharding": "HYBRID"}, "replicas": {"shard
 def test_whole_part_shard_and_replicas(invariants: Any, changes: Any, more: Any, part: str | None) -> None:
     reason = missing(changes=changes, invariants=invariants, **{"every": True, **more})
     assert reason is None if part is None else part in str(reason)
-
-
-@pytest.mark.parametrize(
-    ("what", "wanted", "shares", "ranks", "parts", "wrong"),
-    [
-        ("gradients", "shard", [0.4, 0.5], 2, 2, False), ("gradients", "shard", [0.4, 0.49], 2, 2, True),
-        ("gradients", "shard", [effect.SHARE / 2 + effect.SPARE] * 2, 2, 2, False),
-        ("gradients", "shard", [effect.SHARE / 2 + effect.SPARE, effect.SHARE / 2 + 0.02], 2, 2, True),
-        ("parameters", "shard", [0.95, 0.95], 2, 2, True), ("gradients", "part", [0.95, 0.95], 2, 1, True),
-        ("parameters", "shard", [1.0], 1, 1, False), ("parameters", "shard", [1.0, 1.0], 2, 1, False),
-        ("updates", "part", [0.1, 0.9], 2, 2, False), ("parameters", "whole", [1.0, 0.5], 2, 1, True),
-    ],
-)  # fmt: skip
-def test_shares_at_their_bounds(what: str, wanted: str, shares: Any, ranks: int, parts: int, wrong: bool) -> None:
-    assert bool(wrong_shares(what, wanted, shares, ranks, parts)) is wrong
 
 
 def test_inference_needs_its_parameters_only() -> None:

@@ -132,10 +132,6 @@ def test_passed_needs_a_done_marker_on_every_rank(undone: int) -> None:
     assert (outcome.outcome, outcome.ranks) == ("other_failure", (undone,))
 
 
-def test_missing_rank_is_named() -> None:
-    assert graded(ok(0), ok(3), world_size=4).ranks == (1, 2)
-
-
 # -- checks
 
 

@@ -33,7 +33,6 @@ from repro_matrix.grading.root_cause import (
     all_failure_ids,
     failure_ids,
     failure_of,
-    fatal_signal,
     find_failures,
     is_peer_error,
     script_error,
@@ -115,14 +114,6 @@ def test_how_a_rank_failed(changes: Any, kind: str | None, type_: str, where: st
     else:
         assert failure and (failure.kind, failure.type, failure.location) == (kind, type_, where)
         assert failure.secondary is secondary
-
-
-@pytest.mark.parametrize(
-    ("code", "signal", "name"),
-    [(None, "SIGSEGV", "SIGSEGV"), (-11, None, "SIGSEGV"), (-999, None, ""), (1, None, ""), (None, None, "")],
-)
-def test_fatal_signal(code: int | None, signal: str | None, name: str) -> None:
-    assert fatal_signal(Attempt(observation(ok(0, exit_code=code, signal=signal))).ranks[0]) == name
 
 
 # -- reading records

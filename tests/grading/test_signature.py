@@ -33,7 +33,7 @@ from observations import (
 )
 from pydantic import ValidationError
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.schema import Case, Signature
+from repro_matrix.config.schema import Signature
 from repro_matrix.grading import signature as signature_module
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.grading.root_cause import find_failures
@@ -399,25 +399,18 @@ def test_listed_known_matches_are_needed() -> None:
             assert held and all(re.search(p, held[0]) for p in message_patterns(signature)[:1]), f"{name}: {text}"
 
 
+@pytest.mark.parametrize("type_", ["Exception", "BaseException"])
+def test_type_of_every_error_is_refused(type_: str) -> None:
+    with pytest.raises(ValidationError, match="every error's"):
+        case(signatures=[{**EXCEPTION, "type": type_}])
+
+
 @pytest.mark.parametrize("wide", ["", ".*", ".", r"\w*", "x?", ".+", r"[\s\S]*", "(a|)", "e"])
 def test_pattern_that_matches_anything_is_refused(wide: str) -> None:
     with pytest.raises(ValidationError, match=r"anything|needs message"):
         case(signatures=[{**EXCEPTION, "message": wide}])
     with pytest.raises(ValidationError, match=r"anything|needs message"):
         case(signatures=[{**EXCEPTION, "message": None, "messages": {"gloo": wide or ".*"}}])
-
-
-def test_type_of_every_error_is_refused() -> None:
-    for name in ("Exception", "BaseException"):
-        with pytest.raises(ValidationError, match="every error's"):
-            case(signatures=[{**EXCEPTION, "type": name}])
-
-
-@pytest.mark.parametrize("wide", ["tensor", "out of range", "not supported", "must be"])
-def test_pattern_of_everyday_words_is_overbroad(wide: str) -> None:
-    known: Case = case(signatures=[{**EXCEPTION, "message": wide}])
-    assert overbroad_signature(known) is not None
-    assert overbroad_signature(case()) is None
 
 
 def test_overbroad_signature_counts_the_messages_it_matches(monkeypatch: pytest.MonkeyPatch) -> None:
