@@ -3,7 +3,7 @@
 Libraries fall back silently: accelerate to DDP, ZeRO to stage 0, adapters that match no module. Such an attempt is no
 evidence about the option that it names. Four questions are asked of an attempt that would pass otherwise:
 
-- the strategy: are its promises (conf/strategy) kept by the elements held, reduced and updated, and by the collectives?
+- the strategy: do the elements held, reduced and updated, and the collectives, match its promises (conf/strategy)?
 - the GPUs: did every rank of an attempt that computes on GPUs use memory of one, and was the model split where it was
   given more GPUs than ranks?
 - whatever else the pass criteria list (``effects``), or a rank measured: is the number within its bounds?

@@ -61,7 +61,7 @@ def predicted(
 
 
 def as_expected(name: str) -> str:
-    """Return a verdict as an expectation writes it: other stacks' stored results make NOT_REPRODUCED an
+    """Return a verdict as an expectation writes it: other stacks' stored results make NOT_REPRODUCED a
     FIXED_UPSTREAM."""
     return "NOT_REPRODUCED" if name == "FIXED_UPSTREAM" else name
 
@@ -119,10 +119,10 @@ def failure_note(verdict: Verdict, expectation: Expectation | None) -> str:
         return ""
     listed = [name for variant in expectation.verdicts for name in expectation.failure_ids_of(variant) or ()]
     if not listed:
-        return "met: unset"
+        return "the expectation lists no failure"
     if _agrees(verdict, expectation):
         return ""
-    return f"expected to meet {' or '.join(listed)}, met {', '.join(map(str, verdict.failure_ids))}"
+    return f"expected failure: {' or '.join(listed)}; this one: {', '.join(map(str, verdict.failure_ids))}"
 
 
 def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:

@@ -153,12 +153,12 @@ def _main_frames(stack: str) -> tuple[CodeLocation, ...]:
 
 def stable_stack(stack: str) -> str:
     """Return what stays the same in a stack while nothing moves: the main thread, and other threads in torch."""
-    kept = []
+    stable = []
     for thread in parse_threads(stack):
         monitor = any("repro_kit/rank_monitor.py" in frame.file for frame in thread.frames)
         if thread.main or (not monitor and any("/torch/" in frame.file for frame in thread.frames)):
-            kept.append("\n".join(thread.lines))
-    return "\n\n".join(kept)
+            stable.append("\n".join(thread.lines))
+    return "\n\n".join(stable)
 
 
 # -- deadlock

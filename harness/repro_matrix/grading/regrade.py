@@ -146,7 +146,7 @@ def _other_outcomes(document: Cell, outcomes: Outcomes) -> Iterable[str]:
 
 def _other_verdicts(stored: Mapping[str, StoredVerdict], now: Mapping[str, StoredVerdict]) -> Iterable[str]:
     """Report changed verdicts; whether it is NOT_REPRODUCED or FIXED_UPSTREAM depends on what else is stored."""
-    for name, found in now.items():
+    for name, verdict in now.items():
         before = stored[name]["name"] if name in stored else ""
-        if before and as_expected(before) != as_expected(found["name"]):
-            yield f"variant {name}: stored as {before}, graded as {found['name']}"
+        if before and as_expected(before) != as_expected(verdict["name"]):
+            yield f"variant {name}: stored as {before}, graded as {verdict['name']}"

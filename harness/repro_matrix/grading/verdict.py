@@ -84,7 +84,7 @@ def judge(
     verdicts = {variant: _fix(case.slug, unfixed, outcomes[variant], older) for variant in fixes}
     if case.expect or older.stack or older.not_comparable or "reproduced" in {outcome.outcome for outcome in unfixed}:
         return verdicts
-    return {variant: _never_reproduced(found, unfixed) for variant, found in verdicts.items()}
+    return {variant: _never_reproduced(verdict, unfixed) for variant, verdict in verdicts.items()}
 
 
 def judge_pair(case: str, unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
@@ -107,13 +107,13 @@ def count_outcomes(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{kind} {names.count(kind)}/{len(names)}" for kind in kinds)
 
 
-def _never_reproduced(found: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
+def _never_reproduced(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
     """Of a case that was never seen to reproduce, and does not here: its script or signature may be what is wrong."""
-    if not found.measured or found.name in ("INCONCLUSIVE", "FLAKY"):
-        return found
+    if not verdict.measured or verdict.name in ("INCONCLUSIVE", "FLAKY"):
+        return verdict
     counted = evidence(unfixed)
     reason = f"no stored measurement shows this failure, and unfixed is {count_outcomes(counted)}: {counted[0].reason}"
-    return replace(found, name="INCONCLUSIVE", reason=reason, named_case=None, failure_ids=(), unseen=True)
+    return replace(verdict, name="INCONCLUSIVE", reason=reason, named_case=None, failure_ids=(), unseen=True)
 
 
 def _fix(case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], older: OlderReproduction) -> Verdict:
