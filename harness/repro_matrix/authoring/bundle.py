@@ -13,11 +13,9 @@ from typing import Any
 from repro_matrix.errors import ReproError
 
 SCRIPT, RUN = "script", "repro_kit.run"
-KIT = ("repro_kit", "harness")
+KIT = ("repro_kit", "repro_matrix")  # packages that an exported script does not import
 # Modules that record evidence: an exported script has none of it.
-RECORDING = (
-    "repro_kit.rank_monitor", "repro_kit.code_location", "repro_kit.record", "repro_kit.settings", "harness",
-)  # fmt: skip
+RECORDING = ("repro_kit.rank_monitor", "repro_kit.code_location", "repro_kit.record", "repro_kit.settings")
 UNKNOWN = object()
 COMMENT = "@@"  # begins a string statement that stands for a comment
 STUBS = Path(__file__).with_name("stubs.py.txt")  # short versions of functions of the kit, by module
