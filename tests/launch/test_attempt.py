@@ -131,7 +131,7 @@ def observed(
     return observe.observation(attempt, "torchrun", ["python"], seen, worker_exit=0)
 
 
-def told(exit_code: int | None = 1, signal: str | None = None, by: str = "self") -> dict[str, Any]:
+def entry(exit_code: int | None = 1, signal: str | None = None, by: str = "self") -> dict[str, Any]:
     return {"rank": 0, "pid": 99999999, "exit_code": exit_code, "signal": signal, "terminated_by": by}
 
 
@@ -155,7 +155,7 @@ def raised(kind: str, message: str, phase: str = "body", module: str = "__main__
     ],
 )
 def test_invalid_record_is_reported_with_its_key(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
-    seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [told()], {**raised("ValueError", "x"), **changes})
+    seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [entry()], {**raised("ValueError", "x"), **changes})
     assert seen["ranks"][0]["record"] is None and seen["ranks"][0]["validation_error"].startswith(key)
 
 
@@ -180,7 +180,7 @@ def test_invalid_record_is_reported_with_its_key(tmp_path: Path, changes: dict[s
 def test_observation_separates_infra_from_failures_of_the_case(
     tmp_path: Path, record: dict[str, Any], kind: str | None
 ) -> None:
-    seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [told()], record)
+    seen = observed(attempt_of(tmp_path / "a", "x", world_size=1), [entry()], record)
     assert (seen["infra_error"] or {}).get("kind") == kind
     assert seen["ranks"][0]["record"] == record and seen["attempt"]["wall_s"] == 2.5
 
@@ -191,7 +191,7 @@ def test_observation_reports_failed_gpu_before_its_peers(tmp_path: Path) -> None
     prepare(attempt)
     peer = raised("DistBackendError", "NCCL error: unhandled system error\nncclSystemError: System call failed")
     ecc = raised("RuntimeError", "CUDA error: uncorrectable ECC error encountered")
-    ranks = [told(), {**told(), "rank": 1}]
+    ranks = [entry(), {**entry(), "rank": 1}]
     attempt.launch_file.write_text(json.dumps({"ranks": ranks, "error": None, "finished": True}))
     for second, kind in ((ecc, "gpu_failure"), (peer, "device")):
         for rank, record in enumerate((peer, second)):
@@ -204,19 +204,19 @@ def test_observation_reports_failed_gpu_before_its_peers(tmp_path: Path) -> None
 
 def test_observation_records_who_ended_a_rank(tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path / "a", "x", world_size=1)
-    assert observed(attempt, [told(None, "SIGKILL")])["infra_error"]["kind"] == "memory"
-    assert observed(attempt, [told(None, "SIGKILL", "launcher")])["infra_error"] is None
-    seen = observed(attempt, [told(None, "SIGKILL")], timed_out=True)
+    assert observed(attempt, [entry(None, "SIGKILL")])["infra_error"]["kind"] == "memory"
+    assert observed(attempt, [entry(None, "SIGKILL", "launcher")])["infra_error"] is None
+    seen = observed(attempt, [entry(None, "SIGKILL")], timed_out=True)
     assert seen["infra_error"] is None and seen["ranks"][0]["terminated_by"] == "timeout"
-    assert observed(attempt, [told(0)], timed_out=True)["ranks"][0]["terminated_by"] == "self"  # it was just ending
+    assert observed(attempt, [entry(0)], timed_out=True)["ranks"][0]["terminated_by"] == "self"  # it was just ending
 
 
 def test_failed_launch_is_infra(tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path / "a", "x", world_size=1)
     assert observed(attempt, [])["infra_error"]["kind"] == "launch"
-    assert observed(attempt, [told(None)], finished=False)["infra_error"]["kind"] == "launcher_died"
+    assert observed(attempt, [entry(None)], finished=False)["infra_error"]["kind"] == "launcher_died"
     assert observed(attempt, [], timed_out=True)["infra_error"]["message"].startswith("no rank was up at the deadline")
-    assert observed(attempt, [told()], log="Traceback\nImportError: no kit\n")["infra_error"]["message"].endswith(
+    assert observed(attempt, [entry()], log="Traceback\nImportError: no kit\n")["infra_error"]["message"].endswith(
         "no kit"
     )
     attempt.launch_file.write_text("[]")
@@ -275,17 +275,17 @@ def test_tree_excludes_dead_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("busy", "taken", "said"),
+    ("busy", "taken", "progress"),
     [
-        ([0, 0], 2, "stuck"),  # nobody moves: two looks are enough
-        ([1, 0, 1, 0, 1, 0, 0], 7, "stuck"),  # a machine under load: pairs that say nothing are no answer yet
+        ([0, 0], 2, "stuck"),  # no rank moves: two samples are enough
+        ([1, 0, 1, 0, 1, 0, 0], 7, "stuck"),  # a machine under load: busy pairs decide nothing
         ([1, 0] * 10, 9, "unknown"),
         ([1, 1, 1, 0, 0], 3, "progress"),  # it moved twice
         ([1, 1, 0, 0], 4, "stuck"),  # it had moved before it hung
     ],
 )
 def test_ranks_are_sampled_until_it_is_known_whether_they_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: list[int], taken: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: list[int], taken: int, progress: str
 ) -> None:
     seen = []
 
@@ -304,7 +304,7 @@ def test_ranks_are_sampled_until_it_is_known_whether_they_move(
     watched._working = 0.0
     watched._sample_at_deadline(threading.Event())
     pair = last_two([each.state for each in watched.result.samples[0]])
-    assert len(seen) == taken and rank_progress(*pair) == said
+    assert len(seen) == taken and rank_progress(*pair) == progress
     watched.result.samples = {}
     stop = threading.Event()
     stop.set()

@@ -72,7 +72,7 @@ COSTS = {"cpu": Costs(60, 20, 0, 0), "cuda": Costs(120, 20, 20, 5)}
 
 @dataclass(frozen=True)
 class UserCommand:
-    """A user's own command line (launch/command.py), and what to read from its logs."""
+    """A user's own command line (launch/torchrun.py), and what to read from its logs."""
 
     argv: tuple[str, ...]  # what follows the stack's interpreter
     plain: bool = False  # no launcher: the command's one process is rank 0
