@@ -22,7 +22,6 @@ from repro_matrix.search.algorithms import (
     labels_of,
     least,
     repeats_for,
-    sample,
     version_map,
 )  # fmt: skip
 
@@ -168,14 +167,6 @@ def test_version_map_limit_is_for_all_variants_and_silent_ones_cost_nothing() ->
     trail, probe = mapped([(i // 7 % 2, i // 5 % 2) for i in range(200)], max_probes=12)
     assert len(probe.asked) == 12 and trail.ended is not None
     assert len(mapped([("passed", None)] * 100, 4)[1].asked) == 4
-
-
-@given(st.integers(1, 500), st.integers(2, 60))
-def test_sample_is_even_and_has_both_ends(count: int, samples: int) -> None:
-    points = sample(count, samples)
-    assert points == sorted(set(points)) and len(points) == min(samples, count)
-    assert (points[0], points[-1]) == (0, count - 1)
-    assert all(b - a <= math.ceil((count - 1) / (samples - 1)) for a, b in pairwise(points))
 
 
 # -- sets and values

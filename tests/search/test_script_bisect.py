@@ -187,23 +187,6 @@ def test_bisect_companion_packages_move_with_the_culprit(lab: Lab, capsys: Capsy
     assert data["stages"][0]["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"  # peft never moves
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("einops==0.8.1\neinops==0.8.0\n", "two versions of einops"),
-        ("peft==0.9.0\neinops==0.7.0\n", "the same versions"),
-        ("peft==0.9.0\n-e git+https://x/y@1#egg=einops", "not a release of an index"),
-    ],
-)
-def test_bisect_lockfiles_that_cannot_be_compared_are_refused(
-    lab: Lab, capsys: Capsys, text: str, message: str
-) -> None:
-    lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7", "einops": "0.8.2"}
-    write_locks("peft==0.9.0 einops==0.7.0", "")
-    Path("bad.txt").write_text(text)
-    assert message in result(lab, capsys, *LOCKS, code=2)["err"] and lab.launched == 0
-
-
 def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
