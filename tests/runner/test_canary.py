@@ -43,7 +43,7 @@ def came_out(**changed: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]
     ]
 
 
-def test_what_comes_out_as_planted_is_no_reason_to_stop() -> None:
+def test_wrong_is_empty_for_planted_results() -> None:
     assert canary.wrong(came_out()) == []
 
 
@@ -62,18 +62,18 @@ def test_what_comes_out_as_planted_is_no_reason_to_stop() -> None:
         ("control", "FAILED", [{"check": "sum"}]),
     ],
 )
-def test_whatever_comes_out_otherwise_is_named(variant: str, verdict: str, failure_ids: list[dict[str, Any]]) -> None:
+def test_wrong_names_each_other_result(variant: str, verdict: str, failure_ids: list[dict[str, Any]]) -> None:
     (told,) = canary.wrong(came_out(**{variant: (verdict, failure_ids)}))
     assert f"/{variant}, stack current on cpu: planted" in told and f"{verdict}: because" in told
 
 
-def test_an_variant_that_was_not_judged_is_wrong() -> None:
+def test_wrong_names_variants_without_a_verdict() -> None:
     documents = came_out()
     documents[0]["verdicts"] = {}
     assert len(canary.wrong(documents)) == 2
 
 
-def test_they_are_not_of_the_catalogue() -> None:
+def test_canary_cases_are_not_in_the_catalogue() -> None:
     known = catalogues.load()
     assert not canary.PLANTED.keys() & known.cases.keys()
     planted = canary.catalogue(known, ["torch", "transformers"])
@@ -111,7 +111,7 @@ def asked(about: RunContext, ranks: dict[str, int]) -> list[CellPlan]:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("cpu", 2), ("gpu1-shared", 2), ("gpu2", 2), ("a100x8", 2), ("gpu1", 1)])
-def test_wherever_something_is_launched_they_can_be_launched_too(name: str, ranks: int) -> None:
+def test_look_plans_canary_cells_on_every_profile(name: str, ranks: int) -> None:
     """Two ranks on one GPU were skipped: every run on a machine with one GPU ended as if the harness were broken."""
     about = given(name)
     (plan,) = asked(about, {name: 2})
@@ -131,7 +131,7 @@ def test_wherever_something_is_launched_they_can_be_launched_too(name: str, rank
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
-def test_gpus_that_others_use_are_no_broken_harness(free: int) -> None:
+def test_look_with_gpus_in_use_tries_fewer_ranks(free: int) -> None:
     about = given("cpu", "gpu2")
     looked: list[set[tuple[str, int]]] = []
 
@@ -166,7 +166,7 @@ def lacking(document: dict[str, Any], kind: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.xdist_group("stack")
-def test_a_run_measures_them_first_and_stops_where_the_judge_is_unfixed(
+def test_run_with_a_broken_grader_measures_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_are_warm: None
 ) -> None:
     results = tmp_path / "results"

@@ -16,9 +16,8 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.launch.observe import EITHER, classify_device_error
+from repro_matrix.launch.observe import classify_device_error
 from repro_matrix.results.exit_code import exit_code
-from repro_matrix.runner.attempts import GPU_FAILURE, plan_retry, resolve_repeated_error, with_infra_error
 from repro_matrix.runner.engine import Event, Summary
 from test_engine import Fake, engine_of, observation, verdicts
 
@@ -272,18 +271,3 @@ def test_repeated_gpu_error_is_the_programs(tmp_path: Path, monkeypatch: pytest.
     made = summary.documents[0]["variants"]["root-call"]["attempts"]
     assert [attempt["outcome"]["outcome"] for attempt in made] == ["infra_error", "other_failure"]
     assert verdicts(summary) == {"root-call": "DIFFERENT_FAILURE"} and not summary.gpu_notes
-
-
-def test_retry_only_after_a_gpu_failure_and_only_once() -> None:
-    fine: dict[str, Any] = {"attempt": {"id": "x", "interrupted": True}, "infra_error": None, "ranks": []}
-    failed = with_infra_error(fine, GPU_FAILURE, "gpu3 (GPU-3): Xid 79")
-    assert failed["infra_error"] == {"kind": "gpu_failure", "message": "gpu3 (GPU-3): Xid 79"}
-    assert not failed["attempt"]["interrupted"] and fine["infra_error"] is None
-    assert plan_retry(failed, ("GPU-3",)) == {"retry_of": failed["infra_error"], "avoid": ("GPU-3",)}
-    assert plan_retry({**failed, "attempt": {"retry_of": failed["infra_error"]}}) is None
-    same = {"kind": EITHER, "message": "of another attempt"}
-    twice = {**fine, "attempt": {"retry_of": same}, "infra_error": {"kind": EITHER, "message": "?"}}
-    assert resolve_repeated_error(twice)["infra_error"] is None, "on other GPUs it came again: it is the program's"
-    words_alone = {**twice, "attempt": {"retry_of": {"kind": "gpu_failure", "message": f"{EITHER}: so it says"}}}
-    assert resolve_repeated_error(words_alone)["infra_error"], "the kind tells, not how a message begins"
-    assert plan_retry(fine) is None and plan_retry({**fine, "infra_error": {"kind": "launch", "message": "?"}}) is None

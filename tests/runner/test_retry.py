@@ -59,7 +59,7 @@ def test_believed_rejects_a_document_of_another_case() -> None:
     assert not documents.believed(older(case="another"), CASE), "and in order"  # type: ignore[arg-type]
 
 
-def test_what_is_still_the_answer_is_kept_judged_again_and_infra_is_not() -> None:
+def test_take_over_grades_kept_attempts_again_and_drops_infra_errors() -> None:
     new = begun()
     assert kept(older(), now=new) == ({"unfixed": 1, "fix": 1}, 1.0)
     (made,) = new["variants"]["unfixed"]["attempts"]
@@ -70,7 +70,7 @@ def test_what_is_still_the_answer_is_kept_judged_again_and_infra_is_not() -> Non
     assert documents.missing(new, plan(fix="skipped")) == [("unfixed", 1)]
 
 
-def test_another_fingerprint_or_machine_or_a_skip_keeps_nothing_and_says_so() -> None:
+def test_take_over_with_another_fingerprint_machine_or_skip_keeps_nothing() -> None:
     assert kept(older(), plan(fix="other")) == ({"unfixed": 1, "fix": 0}, 2.0)
     ambiguous_with = begun()
     ambiguous_with["hardware"] = {**ambiguous_with["hardware"], "cpu": "another"}
@@ -81,7 +81,7 @@ def test_another_fingerprint_or_machine_or_a_skip_keeps_nothing_and_says_so() ->
     assert kept(forged)[0]["fix"] == 0, "what the document says of its variant is compared, too"
 
 
-def test_an_attempt_was_made_under_what_its_variant_says() -> None:
+def test_take_over_compares_the_fingerprint_of_each_attempt() -> None:
     before = older()
     (first, _) = before["variants"]["fix"]["attempts"]
     first["observation"]["attempt"]["fingerprint"] = "f"
@@ -92,7 +92,7 @@ def test_an_attempt_was_made_under_what_its_variant_says() -> None:
     assert documents.made_under(first) is None and kept(before)[0]["fix"] == 1, "from before it was stored"
 
 
-def test_an_variant_that_is_not_asked_for_stays_where_it_would_be_made_alike() -> None:
+def test_take_over_keeps_an_unselected_variant_with_the_same_fingerprint() -> None:
     only = begun(variants={"unfixed": begun()["variants"]["unfixed"]})
     at = plan(unasked={"fix": "f"})
     at.variants.pop()
@@ -111,7 +111,7 @@ def test_an_variant_that_is_not_asked_for_stays_where_it_would_be_made_alike() -
     assert "fix" not in kept(empty, at, copy.deepcopy(only))[0]
 
 
-def test_a_document_of_which_nothing_is_left_is_begun_anew() -> None:
+def test_take_over_without_attempts_starts_a_new_document() -> None:
     before = older()
     for variant in before["variants"].values():
         variant["attempts"] = []
@@ -126,16 +126,11 @@ def seen(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", OTHER_GPUS)
-def test_what_a_card_may_have_done_is_made_once_more_on_others(kind: str) -> None:
+def test_plan_retry_after_a_gpu_error_avoids_its_gpus_once(kind: str) -> None:
     why = {"kind": kind, "message": "Xid 79"}
     assert plan_retry(seen(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
     assert plan_retry(seen(why)) == {"retry_of": why, "avoid": ()}
     assert plan_retry(seen(why, retry_of=why)) is None, "never twice"
-
-
-def test_what_cards_may_be_to_blame_for_has_the_names_that_ranks_and_launcher_give_it() -> None:
-    assert OTHER_GPUS == ("gpu_failure", "device", EITHER) and GPU_FAILURE == "gpu_failure"
-    assert plan_retry(seen({"kind": "memory", "message": "x"}), ["GPU-1"]) is None, "of the host"
 
 
 def test_plan_retry_timeout_gets_a_longer_deadline() -> None:
@@ -143,7 +138,7 @@ def test_plan_retry_timeout_gets_a_longer_deadline() -> None:
     found = plan_retry(seen(why))
     assert found == {"retry_of": why, "deadline": LONGER * 40}
     assert plan_retry(seen(why, retry_of=why)) is None
-    assert plan_retry(seen({"kind": "memory", "message": "m"})) is None is plan_retry(seen())
+    assert plan_retry(seen({"kind": "memory", "message": "m"}), ["GPU-1"]) is None is plan_retry(seen())
 
 
 def test_repeated_ambiguous_error_is_the_programs() -> None:
@@ -156,6 +151,9 @@ def test_repeated_ambiguous_error_is_the_programs() -> None:
         (either, {"kind": GPU_FAILURE}),
     ):
         assert resolve_repeated_error(seen(first, retry_of=second)) == seen(first, retry_of=second)
+
+
+def test_with_infra_error_makes_an_attempt_no_evidence() -> None:
     dead = with_infra_error(seen(interrupted=True), GPU_FAILURE, "it fell off the bus")
     assert dead["infra_error"] == {"kind": GPU_FAILURE, "message": "it fell off the bus"}
     assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40
