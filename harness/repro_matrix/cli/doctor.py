@@ -13,15 +13,8 @@ from repro_matrix.environment.machine import Machine, no_ptrace, shm_mb, unwrita
 from repro_matrix.environment.profiles import HardwareError, Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import cache_dir
-from repro_matrix.report.terminal import (
-    columns,
-    doctor_lines,
-    named,
-    print_json,
-    print_lines,
-    print_table,
-    print_wrapped,
-)
+from repro_matrix.report import terminal
+from repro_matrix.report.terminal import print_json, print_table, print_wrapped
 from repro_matrix.results import local
 from repro_matrix.runner import session
 from repro_matrix.runner.prerequisites import Prober
@@ -93,12 +86,12 @@ def main(args: argparse.Namespace) -> int:
         table = []
         for row in rows:
             skipped = (f"variant {variant}: {reason}" for variant, reason in row["skipped_variants"].items())
-            case = named(row["case"], row["simulated"])
+            case = terminal.named(row["case"], row["simulated"])
             runs = "yes" if row["runs"] else "no"
             table.append([case, row["model"], row["strategy"], runs, row["reason"] or "; ".join(skipped)])
         print_table("", ["case", "model", "strategy", "runs here", "reason"], table, narrow=("reason",))
     else:
-        print_lines([*doctor_lines(rows, columns()), ""])
+        terminal.print_lines([*terminal.doctor_lines(rows, terminal.columns()), ""])
     print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run here")
     return 3 if problems else 0
 

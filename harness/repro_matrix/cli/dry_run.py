@@ -8,15 +8,8 @@ from typing import Any
 
 from repro_matrix.planning.memory import GIB, MemoryPlan, fullest
 from repro_matrix.planning.plan import CellPlan, VariantPlan
-from repro_matrix.report.terminal import (
-    columns,
-    named,
-    plan_lines,
-    print_json,
-    print_lines,
-    print_table,
-    skipped_lines,
-)
+from repro_matrix.report import terminal
+from repro_matrix.report.terminal import print_json, print_lines, print_table
 from repro_matrix.results import local
 from repro_matrix.results.summary import Row
 from repro_matrix.runner import session
@@ -25,6 +18,7 @@ from repro_matrix.text import counted
 
 _HEADS = ["case", "model", "strategy", "variant", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
 _MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
+Item = Mapping[str, Any]
 _LAST = "fullest moment, or why it is skipped"
 
 
@@ -37,15 +31,14 @@ def show_plan(prepared: Session, as_json: bool, every_variant: bool) -> int:
         print_json(items)
         return 0
     for item in items:
-        item["case"] = named(item["case"], item["simulated"])
+        item["case"] = terminal.named(item["case"], item["simulated"])
     if every_variant:
-        renamed = {"ranks": "world_size"}
-        table = [[item[renamed.get(head, head)] for head in _HEADS] for item in items]
+        table = [[item["world_size" if head == "ranks" else head] for head in _HEADS] for item in items]
         print_table("", _HEADS, table, narrow=("skipped",))
     else:
         cells = [plan.cell for plan in prepared.plans for _ in plan.variants]
-        keys = [{"cell": repr((cell.hardware, cell.stack, cell.key))} for cell in cells]
-        print_lines(plan_lines([item | key for item, key in zip(items, keys)], columns()))
+        lines = [item | {"cell": repr((cell.hardware, cell.stack, cell.key))} for item, cell in zip(items, cells)]
+        print_lines(terminal.plan_lines(lines, terminal.columns()))
     for why, count in prepared.elsewhere.items():
         print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
     return 0
@@ -78,12 +71,9 @@ def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
     rows = []
     for plan in prepared.plans:
         for variant in plan.variants:
-            planned = {
-                "planned": variant.memory.to_json() if variant.memory else None,
-                "reference": variant.settings.get("reference"),
-                "measured_mb": _measured(stored, plan.cell.key, variant),
-            }
-            rows.append((variant, _item(prepared, plan, variant) | planned))
+            row = _item(prepared, plan, variant) | {"reference": variant.settings.get("reference")}
+            row |= {"planned": variant.memory.to_json() if variant.memory else None}
+            rows.append((variant, row | {"measured_mb": _measured(stored, plan.cell.key, variant)}))
     if as_json:
         cells = [row for _, row in rows]
         print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": cells})
@@ -103,37 +93,30 @@ def _measured(rows: Sequence[Row], cell: str, variant: VariantPlan) -> float | N
     return max(peaks, default=0.0) or None
 
 
-def _print_memory(
-    prepared: Session, rows: Sequence[tuple[VariantPlan, Mapping[str, Any]]], every_variant: bool
-) -> None:
+def _print_memory(prepared: Session, rows: Sequence[tuple[VariantPlan, Item]], every_variant: bool) -> None:
     profile, machine = prepared.profile, prepared.machine
     gpus = f"{len(profile.gpus)} x {profile.gpus[0].name}, " if profile.gpus else ""
     only = " (planned only: not this machine)" if prepared.planned else ""
     print(f"hardware {profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
-    hidden = [row for variant, row in rows if row["skipped"] and variant.memory is None and not every_variant]
-    table = []
+    table, hidden = [], []
     for variant, row in rows:
         plan, measured = variant.memory, row["measured_mb"]
         if row["skipped"] and plan is None and not every_variant:
+            hidden.append(row)
             continue
+        sizes = [plan.device_rank, plan.host_rank, plan.host_node] if plan else []
+        sizes_text = [f"{size / GIB:.2f}" if size else "-" for size in sizes] or ["?", "?", "?"]
         off = f" ({plan.host_rank / 2**20 / measured - 1:+.0%})" if measured and plan else ""
-        cells = [row["case"], row["model"], row["strategy"], row["variant"], str(variant.world_size), *_sizes(plan)]
-        cells.append(f"{measured / 1024:.2f}{off}" if measured else "-")
-        table.append([*cells, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
+        recorded = f"{measured / 1024:.2f}{off}" if measured else "-"
+        cells = [row["case"], row["model"], row["strategy"], row["variant"], str(variant.world_size), *sizes_text]
+        table.append([*cells, recorded, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
     print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,))
-    print_lines(skipped_lines(hidden, columns()))
+    print_lines(terminal.skipped_lines(hidden, terminal.columns()))
     print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} variants skipped")
 
 
-def _sizes(plan: MemoryPlan | None) -> list[str]:
-    if plan is None:
-        return ["?", "?", "?"]
-    device = f"{plan.device_rank / GIB:.2f}" if plan.device else "-"
-    return [device, f"{plan.host_rank / GIB:.2f}", f"{plan.host_node / GIB:.2f}"]
-
-
 def _fullest(plan: MemoryPlan | None, simulated: bool) -> str:
-    if plan is None:
-        return "simulated: its tensors need no memory" if simulated else "not known: the stack cannot build the model"
-    full = fullest(plan.device or plan.host)
-    return f"{full.name}: {full.describe()}"
+    if plan:
+        full = fullest(plan.device or plan.host)
+        return f"{full.name}: {full.describe()}"
+    return "simulated: its tensors need no memory" if simulated else "not known: the stack cannot build the model"
