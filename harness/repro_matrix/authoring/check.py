@@ -86,7 +86,7 @@ def measure(slug: str, times: int, overrides: list[str]) -> dict[str, list[Docum
 
     Returns launcher -> its documents; None: interrupted."""
     request = ask([f"case={slug}", *overrides])
-    given = {key for key, _ in request.selections[0].words}
+    given = {key for key, _ in request.words}
     if "stack" not in given and (known := request.catalogue.cases[slug].requires.stack):
         request = request.having({"stack": known})
         log(f"{slug}: on {known}, where it is known to reproduce")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     options.one_case(args.case, args.overrides)
-    request = ask([f"case={args.case}", *args.overrides]) if args.overrides else ask([]).having({"case": args.case})
+    request = ask(args.overrides)
     names = expand("case", [args.case], request.catalogue.cases)
     if len(names) > 1:
         raise ConfigError(f"{args.case}: `repro show` takes one case, and these are {len(names)}: {', '.join(names)}")
+    request = replace(request, selections=[replace(each, case=names) for each in request.selections])
     print_notes(request.left_out)
     case = request.catalogue.cases[names[0]]
     prepared, plan = _plan_first_cell(request, case)

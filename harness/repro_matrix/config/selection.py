@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from fnmatch import filter as matching
@@ -42,38 +42,6 @@ class Selection:
     words: list[tuple[str, str]] = field(default_factory=list, compare=False)  # (key, override as written)
     source: str = ""  # file and name of the block
     narrows: frozenset[str] = frozenset()  # axes of the command line that only narrow what a block's cases list
-
-    def having(self, key: str, value: Any) -> Selection:
-        """Return the selection with one more override, given as a value (for an axis: one value or a list)."""
-        group, _, rest = key.partition(".")
-        more: dict[str, Any] = {"words": [*self.words, (key, override_text(key, value))]}
-        if key in (*GROUPS, "ranks"):
-            given = self.given | {key}
-            more |= {key: value if isinstance(value, list) else [value], "given": given}
-            if self.source:
-                more["narrows"] = frozenset() if "case" in given else frozenset(given)
-        elif group == "flags":
-            more["flags"] = {**self.flags, rest: [value]}
-        elif group in GROUPS:
-            more["patches"] = {**self.patches, group: [*self.patches.get(group, []), (rest.split("."), value)]}
-        return replace(self, **more)
-
-    def less(self, dropped: Callable[[str], bool]) -> Selection:
-        """Return the selection without the overrides of these keys."""
-        axes = {axis: getattr(Selection(), axis) for axis in (*GROUPS, "ranks") if axis in self.given and dropped(axis)}
-        patches = {
-            group: [change for change in changes if not dropped(".".join([group, *change[0]]))]
-            for group, changes in self.patches.items()
-        }
-        return replace(
-            self,
-            **axes,
-            given={axis for axis in self.given if not dropped(axis)},
-            flags={name: values for name, values in self.flags.items() if not dropped(f"flags.{name}")},
-            patches={group: changes for group, changes in patches.items() if changes},
-            added=[key for key in self.added if not dropped(key)],
-            words=[(key, text) for key, text in self.words if not dropped(key)],
-        )
 
 
 def parse(overrides: Iterable[str]) -> Selection:

@@ -232,7 +232,7 @@ class Script:
         )  # fmt: skip
         settings = replace(RunSettings(), results=str(self.results / "scripts"), repeat=repeat)
         cell = Cell(case.slug, MODEL, STRATEGY, (), stack, "auto", command.nproc, overrides)
-        return AdhocRequest(catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
+        return AdhocRequest((), catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
 
 
 @dataclass(frozen=True)

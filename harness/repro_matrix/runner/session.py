@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -39,18 +39,18 @@ if TYPE_CHECKING:  # `repro list` needs the cells and nothing that launches
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_SETTINGS = tuple(each.name for each in fields(RunSettings))
 # What may differ between the shards of one run: where the results go, and how a machine works.
 MACHINE_SETTINGS = ("shard", "results", "jobs", "keep_files", "launcher", "order", "min_cells")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: the catalogue, the settings, and the selections of cells.
+    """A parsed command line: its overrides (key, text), the catalogue, the settings, and the selections of cells.
 
     ``selections``: one of the command line, or one for each block of a named matrix.
     """
 
+    words: Sequence[tuple[str, str]]
     catalogue: Catalogue
     settings: RunSettings
     selections: Sequence[Selection]
@@ -73,35 +73,16 @@ class Request:
         )
 
     def having(self, values: Mapping[str, Any]) -> Request:
-        """Return the request with these values, each by the key of its override: ``model``, ``ranks``,
-        ``flags.<name>``, ``case.options.<name>``, ``env.<NAME>``, ``steps``. Raises ConfigError: a file of conf/ does
-        not accept one."""
-        selections = list(self.selections)
-        settings = {}
-        env = dict(self.settings.env)
-        for key, value in values.items():
-            selections = [each.having(key, value) for each in selections]
-            if key.startswith("env."):
-                env[key.removeprefix("env.")] = value
-            elif key in _SETTINGS:
-                settings[key] = value
-        return self._with(selections, {"env": env, **settings})
+        """Return the request with these values, by the keys of their overrides. Raises ConfigError as ``ask`` does."""
+        return ask([*self.texts(without=values), *(overrides.override_text(*item) for item in values.items())])
 
     def less(self, dropped: Callable[[str], bool]) -> Request:
         """Return the request without the overrides of these keys."""
-        default = RunSettings()
-        settings = {name: getattr(default, name) for name in _SETTINGS if dropped(name)}
-        env = {name: value for name, value in self.settings.env.items() if not dropped(f"env.{name}")}
-        return self._with([each.less(dropped) for each in self.selections], {"env": env, **settings})
+        return ask(self.texts(without={key for key, _ in self.words if dropped(key)}))
 
-    def _with(self, selections: Sequence[Selection], settings: Mapping[str, Any]) -> Request:
-        names = [name for each in selections for name in each.case]
-        catalogue = catalog.load(patches=selections[0].patches, cases=names)
-        return replace(self, catalogue=catalogue, settings=replace(self.settings, **settings), selections=selections)
-
-    def said(self, without: Collection[str]) -> list[str]:
+    def texts(self, without: Collection[str] = ()) -> list[str]:
         """Return the overrides as they were written, to be pasted, without these keys."""
-        return [text for key, text in self.selections[0].words if key not in without]
+        return [text for key, text in self.words if key not in without]
 
     def check(self) -> None:
         """Raise ConfigError (StackError) for an unknown stack or profile, and for a shard: for commands that prepare
@@ -148,7 +129,7 @@ def ask(texts: Sequence[str]) -> Request:
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalog.load())
     settings = compose_run(line.run) if line.run else RunSettings()
-    return Request(catalogue, settings, overrides.blocks(settings.matrix, line))
+    return Request(line.words, catalogue, settings, overrides.blocks(settings.matrix, line))
 
 
 def _check_models(changes: Sequence[tuple[list[str], Any]], added: set[str], catalogue: Catalogue) -> None:

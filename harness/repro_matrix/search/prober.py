@@ -229,7 +229,7 @@ class Prober(CellRunner):
         """Return the `repro run` command of the variant on a stack, without settings that cannot change the result."""
         plain = spec.replace("==", "@")  # equivalent, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
-        texts = self.request.said(without=NOT_REPEATED)
+        texts = self.request.texts(without=NOT_REPEATED)
         return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants=[{variant}]"]
 
     def resolve(self, target: Target) -> Stack:

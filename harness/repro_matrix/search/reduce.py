@@ -194,7 +194,7 @@ class CaseReduction(Reduction):
         return self.base.having(parameters.overrides_of(self.parameters, config))
 
     def command(self, config: Config) -> list[str]:
-        texts = self.request(config).said(without=prober.NOT_REPEATED)
+        texts = self.request(config).texts(without=prober.NOT_REPEATED)
         return ["repro", "run", self.slug, *texts, f"stack={self.stack.name.replace('==', '@')}",
                 f"variants=[{self.variant}]"]  # fmt: skip
 
@@ -202,7 +202,7 @@ class CaseReduction(Reduction):
         config, first = self._reduce()
         data = {
             "case": self.slug, "variant": self.reduced_variant, "what": f"{self.slug} on {self.stack.name}",
-            "overrides": self.request(config).said(without=("case",)), "command": self.command(config),
+            "overrides": self.request(config).texts(without=("case",)), "command": self.command(config),
         }  # fmt: skip
         return self._result(config, first, self.probes[config], data)
 
