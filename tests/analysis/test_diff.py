@@ -275,13 +275,6 @@ def test_diff_command_unknown_names_are_usage_errors(results: Path, repro: Run) 
     assert "neither a folder nor a stack" in repro("diff", one, "torch2.2-tf4.3")[1]
 
 
-def test_diff_command_folder_against_part_of_it_is_noted(results: Path, repro: Run) -> None:
-    write(results / "one", {"unfixed": FIRED})
-    write(results / "two", {"unfixed": FIRED})
-    assert "compared with themselves" in repro("diff", results, results / "one")[1]
-    assert "compared with themselves" not in repro("diff", results / "one", results / "two")[1]
-
-
 def test_matrix_compares_only_cells_that_it_measured(results: Path) -> None:
     from repro_matrix.cli.matrix import _compare
 

@@ -59,8 +59,7 @@ def test_report_writes_a_page_a_site_and_the_formats(folder: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [(["case=fsdp-generat"], "did you mean"), (["cas=x"], "did you mean 'case'"),
-     (["--output", "{here}"], "is a folder"),
-     (["--output", "{here}/no/such"], "no such folder"), (["--output", "{here}/x.json"], "read as evidence"),
+     (["--output", "{here}"], "cannot be written"), (["--output", "{here}/x.json"], "read as evidence"),
      (["--site", "{here}/site", "--format", "csv"], "--site"), (["--history", "{here}/no"], "no such folder")],
 )  # fmt: skip
 def test_report_names_bad_input(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.inputs import Side, load_side
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
-from repro_matrix.results import runs
 from repro_matrix.text import counted
 
 EPILOG = """A, B: a folder of results, one result file, or a stack of the baseline (torch2.2-tf4.39, current). Where
-each side has one stack or one hardware and they differ, the comparison goes across them. Select cells with case=,
-model=, strategy=, stack=, hardware= (globs).
+each side has one stack or one hardware and they differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (failures, fixes, error text, flakiness); 3 no result differs, but B
 lacks results of A, or a file cannot be read; 2 usage, no results, or no cell in common. Differences in time and
@@ -24,21 +20,22 @@ memory, and results that only B has, are listed and do not change the exit code.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("one", metavar="A", help="the results to compare with")
-    parser.add_argument("other", metavar="B", help="the results to compare")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="NAME=VALUE", help="compare only these: case='fsdp*' stack=current"
-    )
-    told = "count for each case how many variants have the same result, e.g. how well a CPU predicts a GPU"
-    parser.add_argument("--agreement", action="store_true", help=told)
-    parser.add_argument("--all", action="store_true", help="list every change")
-    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+    add = parser.add_argument
+    add("one", metavar="A", help="the results to compare with")
+    add("other", metavar="B", help="the results to compare")
+    help_text = "compare only these cells: case='fsdp*' model= strategy= stack= hardware="
+    add("overrides", nargs="*", default=[], metavar="NAME=VALUE", help=help_text)
+    help_text = "count for each case how many variants have the same result, e.g. how well a CPU predicts a GPU"
+    add("--agreement", action="store_true", help=help_text)
+    add("--all", action="store_true", help="list every change")
+    add("--json", action="store_true", help="print JSON with stable keys")
 
 
 def main(args: argparse.Namespace) -> int:
     one, other = (load_side(name).select(args.overrides) for name in (args.one, args.other))
-    print_notes([*_shared_results(one, other), *one.notes, *other.notes])
+    print_notes([*one.notes, *other.notes])
+    if not args.json:
+        print_wrapped(*(diffs.describe_side(side.name, side.rows) for side in (one, other)))
     return _agreement(args, one, other) if args.agreement else _diff(args, one, other)
 
 
@@ -52,16 +49,10 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
         values = {**diffs.diff_to_json(result), "unreadable": unreadable, "exit_code": code}
         print_json({"a": args.one, "b": args.other, **values})
         return code
-    print_wrapped(*(diffs.describe_side(side.name, side.rows) for side in (one, other)))
-    print_wrapped(*diffs.describe_diff(result, args.all))
-    reason = {
-        0: "no difference",
-        1: "results differ",
-        ExitCode.INCOMPLETE: "the second side lacks results of the first",
-    }[code]
+    reason = {0: "no difference", 1: "results differ"}.get(code, "the second side lacks results of the first")
     if unreadable and not result.exit_code:
         reason = f"no difference, but {counted(unreadable, 'file')} could not be read"
-    print(f"exit code {code}: {reason}")
+    print_wrapped(*diffs.describe_diff(result, args.all), f"exit code {code}: {reason}")
     return code
 
 
@@ -69,17 +60,6 @@ def _agreement(args: argparse.Namespace, one: Side, other: Side) -> int:
     cases = diffs.measure_agreement(one.rows, other.rows)
     if args.json:
         print_json({"a": args.one, "b": args.other, **diffs.agreement_to_json(cases)})
-        return 0
-    print_wrapped(*(diffs.describe_side(side.name, side.rows) for side in (one, other)), "")
-    print_wrapped(*diffs.describe_agreement(cases, args.all))
+    else:
+        print_wrapped("", *diffs.describe_agreement(cases, args.all))
     return 0
-
-
-def _shared_results(one: Side, other: Side) -> list[str]:
-    """Return a note about results that lie in both sides: those are compared with themselves."""
-    files = [{os.path.abspath(row.path) for row in side.rows if row.path} for side in (one, other)]
-    shared = len(files[0] & files[1])
-    same = runs.of(Path(one.name).expanduser()).resolve() == runs.of(Path(other.name).expanduser()).resolve()
-    if not shared and not same:
-        return []
-    return [f"{shared} of the {len(files[1])} results of {other.name} also lie in {one.name}: compared with themselves"]

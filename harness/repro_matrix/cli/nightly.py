@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -25,14 +24,14 @@ exit code of the runs (--run-exit-code); else 3 a file cannot be read, or result
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
     add("--history", metavar="DIR", required=True, help="where the history of runs is stored")
-    add("--run-id", metavar="ID", help="the id of this run (default: today's date, e.g. 2026-11-22)")
-    told = "the worst exit code of the runs"
-    add("--run-exit-code", type=options.number(0), required=True, metavar="N", help=told)
-    add("--lock", action="append", default=[], metavar="STACK=FILE", help="the lock file of a floating stack tonight")
+    add("--run-id", type=_run_id, metavar="ID", help="the id of this run (default: today's date, e.g. 2026-11-22)")
+    help_text = "the worst exit code of the runs"
+    add("--run-exit-code", type=options.number(0), required=True, metavar="N", help=help_text)
+    help_text = "the lock file of a floating stack tonight"
+    add("--lock", type=_lock, action="append", default=[], metavar="STACK=FILE", help=help_text)
     add("--bisect-time", default="0s", metavar="TIME", help="time for all bisections, e.g. 30m (default: none)")
     add("--issues", metavar="DIR", help="where to write issues (default: DIR/issues of --history)")
     add("--acknowledged", metavar="FILE", help="changes that somebody has dealt with")
@@ -49,14 +48,23 @@ def main(args: argparse.Namespace) -> int:
 
     seconds = 0.0 if args.bisect_time == "0s" else session.seconds_of("--bisect-time", args.bisect_time) or 0.0
     today = datetime.now(timezone.utc).date()
-    run_id, locks, acknowledged = _run_id(args.run_id or str(today)), _locks(args.lock), _digests(args.acknowledged)
-    entries = quarantine.read()
+    acknowledged, entries = _digests(args.acknowledged), quarantine.read()
     folders = [Path(folder).expanduser() for folder in args.folders]
     history = Path(args.history).expanduser()
     sides = [load_folder(folder) for folder in folders]
     print_notes([note for side in sides for note in side.notes])
     report = nightly.finish(
-        nightly.Nightly(run_id, sides, folders, history, args.run_exit_code, locks, entries, today, acknowledged)
+        nightly.Nightly(
+            args.run_id or str(today),
+            sides,
+            folders,
+            history,
+            args.run_exit_code,
+            dict(args.lock),
+            entries,
+            today,
+            acknowledged,
+        )
     )
     print_notes(report.notes)
     bisections = nightly.Bisections(history, report.run_id, seconds)
@@ -69,20 +77,17 @@ def main(args: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _run_id(run_id: str) -> str:
-    if not run_id.strip() or "/" in run_id or run_id.startswith("."):
-        raise ConfigError(f"--run-id {run_id!r}: not a valid id. Use a name without /, e.g. 2026-11-22.")
-    return run_id
+def _run_id(text: str) -> str:
+    if not text.strip() or "/" in text or text.startswith("."):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid id. Use a name without /, e.g. 2026-11-22.")
+    return text
 
 
-def _locks(texts: Sequence[str]) -> dict[str, Path]:
-    locks = {}
-    for text in texts:
-        stack, equals, path = text.partition("=")
-        if not equals or not Path(path).is_file():
-            raise ConfigError(f"--lock {text}: no such file. Use STACK=FILE, e.g. newest=/cache/locks/newest.txt.")
-        locks[stack] = Path(path)
-    return locks
+def _lock(text: str) -> tuple[str, Path]:
+    stack, _, path = text.partition("=")
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: no such file. Use STACK=FILE, e.g. newest=/cache/locks/newest.txt.")
+    return stack, Path(path)
 
 
 def _digests(file: str | None) -> set[str]:

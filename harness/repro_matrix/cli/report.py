@@ -106,10 +106,6 @@ def _target(args: argparse.Namespace, folders: list[Path], root: Path) -> Path |
     if args.output is None:
         return root / "scratch" / "baseline.html" if args.baseline else folders[0] / "report.html"
     target = Path(args.output).expanduser()
-    if not target.parent.is_dir():
-        raise ResultsError(f"{target.parent}: no such folder. Create it first.")
-    if target.is_dir():
-        raise ResultsError(f"{target}: is a folder. --output takes a file.")
     inside = any(target.resolve().is_relative_to(folder.resolve()) for folder in folders)
     if inside and target.suffix in (".json", ".jsonl", ".zst"):
         raise ResultsError(f"{target}: would be read as evidence there. Write it to another folder.")

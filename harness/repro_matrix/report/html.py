@@ -87,10 +87,7 @@ def format_value(value: Any) -> str:
 
 def format_time(seconds: float) -> str:
     """Return a moment in UTC."""
-    try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
 
 
 def _source(name: str) -> str:

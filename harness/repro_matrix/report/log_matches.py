@@ -36,14 +36,11 @@ def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]
 def _failure_json(failure: Failure) -> dict[str, Any]:
     error = failure.error
     return {
-        **{name: getattr(error, name) for name in ("line", "type", "message", "whole", "mixed")},
+        **{name: getattr(error, name) for name in ("line", "type", "message", "ranks", "count", "whole", "mixed")},
+        **{name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")},
         "normalised": normalised(error.message),
         "raised_in": failure.where,
-        "ranks": list(error.ranks),
-        "times": error.count,
         "echo": failure.echo,
-        "known": [asdict(item) for item in failure.known],
-        "perhaps": [asdict(item) for item in failure.perhaps],
     }
 
 

@@ -111,8 +111,8 @@ def lines(
     else:
         yield from sections(rows, width)
         yield ""
-    yield from describe_left_out(prepared.left_out, width)
-    texts = [f"QUARANTINE EXPIRED: {text}" for text in expired]
+    texts = [f"LEFT OUT: {text}" for text in prepared.left_out]
+    texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
     texts.append(describe_counts(rows))
     if summary.interrupted:
         texts.append(_describe_interruption(prepared, summary))
@@ -174,15 +174,6 @@ def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
     if skipped:
         yield from _title(f"NOT MEASURED: {_variants(skipped)}", width)
         yield from by_reason(((row.reason, row.case) for row in skipped), width)
-
-
-def describe_left_out(errors: Sequence[str], width: int = WIDTH) -> Iterator[str]:
-    """Yield the errors of the files in conf/ and results/ that were left out for them."""
-    if errors:
-        yield f"LEFT OUT: {counted(len(errors), 'file')} with an error"
-        for text in "\n".join(errors).splitlines():
-            yield from wrap(text, "  ", 4, width)
-        yield ""
 
 
 def _title(text: str, width: int) -> Iterator[str]:

@@ -155,17 +155,11 @@ def evidence_lines(row: ClaimRow, width: int) -> Iterator[str]:
     yield from wrap(f"case {row.case}; source: {row.source or 'none, tried beside the other variants'}", "  ", 2, width)
     yield from wrap(f"{label(row.status).text}: {row.detail}", "  ", 2, width)
     for decision, title in DECISIONS.items():
-        items = [item for item in row.evidence if item.holds is decision]
-        if items:
-            yield from ("", f"{title}: {len(items)}")
-        if decision is None:
-            yield from by_reason(((item.measured, item.variant) for item in items), width)
-            continue
-        for item in items:
+        for item in (item for item in row.evidence if item.holds is decision):
             when = f" ({item.when})" if item.when else ""
             place = f"{item.variant}{when}: {item.model}/{item.strategy}, {item.ranks}, {item.hardware}, {item.stack}"
-            yield from wrap(f"- {place}", "  ", 2, width)
-            yield from wrap(f"{item.measured} (predicted: {item.predicted})", "    ", 2, width)
+            predicted = "" if decision is None else f" (predicted: {item.predicted})"
+            yield from wrap(f"- {title}: {place}: {item.measured}{predicted}", "  ", 4, width)
             yield f"    {one_line(item.document)}"  # in one piece, to be copied
 
 
