@@ -17,7 +17,7 @@ from repro_matrix.environment.stacks import index as releases
 from repro_matrix.environment.stacks.index import Release
 from repro_matrix.environment.stacks.spec import canonical, parse, short_hash
 from repro_matrix.launch.attempt import Attempt
-from repro_matrix.results import local as own_results
+from repro_matrix.results import runs
 from repro_matrix.runner import prerequisites as wanted
 from repro_matrix.runner import workspace as workplace
 from test_engine import REPRODUCED, observation
@@ -134,7 +134,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(stacks, "check", made.check)
     monkeypatch.setattr(wanted, "resolve", made.resolve)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: made)
-    monkeypatch.setattr(own_results, "measured_rows", lambda *given: [])
+    monkeypatch.setattr(runs, "measured_rows", lambda *given: [])
     monkeypatch.setattr(releases, "releases", made.releases)
     return made
 

@@ -19,7 +19,7 @@ from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError
 from repro_matrix.paths import CONF, CONFIG_PATH
 from repro_matrix.planning import cells as matrix
-from repro_matrix.results import local
+from repro_matrix.results import runs
 from repro_matrix.runner import session
 
 PRESETS = sorted(path.stem for path in (CONF / "matrix").glob("*.yaml"))
@@ -80,7 +80,7 @@ def test_a_case_that_fired_in_a_version_map_alone_is_known_there(monkeypatch: py
         (["current+peft@0.1", "torch2.6-tf4.51"], ["torch2.6-tf4.51"]),
         (["newest", "current"], ["current"]),
     ):
-        monkeypatch.setattr(local, "measured_rows", lambda found=stored: map(row, found))
+        monkeypatch.setattr(runs, "measured_rows", lambda found=stored: map(row, found))
         assert session.reproduces_on(known, {"train-step"}) == {"train-step": wanted}
 
 

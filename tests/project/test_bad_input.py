@@ -212,7 +212,7 @@ def test_user_without_a_home_gets_a_hint(monkeypatch: pytest.MonkeyPatch, capsys
 def test_damaged_last_run_is_not_replaced_by_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
-    monkeypatch.setattr("repro_matrix.results.local.scratch", lambda: tmp_path)
+    monkeypatch.setattr("repro_matrix.results.runs.scratch", lambda: tmp_path)
     old = runs.begin(tmp_path, ["case=a"])
     runs.note(old, ["case=a"], runs.ENDED)
     last = runs.begin(tmp_path, ["case=b"])
@@ -227,8 +227,6 @@ def test_damaged_last_run_is_not_replaced_by_an_older_one(
     (last / runs.MANIFEST).unlink()
     last.rename(tmp_path / "kept-aside")
     assert runs.of(tmp_path) == old
-    while runs._held:
-        runs._held.popitem()[1].close()
 
 
 def test_show_json_names_the_case(capsys: Capsys) -> None:

@@ -14,9 +14,9 @@ from repro_matrix.grading import root_cause, verdict
 from repro_matrix.grading.regrade import Regraded, regrade
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.records.document import validate_cell
-from repro_matrix.results.accept import publication
+from repro_matrix.results.accept import place, publication
+from repro_matrix.results.expectations import unsupported
 from repro_matrix.results.store import Store
-from repro_matrix.results.supported import unbacked
 
 pytestmark = pytest.mark.xdist_group("baseline")  # read and judged once
 CATALOGUE = catalogue.load()
@@ -102,18 +102,18 @@ def test_signatures_match_other_cases_only_as_declared() -> None:
 
 def test_expectations_have_stored_results() -> None:
     for case in CATALOGUE.cases.values():
-        assert unbacked(case, [d for d in judged().documents if d["case"] == case.slug]) == []
+        assert unsupported(case, {place(d): d for d in judged().documents if d["case"] == case.slug}) == []
 
 
-def test_unbacked_after_a_result_is_removed_or_changed_names_it() -> None:
+def test_unsupported_after_a_result_is_removed_or_changed_names_it() -> None:
     for slug, case in CATALOGUE.cases.items():
-        own = [d for d in judged().documents if d["case"] == slug]
-        for number, document in enumerate(own):
-            others = own[:number] + own[number + 1 :]
+        own = {place(d): d for d in judged().documents if d["case"] == slug}
+        for key, document in own.items():
+            others = {at: each for at, each in own.items() if at != key}
             verdicts = {variant: {**found, "name": "FLAKY"} for variant, found in document["verdicts"].items()}
-            missed = unbacked(case, others)
-            assert bool(missed) == bool(unbacked(case, [*others, {**document, "verdicts": verdicts}])), document["path"]
-            assert missed or not _ends(case, document), document["path"]
+            if _ends(case, document):
+                assert unsupported(case, others), document["path"]
+                assert unsupported(case, {**own, key: {**document, "verdicts": verdicts}}), document["path"]
 
 
 def test_publication_of_the_baseline_drops_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 from observations import document, observation, ok
 from repro_matrix.config.selection import parse
 from repro_matrix.errors import ConfigError
-from repro_matrix.results.filters import chosen
+from repro_matrix.results.accept import select
 
 
 def cell(**changes: Any) -> dict[str, Any]:
@@ -38,24 +38,24 @@ STORED = [
 )
 def test_a_named_axis_chooses(texts: list[str], places: list[int]) -> None:
     documents = [{**each, "stack": {**each["stack"], "name": "current"}} for each in STORED]
-    assert chosen(documents, parse(texts)) == [documents[place] for place in places]
+    assert select(documents, parse(texts)) == [documents[place] for place in places]
 
 
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["ranks=5"], "ranks=5: no stored cell of it (there are: 2, 4, 8)"),
+        (["ranks=5"], "ranks=5: no stored cell (there are: 2, 4, 8)"),
         (["model=qwen-77b"], "did you mean 'qwen-7b'?"),
-        (["ranks=8", "strategy=fsdp"], "no stored cell of it"),
-        (["repeat=3"], "repeat=3: stored cells are chosen by case, model,"),
-        (["hardware=gpu"], "hardware=gpu: no stored cell of it"),
+        (["ranks=8", "strategy=fsdp"], "no stored cell"),
+        (["repeat=3"], "repeat=3: no axis of stored cells"),
+        (["hardware=gpu"], "hardware=gpu: no stored cell"),
     ],
 )
 def test_what_nothing_stored_meets_is_an_error(texts: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        chosen(STORED, parse(texts))
+        select(STORED, parse(texts))
     assert said in str(raised.value)
 
 
 def test_a_folder_without_cells_is_told_of_elsewhere() -> None:
-    assert chosen([], parse(["ranks=4"])) == []
+    assert select([], parse(["ranks=4"])) == []

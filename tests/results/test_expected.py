@@ -10,12 +10,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import case, document
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation, text
 from repro_matrix.errors import ConfigError
 from repro_matrix.paths import CONF, EXPECTED
-from repro_matrix.results.supported import unbacked
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
 VARIANTS = st.sampled_from(["fix", "other-fix", "per-rank: [x]", "~"])
@@ -85,22 +83,3 @@ def test_a_cases_file_holds_no_expectations(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("expect: []\n", ""))
     (tmp_path / "results" / "expected" / "train-step.yaml").unlink()
     assert catalogue.load(tmp_path / "conf").cases["train-step"].expect == []
-
-
-def test_what_no_measurement_shows_is_named() -> None:
-    versions = {"torch": "2.13.0", "transformers": "5.23.0"}
-    entry = {"verdicts": {"fix": "FIXED"}, "cells": ["m/fsdp"], "measured_at": [versions], "reason": "r"}
-    entry["versions"] = {"torch": ">=2.13,<2.14", "transformers": ">=5.23,<5.24"}
-    known = case(expect=[entry])
-    held = document({}, {"fix": "FIXED"}, params="m/fsdp")
-    assert unbacked(known, [held]) == []
-    assert unbacked(known, [document({}, {"fix": "FIXED_UPSTREAM"}, params="m/fsdp")])[0].endswith(
-        "fix is expected to be FIXED, and was measured as NOT_REPRODUCED"
-    )
-    for other in (
-        {**held, "params": "m/ddp"},
-        {**held, "hardware": {**held["hardware"], "profile": "gpu1"}},
-        {**held, "stack": {**held["stack"], "versions": {**versions, "torch": "2.12.0"}}},
-    ):
-        (line,) = unbacked(known, [other])
-        assert line.startswith("some-case: m/fsdp on cpu with torch 2.13.0") and "no measurement" in line

@@ -12,8 +12,7 @@ from repro_matrix.config import project
 from repro_matrix.environment.stacks import spec
 from repro_matrix.errors import ConfigError
 from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
-from repro_matrix.results import local as own_results
-from repro_matrix.results import provenance
+from repro_matrix.results import provenance, runs
 
 TEAM = Path(__file__).parents[1] / "team"  # a repository with a catalogue of its own
 
@@ -46,7 +45,7 @@ def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatc
     assert project.published() == [team / "results/baseline", paths.BASELINE]
     from repro_matrix.config.settings import compose_run
 
-    assert own_results.results_folder(compose_run([])).is_relative_to(team / "results" / "scratch")
+    assert runs.results_folder(compose_run([])).is_relative_to(team / "results" / "scratch")
 
 
 def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None:

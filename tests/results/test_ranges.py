@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import case
 from packaging.specifiers import SpecifierSet
-from repro_matrix.results.version_ranges import expectations, measured, runs, whole
+from repro_matrix.results.expectations import expectations, is_whole, measured, ranges
 
 KNOWN = case(variants={"unfixed": {}, "fix": {}, "newer": {"stack": "current"}})
 RELEASES = [f"4.{minor}.{patch}" for minor in range(36, 44) for patch in range(3)]
@@ -53,7 +53,7 @@ def test_neighbours_that_agree_are_one_range_that_names_its_two_ends() -> None:
 
 def test_what_a_range_does_not_need_is_named_as_inner() -> None:
     line = [item for r in ("4.38.0", "4.38.1", "4.39.0") for item in measured(KNOWN, document(r, "FIXED"), r)]
-    assert [(run.kept, run.inner) for run in runs(line)] == [(["4.38.0", "4.39.0"], ["4.38.1"])]
+    assert [(run.kept, run.inner) for run in ranges(line)] == [({"4.38.0", "4.39.0"}, {"4.38.1"})]
 
 
 def test_a_release_without_a_verdict_ends_a_range() -> None:
@@ -93,8 +93,8 @@ def test_an_entry_that_says_the_same_keeps_its_reason() -> None:
 
 
 def test_a_search_for_one_variant_is_no_measurement_of_the_cell() -> None:
-    assert whole(KNOWN, document("4.38.0", "FIXED")), "the variant on a stack of its own may be left out"
-    assert not whole(KNOWN, {"variants": {"unfixed": {}}})
+    assert is_whole(KNOWN, document("4.38.0", "FIXED")), "the variant on a stack of its own may be left out"
+    assert not is_whole(KNOWN, {"variants": {"unfixed": {}}})
 
 
 @given(

@@ -14,7 +14,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.results import summary
-from repro_matrix.results.regrade import regrade
+from repro_matrix.results.accept import regrade
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import SUMMARY, Row, from_json, load_rows, to_json, write_rows
 

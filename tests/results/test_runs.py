@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,16 @@ from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.results import local as own_results
 from repro_matrix.results import runs
+from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace as going_on
 from repro_matrix.runner.engine import Summary
 
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(own_results, "scratch", lambda: tmp_path / "scratch")
+    monkeypatch.setattr(runs, "scratch", lambda: tmp_path / "scratch")
     return tmp_path / "scratch"
-
-
-def let_go() -> None:
-    """As when the process that began or read these runs has ended."""
-    while runs._held:
-        runs._held.popitem()[1].close()
 
 
 def run(root: Path, *texts: str, state: str = runs.ENDED, cell: str | None = "cell") -> Path:
@@ -38,7 +30,6 @@ def run(root: Path, *texts: str, state: str = runs.ENDED, cell: str | None = "ce
         (folder / "cpu" / "stack" / "case").mkdir(parents=True)
         (folder / "cpu" / "stack" / "case" / f"{cell}.json").write_text("{}")
     runs.note(folder, texts, state)
-    let_go()
     return folder
 
 
@@ -53,7 +44,6 @@ def test_each_run_has_its_folder_and_latest_is_the_last(tmp_path: Path) -> None:
     assert runs.of(tmp_path) == second
     assert runs.of(first) == first  # a run stands for itself, and so does any other folder
     assert runs.of(tmp_path / "nowhere") == tmp_path / "nowhere"
-    let_go()
 
 
 def test_a_latest_that_points_at_no_run_is_not_followed(tmp_path: Path) -> None:
@@ -67,29 +57,16 @@ def test_the_last_runs_are_kept_and_those_in_use(
     tmp_path_factory: pytest.TempPathFactory, count: int, kept: int, used: set[int]
 ) -> None:
     root = tmp_path_factory.mktemp("runs")
-    made = [run(root) for _ in range(count)]
+    made, stores = [run(root) for _ in range(count)], []
     for number in used & set(range(count)):
-        runs._hold(made[number])
-    gone = runs.prune(root, kept)
+        stores.append(Store(made[number]))
+        stores[-1].open()
+    runs.prune(root, kept)
+    gone = [each for each in made if not each.exists()]
     assert gone == [each for number, each in enumerate(made[: max(0, count - kept)]) if number not in used]
     assert [each.folder for each in runs.listed(root)] == [each for each in made if each not in gone]
-    let_go()
-
-
-def test_what_another_process_reads_is_not_pruned(tmp_path: Path) -> None:
-    old = run(tmp_path)
-    run(tmp_path)
-    program = (
-        "import sys; from pathlib import Path; from repro_matrix.results import runs\n"
-        f"runs.of(Path({str(old)!r})); print('reading', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as reader:
-        assert reader.stdout and reader.stdout.readline() == "reading\n"
-        assert runs.prune(tmp_path, 1) == []
-        reader.communicate("", timeout=60)
-    assert runs.prune(tmp_path, 1) == [old]
+    for store in stores:
+        store.close()
 
 
 def test_resume_takes_up_the_last_interrupted_selection(scratch: Path) -> None:
@@ -103,11 +80,13 @@ def test_resume_takes_up_the_last_interrupted_selection(scratch: Path) -> None:
 
 
 def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
-    runs.begin(scratch, ["case=a"])  # this process holds it
+    store = Store(runs.begin(scratch, ["case=a"]))
+    store.open()
     with pytest.raises(ConfigError, match="no interrupted run"):
         going_on.resumed([])
-    let_go()
     assert going_on.resumed([])[0] == ["case=a"]
+
+    store.close()
 
 
 def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +102,6 @@ def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.C
     prepared: Any = Namespace(settings=settings, catalogue=Namespace(cases={}))
     with going_on.folder(prepared, ["case=a", f"results={settings.results}"]) as finish:
         finish(Summary(interrupted=True, not_started=[cell]))
-    let_go()
     said = runs.read(tmp_path / "mine")
     assert said and said.left == ("cpu current a/m-ddp",), "what the time limit left"
     assert going_on.resumed([f"results={settings.results}"]) == (["case=a", f"results={settings.results}"], None)
@@ -159,7 +137,6 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
             assert used == (named if asked else where or used) and used.is_dir() and state(used) == runs.UNFINISHED
             assert (runs.of(scratch).resolve() == used.resolve()) is (asked is None), "it is the last one now"
             finish(Summary(interrupted=used == named))
-        let_go()
         assert state(used) == (runs.UNFINISHED if used == named else runs.ENDED)
     assert len(runs.listed(scratch)) == 3, "two there were, and a new one"
     for asked, where in ((str(named), None), (None, before)):
@@ -170,7 +147,6 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
         ):  # type: ignore[arg-type]
             raise ZeroDivisionError
         assert Path(str(settings.results)).is_dir(), "what was there before is not taken back"
-        let_go()
 
 
 def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
@@ -195,7 +171,6 @@ def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
     assert told and all("later.json" in note for note in told)
     with pytest.raises(ResultsError, match=r"later.json"):
         load_side(str(scratch))  # the document is empty: the file that is named is the last run's
-    let_go()
 
 
 @pytest.mark.ranks

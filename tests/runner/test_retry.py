@@ -54,11 +54,6 @@ def kept(before: dict[str, Any], at: Any = None, now: dict[str, Any] | None = No
     return {name: len(variant["attempts"]) for name, variant in new["variants"].items()}, new["provenance"]["started"]
 
 
-def test_believed_rejects_a_document_of_another_case() -> None:
-    assert documents.believed(older(), CASE)  # type: ignore[arg-type]
-    assert not documents.believed(older(case="another"), CASE), "and in order"  # type: ignore[arg-type]
-
-
 def test_take_over_grades_kept_attempts_again_and_drops_infra_errors() -> None:
     new = begun()
     assert kept(older(), now=new) == ({"unfixed": 1, "fix": 1}, 1.0)
@@ -79,17 +74,6 @@ def test_take_over_with_another_fingerprint_machine_or_skip_keeps_nothing() -> N
     forged = older()
     forged["variants"]["fix"]["fingerprint"] = "other"
     assert kept(forged)[0]["fix"] == 0, "what the document says of its variant is compared, too"
-
-
-def test_take_over_compares_the_fingerprint_of_each_attempt() -> None:
-    before = older()
-    (first, _) = before["variants"]["fix"]["attempts"]
-    first["observation"]["attempt"]["fingerprint"] = "f"
-    assert documents.made_under(first) == "f" and kept(before) == ({"unfixed": 1, "fix": 1}, 1.0)
-    first["observation"]["attempt"]["fingerprint"] = "of-another-variant"
-    assert kept(before) == ({"unfixed": 1, "fix": 0}, 2.0)
-    first["observation"]["attempt"]["fingerprint"] = ""
-    assert documents.made_under(first) is None and kept(before)[0]["fix"] == 1, "from before it was stored"
 
 
 def test_take_over_keeps_an_unselected_variant_with_the_same_fingerprint() -> None:

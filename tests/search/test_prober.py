@@ -10,7 +10,7 @@ import pytest
 from observations import failed, observation
 from probing import CASE, World, world
 from repro_matrix.config import selection as overrides
-from repro_matrix.results import local
+from repro_matrix.results import runs
 from repro_matrix.runner.session import ask
 from repro_matrix.search.prober import Prober, Stopped, Target, answer_of
 
@@ -136,7 +136,7 @@ def test_probe_after_an_interruption_is_refused(world: World) -> None:
 
 def test_search_reads_published_results_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
-    monkeypatch.setattr(local, "measured_rows", lambda *given: read.append(given) or [])
+    monkeypatch.setattr(runs, "measured_rows", lambda *given: read.append(given) or [])
     with prober(world) as search:
         for release in ("4.41.0", "4.42.0", "4.43.0"):
             search.probe(target(release))

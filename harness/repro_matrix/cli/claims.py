@@ -10,7 +10,7 @@ from repro_matrix.config import catalog, project, selection
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ResultsError, unknown
 from repro_matrix.report.terminal import claim_lines, columns, evidence_lines, print_json, print_lines, print_notes
-from repro_matrix.results import local, runs
+from repro_matrix.results import runs
 from repro_matrix.results.summary import load_rows
 
 
@@ -33,8 +33,8 @@ def main(args: argparse.Namespace) -> int:
             raise ResultsError(f"--from {args.source}: no such folder")
     else:
         settings = compose_run(selected.run)
-        current = Path(settings.results).expanduser() if settings.results else local.scratch()
-        folders = [current, local.scratch() / runs.SEARCHES, *project.published()]
+        current = Path(settings.results).expanduser() if settings.results else runs.scratch()
+        folders = [current, runs.scratch() / runs.SEARCHES, *project.published()]
     notes: list[str] = []
     folders = list(dict.fromkeys(map(runs.of, folders)))
     rows = [row for folder in folders if folder.is_dir() for row in load_rows(folder, conf.cases, notes)]

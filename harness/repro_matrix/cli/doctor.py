@@ -15,7 +15,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import cache_dir
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_table, print_wrapped
-from repro_matrix.results import local
+from repro_matrix.results import runs
 from repro_matrix.runner import session
 from repro_matrix.runner.prerequisites import Prober
 from repro_matrix.runner.session import ask
@@ -102,7 +102,7 @@ def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Ma
         problems.append(probe.problem(torch, stack, profile, machine))
     elif "import_error" in torch or "failed" in torch:
         problems.append(f"torch does not import in stack {stack.name}: {torch.get('import_error') or torch['failed']}")
-    for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (local.scratch(), "results=DIR")):
+    for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (runs.scratch(), "results=DIR")):
         reason = unwritable(folder)
         problems.append(f"{reason}: set another with {setting}" if reason else None)
     return [text for text in problems if text]

@@ -10,7 +10,7 @@ from repro_matrix.planning.memory import GIB, MemoryPlan, fullest
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_lines, print_table
-from repro_matrix.results import local
+from repro_matrix.results import runs
 from repro_matrix.results.summary import Row
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Session
@@ -67,7 +67,7 @@ def _item(prepared: Session, plan: CellPlan, variant: VariantPlan) -> dict[str, 
 def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
     """Print what each variant needs, beside the recorded peak; also for hardware that this machine does not have."""
     prepared = session.prepare(texts, build_stacks=False, plan_only=True)
-    stored = local.measured_rows(prepared.settings)
+    stored = runs.measured_rows(prepared.settings)
     rows = []
     for plan in prepared.plans:
         for variant in plan.variants:

@@ -8,8 +8,8 @@ from pathlib import Path
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.report.terminal import print_json
-from repro_matrix.results import local, runs, summary
-from repro_matrix.results.regrade import regrade
+from repro_matrix.results import runs, summary
+from repro_matrix.results.accept import regrade
 from repro_matrix.text import counted
 
 EPILOG = (
@@ -28,11 +28,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.baseline and args.folder:
         raise ConfigError("regrade: FOLDER and --baseline exclude each other. Name one of them.")
-    folder = project.current().baseline if args.baseline else runs.of(Path(args.folder or local.scratch()).expanduser())
+    folder = project.current().baseline if args.baseline else runs.of(Path(args.folder or runs.scratch()).expanduser())
     if not folder.is_dir():
         raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")
     cases = catalog.load().cases
-    result = regrade(folder, cases, expectations=args.baseline)
+    result = regrade(folder, cases, args.baseline)
     if args.write and args.baseline:
         summary.write_baseline(folder, cases)
     elif args.write:

@@ -63,7 +63,7 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
     incomplete = [
         f"{folder}: the run was interrupted. To continue: repro matrix --resume results={folder}"
         for folder in folders
-        if (run := runs.read(folder)) and runs.died(run)
+        if (run := runs.read(folder)) and run.interrupted
     ]
     ungraded = sorted(loaded.stored_cases - catalog.cases.keys())
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]

@@ -18,7 +18,7 @@ from repro_matrix.planning.cells import Cell
 from repro_matrix.report.labels import label
 from repro_matrix.report.terminal import by_reason, named, print_table
 from repro_matrix.results.exit_code import identical_failures, unpaired_cells, unpaired_failures
-from repro_matrix.results.local import results_folder
+from repro_matrix.results.runs import results_folder
 from repro_matrix.results.summary import Row
 from repro_matrix.runner.engine import Summary
 from repro_matrix.runner.session import Session

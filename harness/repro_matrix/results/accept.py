@@ -1,31 +1,178 @@
-"""What `repro accept` publishes: which documents it writes, leaves and drops, and the tables of expectations. Pure.
+"""Check stored results, and decide what `repro accept` publishes of them.
 
-What is published backs something. An expectation: of a version map's releases that agree the first and the last are
-kept, and what lies between says the same. A range: what shows nothing stable ends its neighbours'. The signature, and
-``stack=reproducing``: a stack that has a name, on which the first variant reproduces, is kept between two releases that
-say so, too, since it is what a run means by that name. A control that fails, of which nothing can be expected, is what
-says so.
+What is published is what every later run is compared with: it comes from committed code, from enough attempts to be
+more than chance, from one machine, and from evidence that does not contradict itself. Of a version map's releases that
+agree, the first and the last are published; what shows nothing stable only where it ends the range of a neighbor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from repro_matrix.config import expectations as expected
+from repro_matrix.config import expectations as tables
+from repro_matrix.config import project
+from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.project import Project
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.comparability import machine
-from repro_matrix.grading.expectations import as_expected
-from repro_matrix.grading.expectations import expected as expectation
+from repro_matrix.config.selection import Selection
+from repro_matrix.errors import ConfigError, ResultsError, nearest
+from repro_matrix.grading.comparability import machine, same_release
+from repro_matrix.grading.expectations import as_expected, expected
+from repro_matrix.grading.regrade import document_name
+from repro_matrix.grading.regrade import regrade as grade_documents
+from repro_matrix.grading.signature import overbroad_signature
+from repro_matrix.grading.verdict import NO_EVIDENCE
+from repro_matrix.paths import ROOT
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import FailureId, StoredOutcome, StoredVerdict
-from repro_matrix.results.version_ranges import expectations, measured, runs, upstream
+from repro_matrix.records.outcome import FailureId, StoredVerdict
+from repro_matrix.results import provenance, store, summary
+from repro_matrix.results.expectations import expectations, is_whole, measured_in_order, ranges, unsupported, upstream
+from repro_matrix.results.store import Store, write_text
+from repro_matrix.results.summary import Row
+from repro_matrix.text import counted
+
+ATTEMPTS = 3  # of each variant that ran; fewer may be chance
+SUSPICIOUS = ("SIGNATURE_MISMATCH", "FIX_BREAKS")  # may be an error of the case or of the machine: only on request
+AXES = ("model", "strategy", "ranks", "stack", "hardware")
+
+
+# Checks
+
+
+class Refusal(NamedTuple):
+    """``variant``: "" for a whole cell."""
+
+    cell: str
+    variant: str
+    reason: str
+
+
+def refusals(documents: Sequence[Document], allowed: Collection[str] = ()) -> list[Refusal]:
+    """Return why documents are not published. ``allowed``: suspicious verdicts to publish."""
+    found = []
+    machines: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        name = f"{document.get('cell_id') or document['case']} on {document['stack']['name']}"
+        found += [Refusal(name, variant, reason) for variant, reason in _refusals(document, allowed)]
+        profile, here = document["hardware"]["profile"], machine(document)
+        first = machines.setdefault(profile, here)
+        differs = next((f"{key} {here[key]} against {first[key]}" for key in here if here[key] != first[key]), None)
+        if differs:
+            found.append(Refusal(name, "", f"measured on another machine of profile {profile}: {differs}"))
+    return found
+
+
+def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[str, str]]:
+    if not document["provenance"]["git_commit"]:
+        yield "", "its commit is unknown: measured outside a checkout, or git could not compare the files"
+    elif document["provenance"]["git_dirty"] is not False:
+        yield "", "measured with uncommitted changes. Commit, then measure again."
+    for note in document["stack"].get("changed", ())[:1]:
+        yield "", f"measured in an environment that was changed after its installation: {note}"
+    for name, variant in document["variants"].items():
+        count = sum(attempt["outcome"]["outcome"] not in NO_EVIDENCE for attempt in variant["attempts"])
+        if not variant["skipped"] and count < ATTEMPTS:
+            yield name, f"{counted(count, 'attempt')} that count, fewer than {ATTEMPTS} (repeat={ATTEMPTS})"
+    for name, verdict in document["verdicts"].items():
+        if verdict["name"] in SUSPICIOUS and verdict["name"] not in allowed:
+            yield name, f"{verdict['name']}: {verdict['reason']} (--allow {verdict['name']} publishes it)"
+    for reason in inconsistencies(document):
+        yield "", f"edited: {reason}"
+
+
+def inconsistencies(document: Document) -> Iterator[str]:
+    """Yield how a document's evidence contradicts itself: it was edited, or assembled from several measurements."""
+    for name, variant in document["variants"].items():
+        for index, made in enumerate(variant["attempts"]):
+            attempt, place = made["observation"]["attempt"], f"variant {name}, attempt {index}"
+            launched, planned = attempt.get("fingerprint"), attempt.get("versions", {})
+            if launched and launched != variant.get("fingerprint"):
+                yield f"{place}: launched under fingerprint {launched}, the variant has {variant.get('fingerprint')}"
+            for rank in made["observation"]["ranks"]:
+                record, pid = rank["record"], rank.get("pid")
+                if record is None:
+                    continue
+                if record["rank"] != rank["rank"] or (pid is not None and record.get("pid") not in (None, pid)):
+                    yield f"{place}: the record of rank {rank['rank']} was written by another process"
+                for package, version in record["versions"].items():
+                    if version != "unknown" and not same_release(version, planned.get(package, version)):
+                        yield f"{place}: rank {rank['rank']} had {package} {version}, planned was {planned[package]}"
+
+
+def _never_reproduced(case: Case, documents: Iterable[Document]) -> str:
+    """Return why a failure cannot be published, or ""."""
+    if case.kind != "failure":
+        return ""
+    attempts = [a for d in documents if "unfixed" in d["variants"] for a in d["variants"]["unfixed"]["attempts"]]
+    if any(attempt["outcome"]["outcome"] == "reproduced" for attempt in attempts):
+        return overbroad_signature(case) or ""
+    return f"its unfixed variant reproduced in none of {counted(len(attempts), 'attempt')}, here and in the baseline"
+
+
+# Regrade
+
+
+@dataclass
+class Regrade:
+    """``rows``: as computed now. ``differences``: stored rows that state something else. ``edited``: evidence that
+    contradicts itself. ``damaged``: evidence that cannot be read. ``unsupported``: expectations without a result."""
+
+    rows: list[Row] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    edited: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.damaged, *self.edited, *self.differences, *self.unsupported]
+
+
+def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = False) -> Regrade:
+    """Grade every cell of a folder anew, and name everything that differs from the stored summary.
+
+    ``with_expectations``: also name those that no stored result supports.
+    """
+    found = Regrade()
+    stored = summary.stored_rows(folder, found.damaged)
+    results = Store(folder)
+    documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
+    for path, document in documents.items():
+        found.edited += [f"{folder / path}: {reason}" for reason in inconsistencies(document)]
+    cells = summary.grade_cells(folder, documents, cases, found.damaged)
+    found.damaged = list(dict.fromkeys([*found.damaged, *results.damaged]))
+    for path, rows in cells.items():
+        found.rows += rows
+        before = {row.variant: row for row in stored.get(path, ())}
+        for row in rows:
+            where, old = f"{folder / path}: variant {row.variant}", before.get(row.variant)
+            if old is None and stored:
+                found.differences.append(f"{where}: not in the summary")
+            for name in ("outcome", "verdict", "failures", "skipped", "measured", "unseen") if old else ():
+                one, now = (
+                    ", ".join(map(str, v)) if isinstance(v := getattr(each, name), tuple) else v for each in (old, row)
+                )
+                if one != now:
+                    found.differences.append(f"{place}: {name} stored as {one}, graded as {now}")
+        verdicts = {row.variant: {"name": row.verdict, "failure_ids": [vars(each) for each in row.failures]}
+                    for row in rows if row.verdict}  # fmt: skip
+        documents[path] = {**documents[path], "verdicts": verdicts}
+    for slug, case in cases.items() if with_expectations else ():
+        found.unsupported += unsupported(case, {place(d): d for d in documents.values() if d["case"] == slug})
+    return found
+
+
+# Publication
 
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """A variant whose verdict, or what it met, is not what was expected of it; ``old`` is empty where nothing was."""
+    """A variant whose verdict or failure is not the expected one; ``old`` is empty where nothing was expected."""
 
     case: str
     where: str
@@ -39,127 +186,193 @@ class Change:
 class Publication:
     """Documents by their place: hardware, stack and cell."""
 
-    written: dict[str, Document] = field(default_factory=dict)  # place -> the document
-    same: list[str] = field(default_factory=list)  # published already, and what was measured says no more
-    inner: list[str] = field(default_factory=list)  # measured, between two releases that say the same
-    nothing: list[str] = field(default_factory=list)  # measured, and backs nothing
-    dropped: list[str] = field(default_factory=list)  # published once, and one of these two, or replaced, now
+    written: dict[str, Document] = field(default_factory=dict)
+    same: list[str] = field(default_factory=list)  # published already, and measured again with the same results
+    inner: list[str] = field(default_factory=list)  # measured, between two releases with the same results
+    unused: list[str] = field(default_factory=list)  # measured, and no expectation rests on it
+    dropped: list[str] = field(default_factory=list)  # published, and now one of these two, or replaced
     tables: dict[str, str | None] = field(default_factory=dict)  # case -> its table; None: nothing is expected of it
     changes: list[Change] = field(default_factory=list)
+
+
+@dataclass
+class Proposal:
+    """``partial``: number of cells of which only some variants were measured."""
+
+    publication: Publication
+    refused: list[Refusal]
+    notes: list[str]
+    partial: int
+
+
+def propose(source: Path, selection: Selection, catalogue: Catalogue, names: set[str], reason: str,
+            allowed: Collection[str]) -> Proposal:  # fmt: skip
+    """Return what accepting these results would publish. Raises ResultsError: no result can be used, or the baseline is
+    damaged."""
+    own = project.current()
+    baseline, results = Store(own.baseline), Store(source)
+    given = select([d for d in results.documents() if d["case"] in names and _is_usable(d)], selection)
+    if not any(is_whole(catalogue.cases[d["case"]], d) for d in given):
+        raise ResultsError(f"{source}: no complete measurement of the selected cases. Run `repro matrix` first.")
+    held = [d for d in baseline.documents(cases=names) if _is_usable(d)]
+    if baseline.damaged:
+        raise ResultsError("\n  ".join(["the baseline is damaged. Restore it first.", *baseline.damaged]))
+    graded = grade_documents([*held, *given], catalogue.cases)
+    held = [d for d in graded.documents if Path(d["path"]).is_relative_to(own.baseline)]
+    given = [d for d in graded.documents if Path(d["path"]).is_relative_to(source)]
+    whole = [d for d in given if is_whole(catalogue.cases[d["case"]], d)]
+    refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
+    for name in sorted({d["case"] for d in whole}):
+        why = _never_reproduced(catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name))
+        refused += [Refusal(name, "", why)] if why else []
+    published = publication(catalogue.cases, held, whole, reason)
+    return Proposal(published, refused, [*results.damaged, *graded.notes], len(given) - len(whole))
+
+
+def publish(found: Publication, catalogue: Catalogue) -> None:
+    """Write documents, their summary and the tables of expectations."""
+    own = project.current()
+    store.write_baseline(own.baseline, found.written, found.dropped)
+    summary.write_baseline(own.baseline, catalogue.cases)
+    own.expected.mkdir(parents=True, exist_ok=True)
+    for slug, table in found.tables.items():
+        path = own.expected / f"{slug}.yaml"
+        if table is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_file() or path.read_text(encoding="utf-8") != table:
+            write_text(path, table)
+
+
+def select(documents: list[Document], selection: Selection) -> list[Document]:
+    """Return the documents on the axes that are named. Raises ConfigError: no such axis, or no document on it."""
+    for key, text in selection.words:
+        if key not in ("case", *AXES, "results") and not key.startswith("flags."):
+            raise ConfigError(f"{text}: no axis of stored cells. Axes: case, {', '.join(AXES)}, flags.NAME.")
+    for axis in AXES:
+        patterns = [str(each) for each in getattr(selection, axis) or ()] if axis in selection.given else []
+        if patterns and (axis, patterns) != ("hardware", ["auto"]):
+            present = sorted({_axis(document, axis) for document in documents})
+            documents = [d for d in documents if any(fnmatchcase(_axis(d, axis), each) for each in patterns)]
+            if present and not documents:
+                raise ConfigError(f"{axis}={','.join(patterns)}: no stored cell{nearest(','.join(patterns), present)}")
+    return [d for d in documents if all(d["flags"].get(name) in values for name, values in selection.flags.items())]
+
+
+def _axis(document: Document, axis: str) -> str:
+    named = {"stack": document["stack"]["name"], "hardware": document["hardware"]["profile"]}
+    return str({**document, **named}[axis])
+
+
+def _is_usable(document: Document) -> bool:
+    """Whether it is complete, has evidence, and is of released versions: a commit belongs to no range."""
+    attempts = [attempt for variant in document["variants"].values() for attempt in variant["attempts"]]
+    ran = any(attempt["outcome"]["outcome"] != "infra_error" for attempt in attempts)
+    return document["complete"] and ran and "#" not in document["stack"]["name"]
+
+
+def _of_other_code(documents: Sequence[Document], catalogue: Catalogue, own: Project) -> Iterator[Refusal]:
+    """Yield the documents that were measured with another script or kit than the checkout has."""
+    root = own.folder if own.file else ROOT
+
+    @functools.cache
+    def difference(commit: str, slug: str) -> str | None:
+        paths = [catalogue.script(catalogue.cases[slug]), *provenance.shared_code(catalogue)]
+        return provenance.since(commit, root, [path for path in paths if path.is_relative_to(root)])
+
+    for document in documents:
+        commit = document["provenance"]["git_commit"]
+        if commit and (reason := difference(commit, document["case"])):
+            yield Refusal(document_name(document), "", f"measured with other code: {reason}")
 
 
 def publication(
     cases: Mapping[str, Case], held: Iterable[Document], given: Iterable[Document], reason: str
 ) -> Publication:
-    """``held``: all that is published of the cases that ``given``, what was measured, is of; all judged anew."""
-    found = Publication()
-    held, given = list(held), list(given)
+    """Decide what is published. ``held``: what is published of the cases of ``given``, the measured results; all graded
+    anew."""
+    found, held, given = Publication(), list(held), list(given)
     for slug in sorted({document["case"] for document in given}):
-        _case(
-            found, cases[slug], [d for d in held if d["case"] == slug], [d for d in given if d["case"] == slug], reason
-        )
+        before, now = ({place(d): d for d in documents if d["case"] == slug} for documents in (held, given))
+        _publish_case(found, cases[slug], before, now, reason)
     return found
 
 
 def place(document: Document) -> str:
-    """Of which hardware, stack and cell a document is: there is one of each."""
+    """Return hardware, stack and cell of a document: one document has this place."""
     return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['cell_id']}"
 
 
-def _replaced(now: Document, old: Document) -> bool:
-    """The same cell of the same stack and releases, under another label: something else in it was built anew."""
-    alike = [(d["cell_id"], d["hardware"]["profile"], d["stack"]["name"], upstream(d)) for d in (now, old)]
-    return alike[0] == alike[1] and place(now) != place(old) and old["variants"].keys() <= now["variants"].keys()
-
-
-def _case(found: Publication, case: Case, held: list[Document], given: list[Document], reason: str) -> None:
-    before: dict[str, Document] = {}
-    for document in held:  # a cell's file of its own and its line, where `accept` was killed between the two
-        also = before.get(place(document))
-        if also is None or also["provenance"]["started"] <= document["provenance"]["started"]:
-            before[place(document)] = document
-    now = {place(document): document for document in given}
+def _publish_case(
+    found: Publication, case: Case, before: dict[str, Document], now: dict[str, Document], reason: str
+) -> None:
     for key in now.keys() & before.keys():
-        if (
-            now[key]["variants"].keys() < before[key]["variants"].keys()
-        ):  # a version map leaves out variants on another stack
+        if now[key]["variants"].keys() < before[key]["variants"].keys():  # of a version map, without own stacks
             del now[key]
     found.changes += sorted(change for document in now.values() for change in _changes(case, document))
-    for key in sorted(now):
-        if key in before and _says_no_more(now[key], before[key]):
-            found.same.append(key)
-            del now[key]
-    gone = {key for key, old in before.items() if any(_replaced(new, old) for new in now.values())}
-    found.dropped += sorted(gone)
-    before = {key: document for key, document in before.items() if key not in gone}
+    same = {key for key in now.keys() & before.keys() if _results(now[key]) == _results(before[key])}
+    now = {key: document for key, document in now.items() if key not in same}
+    replaced = {key for key, old in before.items() if any(_replaces(new, old) for new in now.values())}
+    before = {key: document for key, document in before.items() if key not in replaced}
     every = {**before, **now}
-    all_of_it = [item for key in sorted(every, key=_in_order) for item in measured(case, every[key], key)]
-    line = runs(all_of_it)
-    inner = {key for run in line for key in run.inner} - {key for run in line for key in run.kept}
-    inner -= {key for key in inner if "+" not in every[key]["stack"]["name"] and _shows_it(every[key])}
-    telling = {key for run in line if run.members[0].verdicts or not run.alone for key in (*run.kept, *run.inner)}
-    nothing = {key for key in every.keys() - telling if not _shows_it(every[key])}
+    measured = measured_in_order(case, every)
+    line = ranges(measured)
+    # A named stack on which the first variant reproduces stays: stack=reproducing means it.
+    shown = {key for key, document in every.items() if _shows_failure(document)}
+    inner = set[str]().union(*(each.inner for each in line)) - set[str]().union(*(each.kept for each in line))
+    inner -= {key for key in inner & shown if "+" not in every[key]["stack"]["name"]}
+    used = [each for each in line if each.members[0].verdicts or not each.alone]
+    unused = every.keys() - shown - set[str]().union(*(each.kept | each.inner for each in used))
+    found.same += sorted(same)
     found.inner += sorted(inner & now.keys())
-    found.nothing += sorted(nothing & now.keys())
-    found.dropped += sorted((inner | nothing) & before.keys())
-    found.written |= {key: document for key, document in now.items() if key not in inner | nothing}
-    entries = expectations(all_of_it, reason, case.expect)
-    found.tables[case.slug] = expected.text(case.slug, entries) if entries else None
+    found.unused += sorted(unused & now.keys())
+    found.dropped += sorted(replaced | ((inner | unused) & before.keys()))
+    found.written |= {key: now[key] for key in sorted(now.keys() - inner - unused)}
+    entries = expectations(measured, reason, case.expect)
+    found.tables[case.slug] = tables.text(case.slug, entries) if entries else None
 
 
-def _shows_it(document: Document) -> bool:
+def _replaces(new: Document, old: Document) -> bool:
+    """Whether it is the same cell of the same stack and releases, whose label differs: the stack was built again."""
+    one, other = ((d["cell_id"], d["hardware"]["profile"], d["stack"]["name"], upstream(d)) for d in (new, old))
+    return one == other and place(new) != place(old) and old["variants"].keys() <= new["variants"].keys()
+
+
+def _shows_failure(document: Document) -> bool:
     """Whether the known failure reproduces in it, or a control fails."""
     first = next(iter(document["variants"].values()))
     reproduced = any(attempt["outcome"]["outcome"] == "reproduced" for attempt in first["attempts"])
     return reproduced or any(verdict["name"] == "FAILED" for verdict in document["verdicts"].values())
 
 
-def _in_order(at: str) -> list[str]:
-    """The order of a table's cells: that of the files that there was one a cell of, so that none moves in it."""
-    return f"{at}.json".split("/")
-
-
-def _says_no_more(new: Document, old: Document) -> bool:
-    """The same variants, launched alike on the same machine, with the same outcomes: measuring again has told
-    nothing."""
-    return machine(new) == machine(old) and _evidence(new) == _evidence(old)
-
-
-def _evidence(document: Document) -> Any:
+def _results(document: Document) -> Any:
+    """Return what a measurement shows: a second one with equal results on the same machine is not published."""
     variants = {}
     for name, variant in document["variants"].items():
-        seen = [attempt["outcome"] for attempt in variant["attempts"]]
-        told = sorted(str((o["outcome"], _recognised(o), o.get("failed"))) for o in seen)
-        variants[name] = (variant.get("fingerprint"), bool(variant["skipped"]), told)
-    return (
-        variants,
-        document["hardware"].get("capabilities"),
-        {variant: _said(v) for variant, v in document["verdicts"].items()},
-    )
-
-
-def _recognised(outcome: StoredOutcome) -> list[tuple[str, str]]:
-    return sorted((item["case"], item["signature"]) for item in outcome["recognized"])
-
-
-def _changes(case: Case, document: Document) -> Iterable[Change]:
-    hardware, versions = document["hardware"], document["stack"]["versions"]
-    for variant, verdict in document["verdicts"].items():
-        if verdict["name"] == "INCONCLUSIVE":
-            continue
-        entry = expectation(
-            case, document["params"], variant, versions, hardware["profile"], hardware.get("capabilities", {})
+        outcomes = [attempt["outcome"] for attempt in variant["attempts"]]
+        known = [sorted((item["case"], item["signature"]) for item in each["recognized"]) for each in outcomes]
+        shown = sorted(
+            str((each["outcome"], ids, list(each.get("failed") or ()))) for each, ids in zip(outcomes, known)
         )
-        old = _worded(entry.verdicts[variant], entry.failure_ids_of(variant) or ()) if entry else ""
-        new = _said(verdict)
-        if old != new:
-            yield Change(case.slug, document["params"], document["stack"]["name"], variant, old, new)
+        variants[name] = (variant.get("fingerprint"), bool(variant["skipped"]), shown)
+    verdicts = {name: _describe_verdict(verdict) for name, verdict in document["verdicts"].items()}
+    return machine(document), variants, document["hardware"].get("capabilities"), verdicts
 
 
-def _said(verdict: StoredVerdict) -> str:
-    return _worded(verdict["name"], [str(FailureId(**item)) for item in verdict.get("failure_ids", ())])
+def _changes(case: Case, document: Document) -> Iterator[Change]:
+    hardware, versions = document["hardware"], document["stack"]["versions"]
+    for name, verdict in document["verdicts"].items():
+        facts = hardware.get("capabilities", {})
+        entry = expected(case, document["params"], name, versions, hardware["profile"], facts)
+        old = _describe(entry.verdicts[name], entry.failure_ids_of(name) or ()) if entry else ""
+        new = _describe_verdict(verdict)
+        if old != new and verdict["name"] != "INCONCLUSIVE":
+            yield Change(case.slug, document["params"], document["stack"]["name"], name, old, new)
 
 
-def _worded(name: str, failure_ids: Iterable[str]) -> str:
-    told = ", ".join(sorted(failure_ids))
-    return as_expected(name) + (f" ({told})" if told else "")
+def _describe_verdict(verdict: StoredVerdict) -> str:
+    return _describe(verdict["name"], [str(FailureId(**each)) for each in verdict.get("failure_ids", ())])
+
+
+def _describe(name: str, failure_ids: Iterable[str]) -> str:
+    listed = ", ".join(sorted(failure_ids))
+    return as_expected(name) + (f" ({listed})" if listed else "")

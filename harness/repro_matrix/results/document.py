@@ -10,7 +10,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.environment.machine import Machine
 from repro_matrix.grading import grade
 from repro_matrix.grading.comparability import machine, recorded_capabilities
-from repro_matrix.grading.regrade import fingerprint_mismatch, verdicts_of, with_expectations
+from repro_matrix.grading.regrade import verdicts_of, with_expectations
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import Observation, Settings
 from repro_matrix.records.document import Accelerator, Document, Made, Provenance, Stack, Variant
@@ -75,12 +75,6 @@ def _variant(plan: VariantPlan) -> Variant:
     return made
 
 
-def believed(document: Document, case: Case) -> bool:
-    """Whether a document may be gone on with: one whose attempts contradict it is measured anew (and stays in the
-    history), and so is another case's. A variant under another fingerprint is left behind by itself (``take_over``)."""
-    return document["case"] == case.slug and fingerprint_mismatch(document) is None
-
-
 def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:
     """Resume: attempts already recorded are kept where they are still the answer, also more of them than are asked for.
 
@@ -97,7 +91,7 @@ def take_over(document: Document, older: Document, plan: CellPlan, case: Case, c
     for name, before in older["variants"].items():
         made = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra_error"]
         same = here and before.get("fingerprint") == now.get(name) and name in case.variants
-        kept = [_judged_again(a, case, name, cases) for a in made if same and made_under(a) in (None, now[name])]
+        kept = [_judged_again(a, case, name, cases) for a in made if same]
         whole = whole and len(kept) == len(made)
         if name in document["variants"]:
             document["variants"][name]["attempts"] = kept
@@ -105,11 +99,6 @@ def take_over(document: Document, older: Document, plan: CellPlan, case: Case, c
             document["variants"][name] = {**before, "attempts": kept}
     if whole and any(variant["attempts"] for variant in document["variants"].values()):
         document["provenance"] = {**older["provenance"], "ended": None}
-
-
-def made_under(attempt: Made) -> str | None:
-    """The fingerprint that an attempt was launched with; None where it is from before that was stored."""
-    return attempt["observation"]["attempt"].get("fingerprint") or None
 
 
 def add_attempt(

@@ -1,124 +1,126 @@
-"""A folder for each run of the matrix: ``results/scratch/<when>/``, and ``latest``, which points at the last.
+"""Folders of results: one for each run of the matrix below ``results/scratch``, and those of searches.
 
-Whoever reads results and is given a folder of runs reads the last of them (``of``); nothing is overwritten. The last
-``KEPT`` runs are kept: when one begins, older ones go, but for those that somebody is writing or reading. What searches
-and scripts measure is no run's: it lies in ``searches/`` and ``scripts/`` beside them, and stays.
+``latest`` points at the last run; a folder of runs stands for it (``of``). When a run begins, all but the last ``KEPT``
+runs are removed, except those that a process writes. Searches have one folder, which is never removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from filelock import FileLock, Timeout
+
+from repro_matrix.config import project
+from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
-from repro_matrix.results.store import LATEST as LATEST
-from repro_matrix.results.store import write_text
+from repro_matrix.files import write_text
+from repro_matrix.records.document import Document
+from repro_matrix.results.store import LATEST, LOCK
+from repro_matrix.results.summary import Row, stored_rows
 
 SEARCHES = "searches"
 MANIFEST = "run.manifest"  # no .json: these are cells
 KEPT = 20
-ENDED = "ended"
-UNFINISHED = "unfinished"
-
-_held: dict[Path, IO[str]] = {}  # runs that this process writes or reads: locked until it ends
-_own: set[Path] = set()  # those that it writes
+ENDED, UNFINISHED = "ended", "unfinished"
+LOOK_BACK = 5  # runs whose results count as the history of a cell
 
 
 @dataclass(frozen=True)
 class Run:
-    """``left``: cells for which its budget had no room, "hardware stack key"; None: it does not say."""
+    """``texts``: the command line's overrides. ``left``: cells that its time limit left out, "hardware stack key"; None
+    where that is unknown."""
 
     folder: Path
-    texts: tuple[str, ...]  # the command line's overrides
+    texts: tuple[str, ...]
     state: str
     left: tuple[str, ...] | None = None
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether it did not get to its end and no process continues it."""
+        return self.state != ENDED and not in_use(self.folder)
+
+
+def scratch() -> Path:
+    """Return the folder of runs."""
+    return project.current().results / "scratch"
+
+
+def results_folder(settings: RunSettings) -> Path:
+    """Return where results are written: ``results=``, which a run of the matrix sets to its own folder, else the folder
+    of searches."""
+    return Path(settings.results).expanduser() if settings.results else scratch() / SEARCHES
+
 
 def of(folder: Path) -> Path:
-    """The run that a folder of runs stands for: its last. Any other folder is itself.
+    """Return the last run in a folder of runs; any other folder is returned as it is.
 
-    Raises ResultsError: ``latest`` points at a run whose manifest cannot be read; an older one would be told instead.
+    Raises ResultsError: the manifest of the last run is damaged.
     """
     found = listed(folder)
-    sound(folder)
-    target = (folder / LATEST).resolve()
-    last = target if any(run.folder.resolve() == target for run in found) else found[-1].folder if found else folder
-    _hold(last)
-    return last
+    check_latest(folder)
+    latest = (folder / LATEST).resolve()
+    return latest if (latest / MANIFEST).exists() else found[-1].folder if found else folder
 
 
-def sound(root: Path) -> None:
-    """Raises ResultsError where ``latest`` points at a folder whose manifest is damaged."""
-    last = (root / LATEST).resolve()
-    if (last / MANIFEST).exists() and read(last) is None:
-        raise ResultsError(
-            f"{last / MANIFEST}: damaged: whether that run ended is not known; name the folder of a run, or remove it"
-        )
+def check_latest(root: Path) -> None:
+    """Raise ResultsError where ``latest`` points at a run whose manifest is damaged: an older run would be used."""
+    manifest = (root / LATEST).resolve() / MANIFEST
+    if manifest.exists() and read(manifest.parent) is None:
+        raise ResultsError(f"{manifest}: damaged. Name the folder of a run, or remove that folder.")
 
 
 def listed(root: Path) -> list[Run]:
-    """The runs in a folder, the oldest first."""
-    if not root.is_dir():
-        return []
-    found = [run for path in sorted(root.iterdir()) if not path.is_symlink() and (run := read(path))]
-    return sorted(found, key=lambda run: run.folder.name)
+    """Return the runs in a folder, the oldest first."""
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    return [run for folder in folders if not folder.is_symlink() and (run := read(folder))]
 
 
 def read(folder: Path) -> Run | None:
-    """The run whose folder it is, or None."""
+    """Return the run whose folder it is, or None."""
     try:
-        said = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        left = tuple(map(str, said["left"])) if "left" in said else None
-        return Run(folder, tuple(map(str, said["texts"])), str(said["state"]), left)
+        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        left = tuple(map(str, data["left"])) if "left" in data else None
+        return Run(folder, tuple(map(str, data["texts"])), str(data["state"]), left)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def begin(root: Path, texts: Sequence[str]) -> Path:
-    """A new run's folder; ``latest`` points at it. Raises ResultsError: it cannot be made."""
-    if root.exists() and not root.is_dir():
-        raise ResultsError(f"{root}: is a file, no folder; another folder: results=DIR")
+    """Create a new run's folder, let ``latest`` point at it and remove the oldest runs. Raises ResultsError."""
+    name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
     try:
         root.mkdir(parents=True, exist_ok=True)
-        folder = _new(root)
+        names = (name, *(f"{name}-{number:03}" for number in range(2, 1000)))
+        folder = next(root / each for each in names if not (root / each).exists())
+        folder.mkdir()
         note(folder, texts, UNFINISHED)
     except OSError as error:
-        raise ResultsError(f"{root}: cannot be written ({error.strerror}); another folder: results=DIR") from None
+        raise ResultsError(
+            f"{root}: cannot be written ({error.strerror}). Choose another folder: results=DIR"
+        ) from None
     point(folder)
     prune(root)
     return folder
 
 
-def _new(root: Path) -> Path:
-    name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
-    for number in range(1, 1000):
-        folder = root / (name if number == 1 else f"{name}-{number:03}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            return folder
-    raise OSError(0, "a thousand runs began in this second")
-
-
 def note(folder: Path, texts: Sequence[str], state: str, left: Sequence[str] | None = None) -> None:
-    """What was asked for, and whether all of it was measured; the folder is in use until this process ends. ``left``:
-    see ``Run``."""
-    said = {"schema": 1, "texts": list(texts), "state": state} | ({} if left is None else {"left": list(left)})
-    write_text(folder / MANIFEST, json.dumps(said) + "\n")
-    _held.pop(folder.resolve(), None)
-    _own.add(folder.resolve())
-    _hold(folder)
+    """Write the manifest: what was requested, and whether all of it was measured. ``left``: see ``Run``."""
+    data = {"schema": 1, "texts": list(texts), "state": state} | ({} if left is None else {"left": list(left)})
+    write_text(folder / MANIFEST, json.dumps(data) + "\n")
 
 
 def point(folder: Path) -> None:
-    """Let ``latest`` point at a run. Where links cannot be made its name tells which is the last."""
+    """Let ``latest`` point at a run. Where links cannot be created, the last name is the last run."""
     link = folder.parent / f".{LATEST}-{os.getpid()}"
     with contextlib.suppress(OSError):
         link.unlink(missing_ok=True)
@@ -127,7 +129,7 @@ def point(folder: Path) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Take a run back that has not measured anything; ``latest`` is the one before it."""
+    """Remove a run that has not measured anything; ``latest`` is the one before it."""
     if next(folder.rglob("*.json"), None):
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -139,55 +141,58 @@ def drop(folder: Path) -> None:
 
 
 def unfinished(root: Path) -> Run | None:
-    """The last run that was interrupted, or whose process died."""
-    for run in reversed(listed(root)):
-        if run.state != ENDED and not in_use(run.folder):
-            return run
-    return None
+    """Return the last run that was interrupted, or whose process died."""
+    return next((run for run in reversed(listed(root)) if run.interrupted), None)
 
 
-def prune(root: Path, kept: int = KEPT) -> list[Path]:
-    """Remove the oldest runs beyond ``kept``, but for those in use: (the folders that are gone)."""
-    gone = []
+def prune(root: Path, kept: int = KEPT) -> None:
+    """Remove the oldest runs beyond ``kept``, except those in use."""
     for run in listed(root)[:-kept]:
         if not in_use(run.folder):
             shutil.rmtree(run.folder, ignore_errors=True)
-            gone.append(run.folder)
-    return gone
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process, this one too, writes or reads the run."""
+    """Whether a process writes results there (``Store.open``)."""
+    if not (folder / LOCK).exists():
+        return False
     try:
-        with open(folder / MANIFEST, encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with FileLock(folder / LOCK, timeout=0):
             return False
-    except FileNotFoundError:
-        return False
-    except OSError:
+    except Timeout:
         return True
-
-
-def died(run: Run) -> bool:
-    """Whether it never got to its end and nobody is at it: interrupted, or killed."""
-    at = run.folder.resolve()
-    if run.state == ENDED or at in _own:
-        return False
-    mine = _held.get(at)
-    if mine is None:
-        return not in_use(at)
-    try:  # this process reads it: does any other one?
-        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(mine, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
-    return True
 
 
-def _hold(folder: Path) -> None:
-    if folder.resolve() in _held:
-        return
-    with contextlib.suppress(OSError):
-        file: Any = open(folder / MANIFEST, encoding="utf-8")  # noqa: SIM115 - open until this process ends
-        _held[folder.resolve()] = file
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+def measured_rows(settings: RunSettings | None = None, published: list[Row] | None = None) -> list[Row]:
+    """Return the stored rows of earlier measurements, with the grading that they were stored with.
+
+    They are the published ones (``published``, where they were read before) and, with ``settings``, those of that run's
+    folder and, where it is one of scratch/, of the last runs before it.
+    """
+    folders = [results_folder(settings)] if settings is not None else []
+    if folders and folders[0].parent.resolve() == scratch().resolve():
+        folders += [run.folder for run in listed(scratch())[-LOOK_BACK:]]
+    rows = _rows(project.published()) if published is None else published
+    return [*rows, *_rows(folders)]
+
+
+def _rows(folders: Iterable[Path]) -> list[Row]:
+    stored = [stored_rows(folder, []) for folder in dict.fromkeys(map(Path.resolve, folders))]
+    return [row for cells in stored for rows in cells.values() for row in rows]
+
+
+def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
+    """Return cell id -> what ``verdict.judge`` reads of measurements on other stacks."""
+    found: dict[str, list[Document]] = defaultdict(list)
+    for row in rows:
+        if row.variant == "unfixed":
+            attempts = [{"outcome": {"outcome": attempt.outcome}} for attempt in row.attempts]
+            past: Any = {
+                "stack": {"name": row.stack.name, "versions": row.stack.versions, "changed": list(row.stack.changed)},
+                "hardware": {"accelerator": row.hardware.accelerator, "capabilities": row.hardware.capabilities},
+                "variants": {"unfixed": {"settings": row.settings, "attempts": attempts}},
+            }
+            found[row.cell_id].append(past)
+    return found

@@ -1,6 +1,8 @@
-"""Results on disk: one JSON document per cell, written atomically; nothing that was recorded is ever lost.
+"""Results on disk: one JSON document for each cell, and the published ones in compressed files of JSON lines.
 
-The baseline keeps a line per document in the file of its stack (results/baseline.py); it is read here, too.
+A run writes ``<root>/<hardware>/<stack>/<case>/<cell>.json``. Files are replaced in one step, and nothing that was
+recorded is lost. The baseline has ``<root>/<hardware>/<stack>.jsonl.zst``: a document per line, sorted by key; every
+line begins with its key. `repro accept` is its only writer.
 """
 
 from __future__ import annotations
@@ -9,33 +11,31 @@ import errno
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import zstandard
 from filelock import FileLock, Timeout
 from pydantic_core import from_json, to_json
 
+from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.files import write_bytes as write_bytes
 from repro_matrix.files import write_text as write_text
+from repro_matrix.paths import ROOT, cache_dir
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
-from repro_matrix.results import baseline
 
-SCHEMA = 1  # of a cell's document
-SCRIPTS = "scripts"  # in a results folder: measurements of somebody's own scripts (harness/script)
-SUMMARY = "summary.jsonl"  # made of the documents beside it (results/summary.py)
-State = tuple[int, int, int, int]  # of a file: another one whenever it was written, or is another file
-
-
-class NewerSchema(ValueError):
-    """A format that this version does not know."""
+SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
+LATEST = "latest"  # in a folder of runs: the last of them
+LOCK = ".lock"  # held while a run writes to a folder
+WAIT_S = 60  # for another `accept`
 
 
 def stack_label(versions: Mapping[str, str], key: str) -> str:
-    """A stack's folder: what people look for in its name, and a key for the rest."""
+    """Return the name of a stack's folder: the versions that people look for, and a key for the rest."""
     parts = [f"torch{versions['torch']}" if "torch" in versions else "no-torch"]
     if "transformers" in versions:
         parts.append(f"tf{versions['transformers']}")
@@ -43,179 +43,123 @@ def stack_label(versions: Mapping[str, str], key: str) -> str:
 
 
 class Store:
-    """A results folder, ``<root>/<hardware>/<stack>/<case>/<cell>.json``. One writer at a time. Files that are no
-    documents are named in ``damaged``, and the rest goes on."""
+    """A results folder. Files that are no documents are named in ``damaged``; the rest is read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.damaged: list[str] = []
-        self._lock: FileLock | None = None
-        self._written: dict[Path, float] = {}  # by this process: when the document there was begun
+        self._lock = FileLock(root / LOCK, timeout=0)
+        self._written: dict[Path, float] = {}  # when this process's document there was started
 
     def open(self) -> None:
-        """Take the folder for writing. Raises ResultsError: not writable, or another run is at work in it."""
-        lock = FileLock(str(self.root / ".lock"), timeout=0)
+        """Lock the folder for writing. Raises ResultsError: it is not writable, or another run writes to it."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             probe = self.root / f".probe-{os.getpid()}"
             probe.write_bytes(b"x" * 4096)
             probe.unlink()
-            lock.acquire()
+            self._lock.acquire()
         except Timeout:
-            raise ResultsError(
-                f"{self.root}: another run is writing here; wait for it, or give this one a folder: results=DIR"
-            ) from None
+            text = f"{self.root}: another run is writing here. Wait for it, or choose another folder: results=DIR"
+            raise ResultsError(text) from None
         except OSError as error:
-            raise _explained(error, self.root) from None
-        self._lock = lock
+            raise _describe(error, self.root) from None
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._lock.release()
 
     def path_of(self, hardware: str, label: str, cell_key: str) -> Path:
         return self.root / hardware / label / f"{cell_key}.json"
 
     def save(self, path: Path, document: Document) -> None:
-        """Replace a cell's document in one step; a complete older one of another run goes to history/ first."""
+        """Replace a cell's document in one step; an older one with attempts of another run goes to history/ first."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if self._written.get(path) != document["provenance"]["started"]:
-                self._keep_older(path, document)
+            started = document["provenance"]["started"]
+            older = self.read(path, replacing=True) if self._written.get(path) != started else None
+            if older and older["provenance"]["started"] != started:
+                self._keep(path, older)
+            self._written[path] = started
             write_json(path, document)
-            self._written[path] = document["provenance"]["started"]
         except OSError as error:
-            raise _explained(error, path) from None
+            raise _describe(error, path) from None
 
-    def refuse_newer(self, path: Path) -> None:
-        """Raises ResultsError: what stands there is never replaced. Asked before anything is measured, too."""
-        if path.exists() and _is_newer(path):
-            raise ResultsError(f"{path}: a newer repro-matrix wrote it; give this run a folder of its own: results=DIR")
-
-    def _keep_older(self, path: Path, document: Document) -> None:
-        self.refuse_newer(path)
-        older = self.read(path, replacing=True)
-        if older is None or older["provenance"]["started"] == document["provenance"]["started"]:
-            return
-        if any(variant.get("attempts") for variant in older["variants"].values()):
-            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
-            kept = self.root / "history" / path.relative_to(self.root).with_suffix(f".{stamp}.json")
+    def _keep(self, path: Path, older: Document) -> None:
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
+        kept = self.root / "history" / path.relative_to(self.root).with_suffix(f".{stamp}.json")
+        if any(variant["attempts"] for variant in older["variants"].values()) and not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            if not _is_whole(kept):
-                write_text(kept, path.read_text(encoding="utf-8"))  # nothing else has these attempts any more
+            write_text(kept, path.read_text(encoding="utf-8"))  # nothing else has these attempts
 
     def read(self, path: Path, replacing: bool = False) -> Document | None:
-        """A document, or None. What cannot be read is named in ``damaged`` and left where it is; who is about to
-        replace it (``replacing``) moves it aside. It is never deleted."""
+        """Return a document, or None. What cannot be read is named in ``damaged`` and never deleted; ``replacing``: it
+        is renamed, because a new document takes its place."""
         try:
             return document_at(str(path))
         except FileNotFoundError:
             return None
-        except NewerSchema as error:
-            self.damaged.append(f"{path}: {error}; left where it is")
-            return None
         except ValueError as error:
-            self.damaged.append(
-                f"{path}: damaged ({error}); " + (self._aside(path) if replacing else "left where it is")
-            )
+            where = "left where it is"
+            if replacing:
+                aside = path.with_suffix(f".damaged-{time.time_ns()}")
+                os.replace(path, aside)
+                where = f"kept as {aside.name}, the cell is measured again"
+            self.damaged.append(f"{path}: damaged ({error}); {where}")
             return None
         except OSError as error:
-            raise _explained(error, path) from None
-
-    def _aside(self, path: Path) -> str:
-        aside = path.with_suffix(f".damaged-{time.time_ns()}")
-        os.replace(path, aside)
-        return f"kept as {aside.name}, the cell is measured again"
+            raise _describe(error, path) from None
 
     def documents(self, history: bool = False, cases: Collection[str] = ()) -> Iterator[Document]:
-        """Every document in the folder (of these cases), in a fixed order; with ``history`` the older ones too."""
-        if not self.root.is_dir():
-            return
+        """Yield the documents of these cases (none named: of all) in a fixed order; ``history``: older ones too."""
         try:
-            every = list(listed(self.root, history))
+            every = list(listed(self.root, history)) if self.root.is_dir() else []
         except OSError as error:
             raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})") from None
         for found in every:
-            if cases and found.case and found.case not in cases:
-                continue
-            document = self.read(Path(found.path))
-            if document is not None:
-                document["path"] = found.path
-                yield document
+            if not cases or not found.case or found.case in cases:
+                document = self.read(Path(found.path))
+                if document is not None:
+                    document["path"] = found.path
+                    yield document
 
 
 class Found(NamedTuple):
-    """A document in a folder. ``path`` names it (records/document.py); ``case``: by its folder or its line's key, ""
-    of a line that is damaged; ``cell``: by its file or that key. ``state``: of the file that holds it."""
+    """``path``: with ":line" in a file of several. ``case``: by its folder or its line's key; "" of a damaged file."""
 
     path: str
     case: str
-    state: State
-    cell: str = ""
 
 
 def listed(root: Path, history: bool = False, lines: bool = True) -> Iterator[Found]:
-    """The documents below a folder, in a fixed order; a file of them, or one document, lists itself. Older ones
-    (``history``) and a script's measurements are left out. A link that leads to no document is listed as one: who reads
-    it is told. Raises OSError."""
+    """List the documents in a folder or a file, in a fixed order. ``history``: older ones too. ``lines``: False lists a
+    file of several documents once. Raises OSError."""
     if not root.is_dir():
-        yield from _in_file(str(root), root.parent.name)
+        yield from _lines(str(root)) if root.name.endswith(LINES) else [Found(str(root), root.parent.name)]
         return
     for folder, names, files in os.walk(root, onerror=_raise):
-        left_out = {*([] if history else ["history"]), *([SCRIPTS] if folder == str(root) else [])}
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in left_out)
-        case = os.path.basename(folder)
-        yield from _lost(folder, [*names, *(name for name in files if "." not in name)], str(root))
+        names[:] = sorted(name for name in names if not name.startswith(".") and (history or name != "history"))
         for name in sorted(files):
-            if name.endswith((".json", LINES)) and not name.startswith((".", SUMMARY)):
-                path = os.path.join(folder, name)
-                try:
-                    if lines and name.endswith(LINES):
-                        yield from _in_file(path, case)
-                    else:  # nearly all of many thousand
-                        yield Found(path, case, state_of(path), name)
-                except FileNotFoundError:  # gone since (a run may be at work here), or a link that leads nowhere
-                    if os.path.islink(path):
-                        yield Found(path, case, _state(os.lstat(path)), name)
+            path = os.path.join(folder, name)
+            if name.startswith((".", SUMMARY)):
+                continue
+            if name.endswith(LINES) and lines:
+                yield from _lines(path)
+            elif name.endswith((".json", LINES)):
+                yield Found(path, os.path.basename(folder))
 
 
-LATEST = "latest"  # in a folder of runs: the last of them
-DEEPEST = 3  # hardware, stack, case: what lies deeper and is no document is of somebody's own
-
-
-def _lost(folder: str, names: Iterable[str], root: str) -> Iterator[Found]:
-    """Links in place of a folder of documents: none is followed, or it leads nowhere."""
-    if folder != root and len(os.path.relpath(folder, root).split(os.sep)) >= DEEPEST:
-        return
-    for name in sorted(names):
-        path = os.path.join(folder, name)
-        if name != LATEST and os.path.islink(path) and not os.path.isfile(path):
-            yield Found(path, name, _state(os.lstat(path)), name)
-
-
-def _in_file(path: str, case: str) -> Iterator[Found]:
-    at = DocumentPath.parse(path)
-    state = state_of(at.file)
-    if not at.file.endswith(LINES):
-        yield Found(path, case, state, os.path.basename(path))
-        return
+def _lines(path: str) -> Iterator[Found]:
     try:
-        lines = baseline.read_lines(at.file, state)
+        lines = read_lines(path, _state(path))
     except ValueError:
-        yield Found(path, "", state)  # who reads it is told
+        yield Found(path, "")  # the reader names it as damaged
         return
     for number, line in enumerate(lines, 1):
-        if at.line in (None, number):
-            case, _, cell = baseline.key_of(line).partition("/")
-            yield Found(str(DocumentPath(at.file, number)), case, state, f"{cell}.json")
+        yield Found(str(DocumentPath(path, number)), key_of(line).partition("/")[0])
 
 
-def state_of(path: str) -> State:
-    return _state(os.stat(path))
-
-
-def _state(info: os.stat_result) -> State:
+def _state(path: str) -> tuple[int, ...]:
+    info = os.stat(path)
     return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
 
 
@@ -224,97 +168,131 @@ def _raise(error: OSError) -> None:
 
 
 def document_at(path: str) -> Document:
-    """The document of this name. Raises ValueError as ``document_of``, and OSError."""
+    """Read the document of this path, or of this line of a file. Raises ValueError as ``document_of``, and OSError."""
     at = DocumentPath.parse(path)
-    if at.line is None:
-        if path.endswith(LINES):  # damaged, so that it has no lines to name
-            baseline.read_lines(path, state_of(path))
-            raise ValueError("a file of several documents")
-        try:
-            written: str | bytes = Path(path).read_text(encoding="utf-8")
-        except (FileNotFoundError, IsADirectoryError):
-            if not os.path.islink(path):
-                raise
-            what = "a folder, and is not followed" if os.path.isdir(path) else "what is not there"
-            raise ValueError(f"a link that leads to {what}: {os.readlink(path)}") from None
-        return document_of(written)
-    lines = baseline.read_lines(at.file, state_of(at.file))
-    if not 0 < at.line <= len(lines):
-        raise ValueError("there is no such line")
+    if not at.file.endswith(LINES):
+        return document_of(Path(path).read_text(encoding="utf-8"))
+    lines = read_lines(at.file, _state(at.file))
+    if at.line is None or not 0 < at.line <= len(lines):
+        raise ValueError("no such line")
     return document_of(lines[at.line - 1])
 
 
-def _is_newer(path: Path) -> bool:
+def document_of(text: str | bytes) -> Document:
+    """Parse and validate a cell's document. Raises ValueError naming what is wrong, and where."""
     try:
-        document_of(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return isinstance(error, NewerSchema)
-    return False
-
-
-def document_of(written: str | bytes) -> Document:
-    """The document that a file's text is, compared with its type (cell/document.py), so that nobody who reads it
-    need ask for a key. Raises ValueError with what is wrong, and where in it; NewerSchema."""
-    try:
-        return _checked(_loaded(written))
-    except RecursionError:
-        raise ValueError("not a cell document: nested too deeply") from None
-
-
-def _loaded(written: str | bytes) -> Any:
-    """The text's JSON, in a third of the time that ``json`` takes, which says what is wrong with other texts and reads
-    half a character (a lone surrogate), as logs have it."""
-    try:
-        return from_json(written)
+        found = from_json(text)  # three times as fast as json
     except ValueError:
-        return json.loads(written)
-
-
-def _checked(held: Any) -> Document:
-    try:
-        found: Any = held
-        if "$schema" in found:
-            raise ValueError("a JSON Schema, no cell document")
-        schema = found["schema"]
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise NewerSchema(f"schema {schema}: a newer repro-matrix wrote it; this one reads up to {SCHEMA}")
-        if isinstance(schema, int) and schema < SCHEMA:
-            raise ValueError(f"schema {schema}: older than any that this repro-matrix reads ({SCHEMA})")
-        if schema != SCHEMA or not isinstance(found["variants"], dict) or "started" not in found["provenance"]:
-            raise ValueError(f"not a cell document of schema {SCHEMA}")
-        return validate_cell(found)
-    except KeyError as error:
-        raise ValueError(f"not a cell document: it has no {error}") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"not a cell document: {type(error).__name__}: {error}") from None
+        try:
+            found = json.loads(text)  # accepts a lone surrogate, which logs contain; better messages
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+    return validate_cell(found)
 
 
 def write_json(path: Path, value: Any) -> None:
     stored = {key: each for key, each in value.items() if key != "path"}
     try:
-        text = to_json(stored, indent=1).decode()  # a tenth of the time of ``json``, which writes half characters, too
+        text = to_json(stored, indent=1).decode()  # ten times as fast as json
     except ValueError:
-        text = json.dumps(stored, indent=1)
+        text = json.dumps(stored, indent=1)  # accepts a lone surrogate
     write_text(path, text + "\n")
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a file is there and can be read: where a disk was full it may hold the half."""
-    try:
-        document_at(str(path))
-    except NewerSchema:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _explained(error: OSError, path: Path) -> ResultsError:
+def _describe(error: OSError, path: Path) -> ResultsError:
     if error.errno == errno.ENOSPC:
-        free = shutil.disk_usage(path if path.exists() else Path("/")).free
-        return ResultsError(f"{path}: the disk is full ({free // 2**20} MiB free); what was recorded before is intact")
-    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return ResultsError(f"{path}: cannot be written ({error.strerror}); choose another folder: results=DIR")
-    if isinstance(error, (FileExistsError, NotADirectoryError)):
-        return ResultsError(f"{path}: is a file (or lies below one), no folder; choose another: results=DIR")
-    return ResultsError(f"{path}: {error.strerror or error}")
+        return ResultsError(f"{path}: the disk is full. What was recorded before is intact.")
+    return ResultsError(f"{path}: cannot be written ({error.strerror or error}). Choose another folder: results=DIR")
+
+
+# The baseline
+
+_KEY = re.compile(rb'\{"cell_id": ?"([^"\\]+)"')
+
+
+@lru_cache(maxsize=4)
+def read_lines(path: str, state: tuple[int, ...]) -> tuple[bytes, ...]:
+    """Return a file's lines, without the empty end. ``state``: what changes when the file is written.
+
+    Raises OSError, and ValueError for a file that is truncated or damaged.
+    """
+    content = Path(path).read_bytes()
+    try:
+        size = zstandard.frame_content_size(content)
+        text = zstandard.ZstdDecompressor(max_window_size=2**31).decompress(content, max_output_size=max(size, 0))
+    except zstandard.ZstdError as error:
+        raise ValueError(f"not a whole zstd file: {error}") from None
+    return tuple(line for line in text.split(b"\n") if line)
+
+
+def key_of(line: bytes) -> str:
+    """Return the key that a line begins with; "" where it has none."""
+    found = _KEY.match(line)
+    return found[1].decode() if found else ""
+
+
+def write_baseline(root: Path, written: Mapping[str, Document], dropped: Iterable[str]) -> None:
+    """Add, replace and remove documents by their place ``hardware/stack/case/cell``; other lines stay as they are.
+
+    Each file is replaced in one step. Raises ResultsError: a file that cannot be read, or another `accept` writes.
+    """
+    changes: dict[Path, dict[str, bytes | None]] = {}
+    for place in (*dropped, *written):
+        hardware, label, key = place.split("/", 2)
+        line = _to_line(portable(written[place])) if place in written else None
+        changes.setdefault(root / hardware / f"{label}{LINES}", {})[key] = line
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(root / ".accept.lock", timeout=WAIT_S):
+            for path, lines in sorted(changes.items()):
+                _rewrite(path, lines)
+    except Timeout:
+        raise ResultsError(f"{root}: another `repro accept` is writing here. Wait for it.") from None
+    finally:
+        (root / ".accept.lock").unlink(missing_ok=True)
+
+
+def _to_line(document: Mapping[str, Any]) -> bytes:
+    plain = {key: value for key, value in document.items() if key not in ("cell_id", "path")}
+    return json.dumps({"cell_id": document["cell_id"], **plain}, separators=(",", ":")).encode()
+
+
+def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
+    try:
+        stored = read_lines(str(path), _state(str(path))) if path.exists() else ()
+    except ValueError as error:
+        raise ResultsError(f"{path}: damaged: {error}. Restore it from git first.") from None
+    lines: dict[str, bytes | None] = {**{key_of(line): line for line in stored}, **changes}
+    left = [line for _, line in sorted(lines.items()) if line is not None]
+    if left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=27, enable_ldm=True)
+        content = zstandard.ZstdCompressor(compression_params=parameters).compress(b"\n".join([*left, b""]))
+        write_bytes(path, content)
+    else:
+        path.unlink(missing_ok=True)
+
+
+_CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/repro_matrix/launch/worker/")  # the ranks were started from it
+_ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
+_SEARCH_PATH = re.compile(r"\bPATH=[^\s\"']+ ")  # of a torchrun line
+_PYTHON = re.compile(r"(?<![\w.])/(?:[\w.@+~-]+/)*(lib(?:64)?/python3)(?!\.?\d*/(?:site|dist)-packages)")
+_INTERPRETER = re.compile(r"(?<![\w.])/(?:[\w.@+~-]+/)*(?:\.pyenv/versions|uv/python|envs)/[\w.@+~-]+/")
+_SCRATCH = re.compile(r"(?<![\w.])/(?:tmp|var/tmp|scratch)/[^\s\"',:)\\]+")
+
+
+def portable(document: Mapping[str, Any]) -> Any:
+    """Return the document without the paths of this machine: the checkout, the cache and the home folder get names that
+    are the same everywhere, and the search path of a torchrun line is removed."""
+    text = json.dumps(document)
+    mine = project.current().folder
+    for measured_from in {*_CHECKOUT.findall(text)} - {str(ROOT)}:  # another checkout than the one that publishes
+        text = text.replace(f"{measured_from}/", "/checkout/")
+    for folder, shown in ((ROOT, "/checkout"), (mine, "/project"), (cache_dir(), "/cache"), (Path.home(), "/home")):
+        text = text.replace(f"{folder}/", f"{shown}/")
+    text = _ATTEMPT_FOLDER.sub("/attempt", text)
+    text = _SEARCH_PATH.sub("", text)
+    text = _PYTHON.sub(r"/python/\1", text)
+    text = _INTERPRETER.sub("/python/", text)
+    text = _SCRATCH.sub("/tmp/results", text)
+    return json.loads(text)

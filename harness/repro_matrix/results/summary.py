@@ -265,7 +265,11 @@ def load_rows(
         by_file[DocumentPath.parse(path).file].append(path)
     cells: dict[str, list[Row]] = {}  # evidence -> its fresh rows; none: to be graded
     for found in listed(folder, lines=False):
-        state, file = evidence_state(Path(found.path)), os.path.relpath(found.path, folder)
+        file = os.path.relpath(found.path, folder)
+        try:
+            state = evidence_state(Path(found.path))
+        except FileNotFoundError:  # removed meanwhile
+            continue
         evidence = by_file.get(file, [])
         if not evidence or any(stored[path][0].evidence_state != state for path in evidence):
             evidence = [os.path.relpath(each.path, folder) for each in listed(folder / file)]

@@ -26,7 +26,7 @@ from repro_matrix.records.document import Around, Document, Probe, Provenance
 from repro_matrix.records.document import Stack as StoredStack
 from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.results import document as documents
-from repro_matrix.results import local, provenance, runs, summary
+from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
 from repro_matrix.runner.attempts import (
     GPU_FAILURE,
@@ -136,7 +136,7 @@ class Engine:
         self.pool = GpuPool(context.gpus, attempts.locks, driver or Nvml([]), self._say)
         self.schedule = Schedule(machine.cores, machine.memory_gb, settings.jobs, settings.order)
         self._durations = recorded(context.earlier)
-        self._past = local.past_measurements(context.earlier)
+        self._past = runs.past_measurements(context.earlier)
         self._cells: list[_Cell] = []
         self._running: dict[Future[EndedAttempt], _Running] = {}
         self._summary = Summary()
@@ -180,7 +180,6 @@ class Engine:
         label = stack_label(versions, stack.label_key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
         key = plan.cell.key
         path = self.store.path_of(plan.profile.name, label, key)
-        self.store.refuse_newer(path)
         shown = {name: versions[name] for name in RELEVANT if name in versions}
         described: StoredStack = {
             "name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label,
@@ -195,7 +194,7 @@ class Engine:
         if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
         older = self.store.read(path) if resume else None
-        if older is not None and documents.believed(older, case):
+        if older is not None:
             documents.take_over(document, older, plan, case, context.catalogue.cases)
             self._summary.reused += sum(len(variant["attempts"]) for variant in document["variants"].values())
         missing = documents.missing(document, plan)

@@ -30,7 +30,7 @@ from repro_matrix.planning import cells as matrix
 from repro_matrix.planning import shards
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import local, provenance
+from repro_matrix.results import provenance, runs
 from repro_matrix.results.shards import Manifest
 from repro_matrix.results.summary import Row
 
@@ -153,7 +153,7 @@ def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]
     """Return case -> the stacks on which its published measurement reproduces: those that have a name and stay as they
     are, else the replaced packages of a version map. A case that reproduced nowhere: the stack that its file names."""
     found: dict[str, set[str]] = {name: set() for name in names}
-    for row in local.measured_rows() if names else ():
+    for row in runs.measured_rows() if names else ():
         if row.case in names and row.first and row.counts["reproduced"]:
             found[row.case].add(row.stack.name)
     lasting = {name for name, stack in catalogue.stacks.items() if not stack.floating}
@@ -265,7 +265,7 @@ def prepare(
     time_limit = seconds_of("time_limit", settings.time_limit)
     if time_limit is not None:
         settings.order = Order.declared
-        cells = oldest_first(cells, local.measured_rows(settings))
+        cells = oldest_first(cells, runs.measured_rows(settings))
     prerequisites = Prerequisites(
         catalogue, settings, {profile.name: profile for profile in profiles}, machine, build_stacks, dict(given or {})
     )
@@ -296,7 +296,7 @@ def _published_seconds(catalogue: Catalogue, cells: Sequence[Cell], settings: Ru
     """Return how long the attempts of each cell take according to the published baseline."""
     from repro_matrix.runner.schedule import UNKNOWN_S, recorded
 
-    took = recorded(local.measured_rows())
+    took = recorded(runs.measured_rows())
     seconds = {}
     for cell in cells:
         case = catalogue.cases[cell.case]

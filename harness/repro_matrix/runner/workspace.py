@@ -24,7 +24,7 @@ from repro_matrix.launch import open_launcher
 from repro_matrix.launch.attempt import Launcher
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import local, provenance, runs, shards, summary
+from repro_matrix.results import provenance, runs, shards, summary
 from repro_matrix.results.store import Store
 from repro_matrix.runner import canary
 from repro_matrix.runner.attempts import REFERENCES, Attempts, new_run_dir
@@ -47,8 +47,8 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
     """
     line = overrides.parse(texts)
     named = compose_run(line.run).results
-    root = Path(named).expanduser() if named else local.scratch()
-    runs.sound(root)
+    root = Path(named).expanduser() if named else runs.scratch()
+    runs.check_latest(root)
     selected = selected_by(line)
     if named:
         last = None if selected else runs.read(root)
@@ -86,7 +86,7 @@ def folder(session: Session, texts: Sequence[str], before: Path | None = None) -
     """
     named = session.settings.results
     fresh = not named and before is None
-    root = Path(named).expanduser() if named else before or runs.begin(local.scratch(), texts)
+    root = Path(named).expanduser() if named else before or runs.begin(runs.scratch(), texts)
     session.settings.results = str(root)
 
     def note(state: str, left: Sequence[str] = ()) -> None:
@@ -125,7 +125,7 @@ class Workplace:
     @cached_property
     def published(self) -> list[summary.Row]:
         """Return the rows of the published baseline, read once."""
-        return local.measured_rows()
+        return runs.measured_rows()
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ def execute(
 ) -> Summary:
     """Run the session's plans over its results folder. ``planted``: measure the canary cells first (canary.py), and
     nothing else where their results are wrong (MeasureError). ``at``: where several runs share a launcher."""
-    store = Store(local.results_folder(session.settings))
+    store = Store(runs.results_folder(session.settings))
     ends = None if session.time_limit is None else time.monotonic() + session.time_limit
     store.open()
     try:
@@ -182,7 +182,7 @@ def execute(
             place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
             context = RunContext(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance.provenance(session.settings.seed), local.measured_rows(session.settings, place.published),
+                provenance.provenance(session.settings.seed), runs.measured_rows(session.settings, place.published),
                 conditions(), ends,
             )  # fmt: skip
 

@@ -27,7 +27,7 @@ from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.planning.cells import Cell, variants_of
 from repro_matrix.records.document import Variant
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
-from repro_matrix.results import local
+from repro_matrix.results import runs
 from repro_matrix.results.store import Document, Store
 from repro_matrix.results.summary import comparable_text, error_at, failure_text
 from repro_matrix.runner import session, workspace
@@ -197,7 +197,7 @@ class CellRunner:
         if summary.problem or summary.interrupted:
             raise Stopped(summary.problem or "interrupted", 2 if summary.problem else 130)
         document = summary.documents[0]
-        store = Store(local.results_folder(prepared.settings))
+        store = Store(runs.results_folder(prepared.settings))
         path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
         return document, path, summary.attempts
 

@@ -1,0 +1,196 @@
+"""Stored measurements -> expectations, each with the range of releases over which it was measured. Pure.
+
+Measurements of one cell that differ in the release of one package only form a line, for example a version map.
+Neighbors on it with the same verdicts and failures make one expectation, which names the first and the last of them. It
+holds for whole minor releases, unless the line shows another result within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from packaging.version import Version
+
+from repro_matrix.config.expectations import Expectation
+from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.grading.comparability import depends_on_capabilities
+from repro_matrix.grading.expectations import as_expected
+from repro_matrix.records.document import Cell
+from repro_matrix.records.outcome import FailureId
+
+release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is published
+UNSTABLE = ("FLAKY", "INCONCLUSIVE", "FAILED")  # nothing is expected of these
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one document shows. Without verdicts (nothing stable) it ends a range and begins none."""
+
+    place: str  # hardware, stack and cell
+    where: str  # the cell's axes
+    hardware: str
+    versions: Mapping[str, Version] = field(hash=False)  # of the ranged packages
+    verdicts: Mapping[str, str] = field(hash=False)  # the stable ones
+    own_stack: bool = False  # of variants that name a stack of their own
+    failure_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    capabilities: Mapping[str, Any] = field(default_factory=dict, hash=False)  # that these variants depend on
+
+    @property
+    def answer(self) -> Any:
+        return sorted(self.verdicts.items()), sorted(self.failure_ids.items()), sorted(self.capabilities.items())
+
+
+def measured(case: Case, document: Cell, place: str) -> list[Measured]:
+    """Return what a document shows: of the variants that follow the stack, and apart from them of those that name their
+    own, which a version map leaves out."""
+    stored = {name: verdict for name, verdict in document["verdicts"].items() if verdict["name"] not in UNSTABLE}
+    named = {name for name in stored if name in case.variants and case.variants[name].stack}
+    known = document["hardware"].get("capabilities", {})
+
+    def item(variants: Iterable[str], own_stack: bool) -> Measured:
+        verdicts = {name: as_expected(stored[name]["name"]) for name in variants}
+        failures = {
+            name: tuple(str(FailureId(**each)) for each in stored[name].get("failure_ids", ())) for name in verdicts
+        }
+        needed = {fact for name in verdicts for fact in depends_on_capabilities(case, name)}
+        return Measured(
+            place, document["params"], document["hardware"]["profile"], upstream(document), verdicts, own_stack,
+            {name: listed for name, listed in failures.items() if listed},
+            {fact: value for fact, value in known.items() if fact in needed},
+        )  # fmt: skip
+
+    following = item([name for name in stored if name not in named], False)
+    return [following, item([name for name in stored if name in named], True)] if named else [following]
+
+
+def upstream(document: Cell) -> dict[str, Version]:
+    """Return the releases of the packages that expectations are ranged over."""
+    versions = document["stack"]["versions"]
+    return {package: release(versions[package]) for package in UPSTREAM if package in versions}
+
+
+def is_whole(case: Case, document: Cell) -> bool:
+    """Whether all variants that follow the stack were measured, or skipped with a reason: not by a search for one."""
+    return all(name in document["variants"] for name, variant in case.variants.items() if not variant.stack)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbors on a line with the same verdicts; ``versions`` are the releases that they stand for."""
+
+    members: tuple[Measured, ...]
+    versions: Mapping[str, str] = field(hash=False)
+    alone: bool = False  # it has no neighbor whose range it could end
+
+    @property
+    def ends(self) -> list[dict[str, str]]:
+        """The releases with which the first and the last were measured."""
+        first, last = (
+            {name: str(version) for name, version in sorted(end.versions.items())}
+            for end in (self.members[0], self.members[-1])
+        )
+        return [first] if first == last else [first, last]
+
+    @property
+    def kept(self) -> set[str]:
+        """The places of the documents at its ends."""
+        return {self.members[0].place, self.members[-1].place}
+
+    @property
+    def inner(self) -> set[str]:
+        """The places of documents that show what the ends show."""
+        return {item.place for item in self.members[1:-1]}
+
+
+def ranges(found: Iterable[Measured]) -> list[Range]:
+    out = []
+    for package, line in _lines(list(found)):
+        groups = [list(group) for _, group in groupby(line, key=lambda item: item.answer)]
+        for index, group in enumerate(groups):
+            below = groups[index - 1][-1].versions.get(package) if index else None
+            above = groups[index + 1][0].versions.get(package) if index + 1 < len(groups) else None
+            last = group[-1].versions
+            versions = {
+                name: _range(version, last[name], *((below, above) if name == package else (None, None)))
+                for name, version in group[0].versions.items()
+            }
+            out.append(Range(tuple(group), versions, alone=len(groups) == 1))
+    return out
+
+
+def expectations(found: Iterable[Measured], reason: str, old: Sequence[Expectation] = ()) -> list[Expectation]:
+    """Return one entry for cells that agree in verdicts and ranges and were measured with the same releases. An entry
+    that has not changed keeps its old reason."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for each in ranges(found):
+        first = each.members[0]
+        if first.verdicts:
+            key = repr((first.answer, sorted(each.versions.items()), each.ends, first.hardware))
+            ids = {name: list(listed) if len(listed) > 1 else listed[0] for name, listed in first.failure_ids.items()}
+            entry = {"verdicts": dict(first.verdicts), "failure_ids": ids, "cells": [], "hardware": first.hardware,
+                     "capabilities": dict(first.capabilities), "versions": dict(each.versions),
+                     "measured_at": each.ends, "reason": reason}  # fmt: skip
+            grouped.setdefault(key, entry)["cells"].append(first.where)
+    entries = [Expectation(**entry) for entry in grouped.values()]
+    reasons = {_without_reason(entry): entry.reason for entry in old}
+    return [entry.model_copy(update={"reason": reasons.get(_without_reason(entry), reason)}) for entry in entries]
+
+
+def unsupported(case: Case, documents: Mapping[str, Cell]) -> list[str]:
+    """Name the expectations that the stored results do not show: a cell, releases, a verdict or a failure.
+
+    ``documents``: all that are published of this case, by their place, graded anew.
+    """
+    shown = set(map(_without_reason, expectations(measured_in_order(case, documents), "")))
+    return [
+        f"{case.slug}: {', '.join(entry.cells)} on {entry.hardware}, measured at {entry.measured_at}: "
+        f"no stored results show {dict(entry.verdicts)}"
+        for entry in case.expect
+        if _without_reason(entry) not in shown
+    ]
+
+
+def measured_in_order(case: Case, documents: Mapping[str, Cell]) -> list[Measured]:
+    """Return what documents show, in the order of a table's cells."""
+    order = sorted(documents, key=lambda place: f"{place}.json".split("/"))
+    return [item for place in order for item in measured(case, documents[place], place)]
+
+
+def _without_reason(entry: Expectation) -> str:
+    plain = entry.model_dump(exclude={"reason"})
+    plain["measured_at"] = [sorted(end.items()) for end in plain["measured_at"]]
+    plain["cells"] = sorted(plain["cells"])
+    return repr([sorted(value.items()) if isinstance(value, dict) else value for value in plain.values()])
+
+
+def _lines(found: Sequence[Measured]) -> Iterator[tuple[str, list[Measured]]]:
+    """Yield (the package whose release differs, measurements by that release). Each measurement is on its longest
+    line."""
+    lines: dict[tuple[str, str], list[Measured]] = {}
+    for item in found:
+        for package in item.versions:
+            others = sorted((name, str(version)) for name, version in item.versions.items() if name != package)
+            key = package, f"{item.where} {item.hardware} {item.own_stack} {others}"
+            lines.setdefault(key, []).append(item)
+    left = {(item.place, item.own_stack): item for item in found}
+    for key in sorted(lines, key=lambda key: -len({str(item.versions) for item in lines[key]})):
+        members = [item for item in lines[key] if left.pop((item.place, item.own_stack), None)]
+        if members:
+            yield key[0], sorted(members, key=lambda item: item.versions[key[0]])
+    yield from (("", [item]) for item in left.values())
+
+
+def _range(first: Version, last: Version, below: Version | None, above: Version | None) -> str:
+    """Return the releases from the first to the last, in whole minor ones where the line's neighbors lie in others."""
+    low = f">={first.public}" if below is not None and _minor(below) == _minor(first) else f">={_minor(first)}"
+    high = f"<={last.public}" if above is not None and _minor(above) == _minor(last) else f"<{_minor(last, 1)}"
+    return f"{low},{high}"
+
+
+def _minor(version: Version, plus: int = 0) -> str:
+    return f"{version.major}.{version.minor + plus}"
