@@ -13,7 +13,7 @@ from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.expectations import compare, comparison, expected, failure_note, predicted
 from repro_matrix.records.outcome import FailureId, Verdict
-from repro_matrix.results.version_ranges import expectations, measured
+from repro_matrix.results.expectations import expectations, measured
 
 NOW = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 TORCH_213 = {"torch": ">=2.13,<2.14"}

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, failed, observation, ok, record
-from repro_matrix.grading.regrade import Graded, fingerprint_mismatch, outcomes_of, regrade
+from repro_matrix.grading.regrade import Graded, outcomes_of, regrade
 
 CASE = case()
 CASES = {CASE.slug: CASE}
@@ -68,15 +68,6 @@ def test_variant_on_its_own_stack_has_its_own_versions() -> None:
     assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].outcome == "passed"
     stored["variants"]["fix"]["attempts"][0]["observation"]["attempt"]["versions"] = VERSIONS
     assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].infra_error == "environment_changed"
-
-
-def test_wrong_fingerprint_leaves_the_document_out() -> None:
-    stored: Any = cell(fix=observation(ok(0), ok(1), fingerprint="f1"))
-    stored["variants"]["fix"]["fingerprint"] = "f1"
-    assert fingerprint_mismatch(stored) is None and verdicts(stored) == (["FIXED"], [])
-    stored["variants"]["fix"]["fingerprint"] = "f2"
-    found = regrade([stored], CASES)
-    assert not found.documents and "f1" in found.notes[0]
 
 
 def test_regrade_leaves_out_missing_cases_and_variants() -> None:

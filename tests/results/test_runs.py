@@ -84,9 +84,8 @@ def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
     store.open()
     with pytest.raises(ConfigError, match="no interrupted run"):
         going_on.resumed([])
-    assert going_on.resumed([])[0] == ["case=a"]
-
     store.close()
+    assert going_on.resumed([])[0] == ["case=a"]
 
 
 def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:

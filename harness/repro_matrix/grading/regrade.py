@@ -22,7 +22,7 @@ Outcomes = dict[str, list[Outcome]]  # by variant
 
 @dataclass
 class Regraded:
-    """``documents`` as graded now; ``notes`` name every document that was left out or held something else."""
+    """``documents`` as graded now; ``notes`` name every document that held something else."""
 
     documents: list[Document] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -36,8 +36,7 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case], graded: Gr
     """Grade every document of a case of the catalogue by that case as it is now.
 
     Documents in ``graded`` are not graded again; others are added to it. The documents are each other's history: an
-    older stack that reproduced makes a newer one's NOT_REPRODUCED a FIXED_UPSTREAM. A document with the wrong
-    fingerprint is left out.
+    older stack that reproduced makes a newer one's NOT_REPRODUCED a FIXED_UPSTREAM.
     """
     result = Regraded()
     graded = {} if graded is None else graded
@@ -46,10 +45,6 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case], graded: Gr
         if document["case"] not in cases:
             continue
         case, name = cases[document["case"]], document_name(document)
-        wrong = fingerprint_mismatch(document)
-        if wrong:
-            result.notes.append(f"{name}: left out: {wrong}")
-            continue
         if id(document) not in graded:
             graded[id(document)] = document, outcomes_of(document, case, cases)
         outcomes = graded[id(document)][1]
@@ -64,16 +59,6 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case], graded: Gr
         differences = _other_verdicts(stored, document["verdicts"])
         result.notes += [f"{document_name(document)}: {text}" for text in differences]
     return result
-
-
-def fingerprint_mismatch(document: Document) -> str | None:
-    """Return where a variant's fingerprint and those of its attempts do not agree; None where they do."""
-    for name, variant in document["variants"].items():
-        for attempt in variant["attempts"]:
-            fingerprint = attempt["observation"]["attempt"].get("fingerprint")
-            if fingerprint is not None and fingerprint != variant.get("fingerprint"):
-                return f"variant {name} has the fingerprint {variant.get('fingerprint')}, an attempt {fingerprint}"
-    return None
 
 
 def document_name(document: Document) -> str:

@@ -1,5 +1,4 @@
-"""A cell's document: built as attempts come in, judged when its variants are done. Pure (times and machine are
-given)."""
+"""A cell's document: built as attempts end, graded when its variants are done. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +16,8 @@ from repro_matrix.records.document import Accelerator, Document, Made, Provenanc
 from repro_matrix.records.outcome import Outcome
 
 
-def new(
-    plan: CellPlan,
-    case: Case,
-    machine: Machine,
-    stack: Stack,
-    provenance: Provenance,
-) -> Document:
-    """A document without attempts. ``stack``: {"name", "python", "versions"}; ``provenance`` gets ``started``."""
+def new(plan: CellPlan, case: Case, machine: Machine, stack: Stack, provenance: Provenance) -> Document:
+    """Return a document without attempts."""
     cell, profile = plan.cell, plan.profile
     settings = plan.variants[0].settings
     return {
@@ -76,22 +69,22 @@ def _variant(plan: VariantPlan) -> Variant:
 
 
 def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:
-    """Resume: attempts already recorded are kept where they are still the answer, also more of them than are asked for.
+    """Resume: keep the attempts that were measured on this machine under the fingerprint that the variant has now,
+    requested or not, and more of them than requested.
 
-    They are where they were made on this machine under the fingerprint that the variant has now, asked for or not; a
-    variant's recorded fingerprint must be the one that its attempts were made under. What they showed stays; how it is
-    judged may have changed since (a signature was mended), so all are judged again. Where something is left behind, the
-    older document stays as it is in the history, and this one says where it comes from itself.
+    All are graded again, because a signature may have changed. Where some are not kept, the older document remains in
+    the history, and this one has its own provenance.
     """
-    now = {variant.variant: variant.fingerprint for variant in plan.variants if not variant.skipped} | dict(
-        plan.unasked
-    )
+    planned = {variant.variant: variant.fingerprint for variant in plan.variants if not variant.skipped}
+    now = {**planned, **dict(plan.unasked)}
     here = machine(older) == machine(document)
     whole = True
     for name, before in older["variants"].items():
         made = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra_error"]
         same = here and before.get("fingerprint") == now.get(name) and name in case.variants
-        kept = [_judged_again(a, case, name, cases) for a in made if same]
+        kept: list[Made] = [
+            {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()} for a in made if same
+        ]
         whole = whole and len(kept) == len(made)
         if name in document["variants"]:
             document["variants"][name]["attempts"] = kept
@@ -104,14 +97,14 @@ def take_over(document: Document, older: Document, plan: CellPlan, case: Case, c
 def add_attempt(
     document: Document, variant: str, observation: Observation, case: Case, cases: Mapping[str, Case]
 ) -> Outcome:
-    """Judge one observation and keep both."""
+    """Grade one observation and add both."""
     outcome = grade.grade(case, variant, observation, cases)
     document["variants"][variant]["attempts"].append({"observation": observation, "outcome": outcome.to_json()})
     return outcome
 
 
 def missing(document: Document, plan: CellPlan) -> list[tuple[str, int]]:
-    """(variant, index) of every attempt that is still to be made."""
+    """Return (variant, index) of every attempt that is still to be launched."""
     return [
         (variant.variant, index)
         for variant in plan.variants
@@ -120,21 +113,10 @@ def missing(document: Document, plan: CellPlan) -> list[tuple[str, int]]:
     ]
 
 
-def settle(
-    document: Document,
-    case: Case,
-    cases: Mapping[str, Case],
-    history: Iterable[Document],
-    ended: float,
-    where: str,
-) -> None:
-    """Judge the cell over all its attempts. ``history``: older documents of the same cell (other stacks)."""
+def settle(document: Document, case: Case, history: Iterable[Document], ended: float, where: str) -> None:
+    """Grade the cell over all its attempts. ``history``: older documents of the same cell on other stacks."""
     document["hardware"]["capabilities"] = recorded_capabilities(document)
     document["verdicts"] = verdicts_of(document, case, history)
     document["verdicts"] = with_expectations({**document, "params": where}, case)["verdicts"]
     document["provenance"]["ended"] = ended
     document["complete"] = True
-
-
-def _judged_again(attempt: Made, case: Case, variant: str, cases: Mapping[str, Case]) -> Made:
-    return {**attempt, "outcome": grade.grade(case, variant, attempt["observation"], cases).to_json()}

@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, versions, machine, command."""
+"""Where a result comes from: the commit, the version and the command."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from repro_matrix.paths import CHECKOUT, ROOT
 
 
 def git_state() -> tuple[str | None, bool]:
-    """(commit of the user's repository, whether what decides an answer differs from a commit).
+    """Return the commit of the user's repository, and whether the files that decide an answer differ from it.
 
-    In a checkout of this project that is its own; where a wheel is installed its version says what was shipped.
+    In a checkout of this project the commit is its own; of an installed wheel the version identifies the code.
     """
     own = project.current()
     commit, changed = _state(own.folder, [own.file, *own.conf, *own.scripts] if own.file else [])
@@ -30,46 +30,34 @@ def git_state() -> tuple[str | None, bool]:
 
 
 def code_state() -> tuple[str | None, bool]:
-    """(commit of this project's own checkout, whether it differs); (None, False) where a wheel is installed."""
+    """Return the commit of this project's checkout, and whether it differs; (None, False) for an installed wheel."""
     return _state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"]) if CHECKOUT else (None, False)
 
 
 def _state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
-    """(commit, whether one of the paths differs from it); (None, False) outside a repository, and where git cannot say
-    whether they differ: then it is not known which code it is."""
+    """Return the commit, and whether one of the paths differs from it; (None, False) where git does not know."""
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None or not paths:
         return commit, False
-    named = list(map(str, paths))
-    differs = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *named)
-    told = _git(root, "ls-files", "-v", "--", *named)
-    if differs is None or told is None:
-        return None, False
-    # A file that git was told not to look at: assume-unchanged in lower case, skip-worktree as S.
-    return commit, bool(differs) or any(line[0].islower() or line[0] == "S" for line in told.splitlines())
+    differs = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths))
+    return (None, False) if differs is None else (commit, bool(differs))
 
 
 def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
-    """Why what lies there is not known to be what the commit holds, in words; None: it is, byte for byte."""
+    """Return why the files are not known to be those of the commit; None where they are, byte for byte."""
     if _git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return f"commit {commit[:12]} is not in this repository"
     differs = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
     if differs is None:
         return f"git cannot compare commit {commit[:12]} with what is here"
     first, *more = differs.splitlines() or [""]
-    said = f" (and {len(more)} more)" if more else ""
-    return f"{first}{said} has changed since commit {commit[:12]}" if first else None
-
-
-# What points git at another repository than that of the folder it is run in (`git rev-parse --local-env-vars`).
-_ELSEWHERE = (
-    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX",
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE",
-)  # fmt: skip
+    others = f" (and {len(more)} more)" if more else ""
+    return f"{first}{others} has changed since commit {commit[:12]}" if first else None
 
 
 def _git(root: Path, *args: str) -> str | None:
-    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    # Without the variables of a git hook, which point git at the hook's repository.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")}
     try:
         done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=60, env=env)
     except (OSError, subprocess.TimeoutExpired):
@@ -96,7 +84,7 @@ def provenance(seed: int) -> dict[str, Any]:
 
 
 def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dict[str, str]:
-    """case -> hash of what its ranks execute: its script, the kit and the remote-code models. Raises OSError."""
+    """Return case -> hash of what its ranks execute: script, kit and remote-code models. Raises OSError."""
     shared = hashlib.sha256()
     for path in sorted(each for folder in shared_code(catalogue) for each in folder.rglob("*.py")):
         shared.update(path.read_bytes())
@@ -108,5 +96,5 @@ def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dic
 
 
 def shared_code(catalogue: Catalogue) -> list[Path]:
-    """The folders of what every case's ranks may execute."""
+    """Return the folders of the code that every case's ranks may execute."""
     return [catalogue.repros / "repro_kit", catalogue.repros / "remote_code"]

@@ -341,7 +341,7 @@ class Engine:
         cases, document = self.context.catalogue.cases, cell.document
         older = [past for past in self._past.get(document["cell_id"], ()) if _on_other_stack(past, document)]
         case, where = cases[cell.plan.cell.case], cell.plan.cell.where
-        documents.settle(document, case, cases, older, time.time(), where)
+        documents.settle(document, case, older, time.time(), where)
         self.store.save(cell.path, document)
         document["path"] = str(cell.path)  # not stored
         if (self.store.root / runs.MANIFEST).exists():  # a search writes no summary
