@@ -315,12 +315,12 @@ class ScriptReduction(Reduction):
         except Timeout:
             raise ConfigError(f"{file.name}: another process is reducing this script. Wait for it to end.") from None
         self.ended = trail.ended
-        if smallest != whole:
-            out.write_text(smallest, encoding="utf-8")
         lines = {
             "before": len(text.splitlines()), "now": len(smallest.splitlines()), "text": smallest, "done": done,
-            "file": os.path.relpath(out) if smallest != whole else None,
+            "file": os.path.relpath(out) if done and smallest != whole else None,
         }  # fmt: skip
+        if lines["file"]:  # not of an interrupted search: the same command has to find its name free
+            out.write_text(smallest, encoding="utf-8")
         return lines, self.probes.get(smallest) or self.probes[config]
 
 
