@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok
-from report_cells import cell, rows, skipped_cell, stored_cell
+from report_cells import cell, rows, skipped_cell
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
@@ -71,12 +71,6 @@ def shown(*cells: Cell, **more: Any) -> Document:
 def test_block_of_any_text_has_no_control_or_invisible_character(text: str) -> None:
     assert not re.search("[\u200b-\u200f\u202a-\u202e\u2066-\u2069\x00-\x08\x0b-\x1f\ud800-\udfff]", block(text))
     assert "\n" not in line(text) and len(line(text, 50)) <= 50
-
-
-@given(st.integers(0, 40_000), st.integers(10, 3000))
-def test_block_of_a_long_text_is_cut_and_marked(size: int, limit: int) -> None:
-    text = block("ab" * size, limit)
-    assert len(text) <= limit + 60 and ("left out" in text) == (2 * size > limit)
 
 
 @given(st.text(min_size=1, max_size=80))
@@ -241,9 +235,3 @@ def test_labels_differ_in_symbol_or_text() -> None:
 )
 def test_link(text: str, address: str) -> None:
     assert link(text) == (text, address)
-
-
-def test_a_thousand_cells_are_a_page_of_less_than_eight_megabytes() -> None:
-    stored = stored_cell()
-    cells = [one for number in range(1000) for one in cells_of(rows({**stored, "model": f"m{number}"}))]
-    assert len(render_file(page(*cells))) < 8_000_000

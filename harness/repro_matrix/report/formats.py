@@ -66,11 +66,7 @@ def record(cell: Cell, row: Row) -> dict[str, Any]:
 
 
 def to_json(
-    cells: Sequence[Cell],
-    claims: Sequence[ClaimRow],
-    folders: Sequence[str],
-    created: str,
-    remarks: Remarks = NO_REMARKS,
+    cells: Sequence[Cell], claims: Sequence[ClaimRow], folders: Sequence[str], created: str, remarks: Remarks
 ) -> str:
     """Return the rows, the claims and the remarks as JSON."""
     value = {

@@ -303,15 +303,9 @@ def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
 
 
 def build_page(
-    cells: Iterable[Cell],
-    title: str,
-    created: str,
-    cases: Mapping[str, Case],
-    *,
-    notes: Sequence[str] = (),
-    claims: Sequence[ClaimRow] = (),
-    runs: Sequence[NightlyRun] = (),
-) -> Page:
+    cells: Iterable[Cell], title: str, created: str, cases: Mapping[str, Case],
+    notes: Sequence[str] = (), claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (),
+) -> Page:  # fmt: skip
     """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one, the oldest
     first."""
     by_case: dict[str, list[Cell]] = defaultdict(list)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro_matrix.planning.cells import Cell
 from repro_matrix.report.labels import label
 from repro_matrix.report.terminal import by_reason, named, print_table
 from repro_matrix.results.exit_code import identical_failures, unpaired_cells, unpaired_failures
@@ -121,21 +120,13 @@ def lines(
     for reason, count in prepared.elsewhere.items():
         texts.append(f"{counted(count, 'cell')} measured on another profile than {prepared.profile.name}: {reason}")
     if summary.not_started:
-        limit = prepared.settings.time_limit
-        texts.append(f"NOT MEASURED within time_limit={limit}: {_count_by_case(summary.not_started)}")
+        names = ", ".join(dict.fromkeys(cell.case for cell in summary.not_started))
+        texts.append(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {names}")
     texts += [f"{counted(count, 'attempt')} used torchrun: {reason}" for reason, count in summary.cold.most_common()]
     unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:
         yield from wrap(text, width=width)
-
-
-def _count_by_case(cells: Sequence[Cell]) -> str:
-    """Return how many cells these are, and of which cases: ``3 cells (2 of train-step, 1 of tp-resume)``."""
-    most = Counter(cell.case for cell in cells).most_common()
-    shown = [f"{count} of {case}" for case, count in most[:5]]
-    shown += [f"{len(most) - 5} more cases"] if len(most) > 5 else []
-    return f"{counted(len(cells), 'cell')} ({', '.join(shown)})"
 
 
 def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
@@ -262,22 +253,23 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def describe_counts(rows: Sequence[Row]) -> str:
     """Return the numbers of a run in one line."""
-    numbers, new = figures(rows), without_expectation(rows)
-    places = ", ".join(sorted({f"{row.hardware.profile} with stack {row.stack.name}" for row in new}))
+    numbers, alone = figures(rows), unpaired_cells(rows)
     unfixed: dict[str, bool] = {}
     for row in rows:
         if row.first and row.attempts and row.kind != "control":
             unfixed[row.case] = unfixed.get(row.case, False) or row.counts.most_common(1)[0][0] == "reproduced"
-    alone = unpaired_cells(rows)
+    others = {
+        "simulated": "simulated",
+        "quarantined": "quarantined",
+        "differs_from_cpu": "different from the CPU",
+        "without_expectation": "without an expectation",
+    }
     parts = [
         f"{sum(unfixed.values())} of {counted(len(unfixed), 'known failure')} reproduced" if unfixed else "",
         ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),
-        f"{numbers['simulated']} of these verdicts are simulated" if numbers["simulated"] else "",
         _describe_differences(numbers["unexpected"]) if numbers["unexpected"] else "nothing unexpected",
+        *(f"{counted(numbers[name], 'variant')} {text}" for name, text in others.items() if numbers[name]),
         f"{counted(alone, 'cell')} without a verdict: only the unfixed variant was measured" if alone else "",
-        f"{numbers['quarantined']} quarantined" if numbers["quarantined"] else "",
-        f"{counted(numbers['differs_from_cpu'], 'variant')} differ from the CPU" if numbers["differs_from_cpu"] else "",
-        f"{counted(len(new), 'variant')} without expectation on {places}" if new else "",
     ]
     return "; ".join(filter(None, parts))
 
