@@ -96,7 +96,7 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
     shown = done.stdout
     assert "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000" in shown and "mode exclusive_process" in shown
     assert "3 uncorrected ECC errors" in shown
-    assert "in use by pid 99999999 (4321 MiB)" in shown and "77599 of 81920 MiB free" in shown
+    assert "in use by process 99999999 (4321 MiB)" in shown and "77599 of 81920 MiB free" in shown
     assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
     assert "/dev/shm: " in shown and "hangs: " in shown
     assert "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown

@@ -144,7 +144,7 @@ REFUSED = [
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "1"}, {}, "'1' names none"),
     (FakeNvml([FakeGpu(), FakeGpu(H200)]), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
     (FakeNvml([FakeGpu(mode="prohibited")]), {}, {}, "prohibited"),
-    (FakeNvml([FakeGpu(mode="exclusive_process", processes=[Process(99999999)])]), {}, {}, "pid 99999999"),
+    (FakeNvml([FakeGpu(mode="exclusive_process", processes=[Process(99999999)])]), {}, {}, "process 99999999"),
     (FakeNvml([FakeGpu(lost=True)]), {}, {}, "GPU is lost"),
     (no_library(), {"NVIDIA_VISIBLE_DEVICES": "all"}, {}, "libraries have to be passed in"),
     (no_library(), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "'0' names none"),

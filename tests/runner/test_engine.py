@@ -19,7 +19,7 @@ from observations import as_promised, summary_rows
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import Order, RunSettings
-from repro_matrix.environment.gpus import Gpu, unseen
+from repro_matrix.environment.gpus import Gpu, unknown_state
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
@@ -138,7 +138,7 @@ def engine_of(
     store = Store(tmp_path / "results")
     store.open()
     try:
-        with GpuLocks(tmp_path / "state", "run", driver.look if driver else unseen) as locks:
+        with GpuLocks(tmp_path / "state", "run", driver.look if driver else unknown_state) as locks:
             attempts = Attempts(CATALOGUE, {"current": STACK}, launcher, locks, tmp_path / "run", keep=False)
             given = RunContext(CATALOGUE, settings, [profile], machine, {"current": STACK}, PROVENANCE, earlier)
             yield Engine(given, attempts, store, on_event, driver), plans

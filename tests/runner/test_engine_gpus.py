@@ -13,7 +13,7 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml, Process
 from observations import summary_rows
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.gpus import Gpu, Nvml
+from repro_matrix.environment.gpus import Gpu, GpuProcess, GpuState, Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import classify_device_error
@@ -153,9 +153,11 @@ def test_run_does_not_wait_for_ever_for_another_user(tmp_path: Path, monkeypatch
 def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([FakeGpu() for _ in range(3)])
     nvml.install(monkeypatch)
-    monkeypatch.setattr(
-        "repro_matrix.runner.gpu_pool.GpuLocks._remaining", lambda self, seen: set(seen.users) & {os.getpid()}
-    )
+
+    def ours(self: object, state: GpuState) -> list[GpuProcess]:
+        return [process for process in state.processes if process.pid == os.getpid()]
+
+    monkeypatch.setattr("repro_matrix.runner.gpu_pool.GpuLocks._remaining", ours)
     used: list[tuple[str, ...]] = []
 
     def stay(attempt: Attempt, stop: threading.Event) -> Any:
@@ -165,7 +167,7 @@ def test_context_left_behind_excludes_its_gpu(tmp_path: Path, monkeypatch: pytes
 
     summary = run_on_gpus(tmp_path, nvml, Fake(stay), variants=("root-call", "summon"))
     assert nvml.gpus[0].uuid in used[0] and all(nvml.gpus[0].uuid not in gpus for gpus in used[1:])
-    assert f"process {os.getpid()} of an ended attempt is still on it (512 MiB)" in summary.gpu_notes[0]
+    assert f": process {os.getpid()} " in summary.gpu_notes[0] and "(512 MiB)" in summary.gpu_notes[0]
     assert set(verdicts(summary).values()) == {"FIXED"}  # what the attempt showed stands
 
 

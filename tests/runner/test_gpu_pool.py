@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from launching import attempt_of
-from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, Seen, stranger
+from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, stranger
 from repro_matrix.launch.attempt import prepare, remove
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
 
@@ -42,6 +42,11 @@ def sleeper() -> Iterator[Any]:
         process.wait()
 
 
+def gpu_state(users: dict[int, int | None], used_mb: int = 0, problem: str | None = None) -> GpuState:
+    processes = tuple(GpuProcess(pid, memory) for pid, memory in users.items())
+    return GpuState(used_mb=used_mb, processes=processes, problem=problem)
+
+
 class FakeDriver:
     """What is on the GPUs, as a test sets it."""
 
@@ -52,11 +57,11 @@ class FakeDriver:
         self.failed: dict[str, str] = {}
         self.busy: set[str] = set()
 
-    def __call__(self, uuid: str) -> Seen:
-        return Seen(dict(self.users), self.used_mb, self.problem)
+    def __call__(self, uuid: str) -> GpuState:
+        return gpu_state(self.users, self.used_mb, self.problem)
 
-    def look(self, uuid: str) -> Seen:
-        return Seen({4711: 30_000}) if uuid in self.busy else Seen()
+    def look(self, uuid: str) -> GpuState:
+        return gpu_state({4711: 30_000} if uuid in self.busy else {})
 
     def failed_gpus(self) -> dict[str, str]:
         return self.failed
@@ -165,6 +170,6 @@ def test_pool_excludes_a_failed_gpu_for_good(tmp_path: Path) -> None:
 
 
 def test_stranger_ignores_monitors_and_desktops() -> None:
-    assert stranger(Seen()) is None and stranger(Seen({7: 10}, 500)) is None
-    assert stranger(Seen({7: 400, 8: None}, 400)) == "process 7 (400 MiB), process 8 (memory unknown)"
-    assert stranger(Seen({}, 20_000)), "in a container the driver names nobody"
+    assert stranger(gpu_state({})) is None and stranger(gpu_state({7: 10}, 500)) is None
+    assert stranger(gpu_state({7: 400, 8: None}, 400)) == "process 7 (400 MiB), process 8 (memory unknown)"
+    assert stranger(gpu_state({}, 20_000)), "in a container the driver names nobody"

@@ -1,15 +1,15 @@
 """GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors during a run.
 
-``GpuDriver`` is all that this project asks; ``Pynvml`` is the only code that uses pynvml. ``query``, ``states`` and
-``Nvml`` never raise: what a GPU or driver does not report (no driver, no permission, not supported) counts as unknown,
+``GpuDriver`` is all that this project asks; ``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
+raise: what a GPU or driver does not report (no driver, no permission, not supported) counts as unknown,
 and only errors that mean that the GPU has failed or must be reset make it unusable.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 MIB = 2**20
@@ -53,15 +53,15 @@ class GpuProcess:
 
     def __str__(self) -> str:
         memory = "memory unknown" if self.memory_mb is None else f"{self.memory_mb} MiB"
-        return f"pid {self.pid}" + (f" {self.name}" if self.name else "") + f" ({memory})"
+        return f"process {self.pid}" + (f" {self.name}" if self.name else "") + f" ({memory})"
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """What may change during a run. Sizes in MiB; None: this GPU or driver does not report it."""
+    """What may change during a run. Sizes in MiB; None, 0 or (): this GPU or driver does not report it."""
 
     free_mb: int | None = None
-    used_mb: int | None = None  # by all processes; without the driver's own part where it is reported
+    used_mb: int = 0  # by all processes; without the driver's own part where it is reported
     processes: tuple[GpuProcess, ...] = ()
     ecc_uncorrected: int | None = None  # since the driver was loaded
     problem: str | None = None  # why nothing may be launched on it: lost, in MIG mode, to be reset, faulty memory
@@ -81,32 +81,16 @@ def describe_gpu(gpu: Gpu, state: GpuState) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One sample of a GPU during a run. ``users``: computing processes and their MiB, where the driver reports them
-    (inside a container: the host's numbers, or none). ``used_mb``: MiB in use by all processes."""
-
-    users: Mapping[int, int | None] = field(default_factory=dict)
-    used_mb: int = 0
-    problem: str | None = None  # why the GPU must not be used any more
-
-    def size(self, pid: int) -> str:
-        used = self.users.get(pid)
-        return "memory unknown" if used is None else f"{used} MiB"
-
-
-def stranger(seen: Seen) -> str | None:
+def stranger(state: GpuState) -> str | None:
     """Describe who computes on a GPU that no run has locked; None: it is free."""
-    named = [pid for pid, used in seen.users.items() if used is None or used >= STRANGER_MB]
-    if named:
-        return ", ".join(f"process {pid} ({seen.size(pid)})" for pid in sorted(named))
-    if seen.used_mb > UNNAMED_MB and not seen.users:
-        return f"{seen.used_mb} MiB by processes that the driver does not name"
-    return None
+    named = [each for each in state.processes if each.memory_mb is None or each.memory_mb >= STRANGER_MB]
+    if not state.processes and state.used_mb > UNNAMED_MB:
+        return f"{state.used_mb} MiB by processes that the driver does not name"
+    return ", ".join(map(str, named)) or None
 
 
-def unseen(uuid: str) -> Seen:
-    return Seen()
+def unknown_state(uuid: str) -> GpuState:
+    return GpuState()
 
 
 # -- the driver
@@ -231,25 +215,12 @@ class Pynvml:
 # -- what is here now
 
 
-@dataclass(frozen=True)
-class DriverReport:
-    """All that NVML reports, before CUDA_VISIBLE_DEVICES. ``gpus``: by NVML's index, unusable ones among them."""
+def query() -> tuple[tuple[Gpu, ...], str, str | None]:
+    """Return all GPUs by NVML's index, the driver's version, and the newest CUDA that it supports. Raises DriverError.
 
-    gpus: tuple[Gpu, ...] = ()
-    driver: str | None = None
-    cuda: str | None = None  # the newest CUDA that the driver supports
-    error: str | None = None  # why NVML reports nothing
-    missing: bool = False  # there is no NVML here: no error by itself
-
-
-def query() -> DriverReport:
-    """Return what NVML reports of this machine's GPUs."""
-    try:
-        with contextlib.closing(open_driver()) as driver:
-            version, cuda = driver.versions()
-            return DriverReport(tuple(_gpu(driver, index) for index in range(driver.count())), version, cuda)
-    except DriverError as error:
-        return DriverReport(error=str(error), missing=error.missing)
+    CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them."""
+    with contextlib.closing(open_driver()) as driver:
+        return (tuple(_gpu(driver, index) for index in range(driver.count())), *driver.versions())
 
 
 def _gpu(driver: GpuDriver, index: int) -> Gpu:
@@ -263,9 +234,8 @@ def _gpu(driver: GpuDriver, index: int) -> Gpu:
         reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
     elif not reason and gpu.mode.startswith("exclusive") and state.foreign:
         reason = f"its compute mode is {gpu.mode} and {state.foreign[0]} holds it"
-    users = {process.pid: process.memory_mb for process in state.foreign}
-    taken = stranger(Seen(users, 0 if state.processes else state.used_mb or 0)) is not None
-    return replace(gpu, taken=taken, unusable=reason)
+    others = replace(state, processes=state.foreign, used_mb=0 if state.processes else state.used_mb)
+    return replace(gpu, taken=stranger(others) is not None, unusable=reason)
 
 
 def _state(driver: GpuDriver, uuid: str) -> GpuState:
@@ -324,13 +294,12 @@ class Nvml:
             self._driver.close()
         self._driver = None
 
-    def look(self, uuid: str) -> Seen:
-        """Sample one GPU now."""
+    def look(self, uuid: str) -> GpuState:
+        """Return the state of one GPU now; memory errors since the run began are a problem."""
         if self._driver is None:
-            return Seen()
+            return GpuState()
         state = _state(self._driver, uuid)
-        users = {process.pid: process.memory_mb for process in state.processes}
-        return Seen(users, state.used_mb or 0, state.problem or self._new_ecc_errors(uuid, state.ecc_uncorrected))
+        return replace(state, problem=state.problem or self._new_ecc_errors(uuid, state.ecc_uncorrected))
 
     def _new_ecc_errors(self, uuid: str, count: int | None) -> str | None:
         """Describe uncorrected memory errors since the first sample; ``count`` None: no ECC, or it is off."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.environment import gpus as gpu_driver
-from repro_matrix.environment.gpus import Gpu
+from repro_matrix.environment.gpus import DriverError, Gpu
 from repro_matrix.records.document import Around
 from repro_matrix.text import first_line
 
@@ -55,28 +55,34 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     import psutil
 
     env = os.environ if env is None else env
-    report = gpu_driver.query()
+    error: DriverError | None = None
+    driver = cuda = None
+    gpus: tuple[Gpu, ...] = ()
+    try:
+        gpus, driver, cuda = gpu_driver.query()
+    except DriverError as caught:
+        error = caught
     text = env.get(VISIBLE_DEVICES)
     hidden = text is not None and text.strip() in _NO_GPU
-    shown, problem = ((), None) if hidden else visible_gpus(text, report.gpus, env.get("CUDA_DEVICE_ORDER"))
+    shown, problem = ((), None) if hidden else visible_gpus(text, gpus, env.get("CUDA_DEVICE_ORDER"))
     usable, unusable = (tuple(gpu for gpu in shown if bool(gpu.unusable) == wrong) for wrong in (False, True))
     reasons: list[str] = []
     if not usable and not hidden:
-        reasons = [report.error] if report.error and not report.missing else []
+        reasons = [str(error)] if error and not error.missing else []
         reasons += [*map(str, unusable), *([problem] if problem else []), *([] if unusable else _signs(env, root))]
-        if reasons and report.missing:
-            reasons.append(f"{report.error}: in a container, the driver's libraries have to be passed in, too")
+        if reasons and error and error.missing:
+            reasons.append(f"{error}: in a container, the driver's libraries have to be passed in, too")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed_cores, allowed_bytes = cgroup_limits()
     memory = psutil.virtual_memory()
     return Machine(
         gpus=usable,
-        driver=report.driver,
+        driver=driver,
         cpu=_cpu_name(),
         cores=max(1, int(min(cores, allowed_cores))),
         memory_gb=_gib(min(memory.total, allowed_bytes)),
         os=platform.platform(),
-        cuda=report.cuda,
+        cuda=cuda,
         left_out=unusable,
         meant=tuple(reasons),
         unseen=f"{VISIBLE_DEVICES}={text!r} asks for no GPU" if hidden else None,

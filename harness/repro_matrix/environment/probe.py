@@ -100,8 +100,6 @@ def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: 
             "install a build that fits the driver: `uv pip install --reinstall-package torch --torch-backend=auto "
             f"--python {stack.python} torch{release}` (or another release of torch)"
         )
-        if stack.name.partition("+")[0] != "current" and not stack.name.startswith("python:"):
-            lines.append("this stack comes from a lock: make such an environment and name it as stack=python:PATH")
     return ";\n  ".join([*lines, "hardware=cpu runs with gloo anyway"])
 
 

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 import psutil
 from filelock import FileLock, Timeout
 
-from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, Seen, stranger, unseen
+from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, stranger, unknown_state
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import clear_directory, read_launch
 
@@ -107,14 +107,14 @@ class GpuProblem:
 class GpuLocks:
     """The GPUs that this run holds, each for one attempt at a time: a file lock per GPU. Thread-safe."""
 
-    def __init__(self, state: Path, run_id: str, inspect: Callable[[str], Seen] = unseen) -> None:
+    def __init__(self, state: Path, run_id: str, inspect: Callable[[str], GpuState] = unknown_state) -> None:
         """``inspect``: returns what is on a GPU (``gpus.Nvml.look``); by default nothing is known."""
         self.state = state
         self.run_id = run_id
         self.folder = _node(state) / "gpus"
         self._inspect = inspect
         self._held: dict[str, FileLock] = {}  # in use, or not released because a process of this run is still on it
-        self._before: dict[str, Seen] = {}
+        self._before: dict[str, GpuState] = {}
         self._mutex = threading.Lock()
 
     def __enter__(self) -> GpuLocks:
@@ -131,7 +131,7 @@ class GpuLocks:
         """
         with self._mutex:
             locks = {uuid: None if uuid in self._held else _acquire(self._path(uuid)) for uuid in gpus}
-            before: dict[str, Seen] = {}
+            before: dict[str, GpuState] = {}
             if None not in locks.values() and gpus:
                 clear_leftovers(self.state)  # the previous holder may have been killed while its ranks were at work
                 before = {uuid: self._inspect(uuid) for uuid in gpus}
@@ -180,17 +180,17 @@ class GpuLocks:
         before, now = self._before[uuid], self._inspect(uuid)
         if now.problem:
             return GpuProblem("lost", now.problem)
-        for pid in sorted(self._remaining(now)):
-            return GpuProblem("left", f"process {pid} of an ended attempt is still on it ({now.size(pid)})")
+        for process in self._remaining(now):
+            return GpuProblem("left", f"{process} of an ended attempt is still on it")
         more = now.used_mb - before.used_mb
-        if now.users.keys() - before.users.keys() or more <= LEFTOVER_MB:
+        if {each.pid for each in now.processes} - {each.pid for each in before.processes} or more <= LEFTOVER_MB:
             return None  # another user's process is found by the next check of the free GPUs
         return GpuProblem("left", f"{more} MiB of an ended attempt are still in use on it")
 
-    def _remaining(self, state: Seen) -> set[int]:
+    def _remaining(self, state: GpuState) -> list[GpuProcess]:
         """Return the processes of this run among those on the GPU."""
-        users = set(state.users)
-        return users & {process.pid for process in processes.with_token(RUN_TOKEN, self.run_id)} if users else set()
+        own = processes.with_token(RUN_TOKEN, self.run_id) if state.processes else set()
+        return [each for each in state.processes if each.pid in {process.pid for process in own}]
 
     def _path(self, uuid: str) -> Path:
         return self.folder / (re.sub(r"[^\w.-]", "_", uuid) + ".lock")
@@ -199,7 +199,7 @@ class GpuLocks:
 class Driver(Protocol):
     """``gpus.Nvml``, or a fake."""
 
-    def look(self, uuid: str) -> Seen: ...
+    def look(self, uuid: str) -> GpuState: ...
     def failed_gpus(self) -> dict[str, str]: ...
 
 
