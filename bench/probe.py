@@ -36,7 +36,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--stack", default="current", help="the base, which must exist")
     parser.add_argument("--out", type=Path, default=HERE / "probe.json")
     arguments = parser.parse_args(words)
-    asked = [*CASE, f"stack={arguments.stack}", "--between", arguments.range, "--exhaustive"]
+    asked = [*CASE, f"stack={arguments.stack}", "--range", arguments.range, "--exhaustive"]
     with tempfile.TemporaryDirectory(prefix="repro-bench-") as name:
         row = measure(asked, Path(name))
     write(arguments.out, words=asked, **row)

@@ -53,7 +53,7 @@ def refused(capsys: Capsys, *words: str) -> str:
         ("run train-step results=", "results=: the folder's name is missing"),
         ("run --module", "--module: a module's name is missing"),
         ("versions train-step --max-probes 0", "'0' is not a number of at least 1"),
-        ("report --baseline --output /nowhere/at/all/x.html", "/nowhere/at/all"),
+        ("report --baseline --output /dev/null/x.html", "/dev/null"),
         ("nightly /nope --history history --run-exit-code 0", "/nope: no such folder of results"),
         ("new a-case --from-script nope.py", "nope.py"),
     ],
@@ -155,15 +155,14 @@ def test_new_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / ".git").mkdir()
     (tmp_path / "failures/scripts").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    write = Path.write_text
 
-    def full(path: Path, *values: object, **more: object) -> int:
+    def full(path: Path, *values: object, **more: object) -> object:
         if path.suffix == ".py":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, *values, **more)  # type: ignore[arg-type]
+        return open(path, *values, **more)  # type: ignore[call-overload]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr("repro_matrix.authoring.draft.open", full, raising=False)
         assert "my_case.py" in refused(capsys, "new", "my-case")
     assert not list((tmp_path / "failures").rglob("my*"))
     assert cli.main(["new", "my-case"]) == 0

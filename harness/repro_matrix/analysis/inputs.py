@@ -136,11 +136,12 @@ def load_side(name: str) -> Side:
 def load_folder(root: Path, name: str = "") -> Side:
     """Load the results in a folder. Raises ResultsError: the folder cannot be read."""
     side = Side(name or str(root))
+    if not root.is_dir():
+        raise ResultsError(f"{root}: no such folder of results")
     try:
         rows = load_rows(root, notes=side.unreadable)
     except OSError as error:
-        reason = "no such folder of results" if isinstance(error, FileNotFoundError) else error.strerror or error
-        raise ResultsError(f"{root}: {reason}") from None
+        raise ResultsError(f"{root}: {error.strerror or error}") from None
     side.rows = [from_row(row, str(root)) for row in rows]
     cases = catalog.load().cases
     unknown_cases = sorted({row.case for row in rows} - cases.keys())
