@@ -273,16 +273,3 @@ def test_diff_command_unknown_names_are_usage_errors(results: Path, repro: Run) 
     with pytest.raises(ResultsError, match="contains no results"):
         load_side(str(results / "empty"))
     assert "neither a folder nor a stack" in repro("diff", one, "torch2.2-tf4.3")[1]
-
-
-def test_matrix_compares_only_cells_that_it_measured(results: Path) -> None:
-    from repro_matrix.cli.matrix import _compare
-
-    write(results, {"unfixed": FIRED})
-    now = json.loads((results / "cpu" / "s" / "some-case" / "m-fsdp.json").read_text())
-    write(results, {"unfixed": FIRED}, cell_id="some-case/n-fsdp", model="n")
-    before = load_side(str(results))
-    diff = _compare(before, [now])
-    assert (diff.cells, diff.changes) == (1, ())
-    skipped = {**now["variants"]["unfixed"], "attempts": [], "skipped": "needs 2 GPUs"}
-    assert [c.kind for c in _compare(before, [{**now, "variants": {"unfixed": skipped}}]).changes] == ["not_measured"]
