@@ -77,18 +77,16 @@ def kind_of(before: Answer, after: Answer) -> str | None:
     return "different_failure"
 
 
-def script_change(name: str, variant: str, before: Answer, after: Answer, cause: Any) -> dict[str, Any] | None:
-    """Return the change of a script's answer as ``changes_to_json`` does, or None."""
+def compare_answers(
+    name: str, variant: str, before: Answer, after: Answer, cause: Any
+) -> tuple[list[dict[str, Any]], list[Unknown]]:
+    """Return the change of a script's answer as ``changes_to_json`` does, and why the answers cannot be compared."""
+    reasons = [answer.detail for answer in (before, after) if answer.label is None]
     kind = kind_of(before, after)
     place = {"case": name, "cell": name, "variant": variant, "error_at": [before.error_at, after.error_at]}
     texts = {"before": before.whole, "after": after.whole, "documents": [None, None]}
-    return {"change": kind, **place, **texts, "cause": cause} if kind else None
-
-
-def script_unknown(name: str, variant: str, before: Answer, after: Answer) -> list[Unknown]:
-    """Return why a script's answers cannot be compared; [] if they can."""
-    reasons = [answer.detail for answer in (before, after) if answer.label is None]
-    return [Unknown(name, variant, "; ".join(reasons))] if reasons else []
+    changes = [{"change": kind, **place, **texts, "cause": cause}] if kind else []
+    return changes, [Unknown(name, variant, "; ".join(reasons))] if reasons else []
 
 
 @dataclass

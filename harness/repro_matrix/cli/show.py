@@ -44,35 +44,29 @@ def main(args: argparse.Namespace) -> int:
     prepared, plan = _plan_first_cell(request, case)
     variants = list(_variants(prepared, plan, case))
     script = request.catalogue.script(case)
-    data = {
-        "case": case.slug,
-        **case.model_dump(mode="json", exclude={"slug"}),
-        "script": f"repros/{script.name}" if script.parent == REPROS else str(script),
-        "variants": variants,
-    }
+    place = f"repros/{script.name}" if script.parent == REPROS else str(script)
     if args.json:
-        print_json(data)
+        fields = case.model_dump(mode="json", exclude={"slug"})
+        print_json({"case": case.slug, **fields, "script": place, "variants": variants})
         return 0
-    print_wrapped(*_head(case), f"script: {data['script']}", *map(_describe_signature, case.signatures), "")
-    others = len(request.cells) - 1
-    title = f"Expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}"
-    title += f" (the first of {others + 1} cells; choose with model=, strategy=)" if others else ""
+    print_wrapped(*_head(case), f"script: {place}", *map(_describe_signature, case.signatures), "")
+    count = len(request.cells)
+    more = f" (the first of {count} cells; choose with model=, strategy=)" if count > 1 else ""
+    title = f"Expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
         title = f"Nothing is expected: no results/expected/{case.slug}.yaml. `repro accept` writes it."
-    rows = [[each["variant"], each["expected"], _changes(case.variants[each["variant"]]), each["help"]]
-            for each in variants]  # fmt: skip
-    print_table(title, ["variant", "expected", "what it changes", "help"], rows, narrow=("what it changes", "help"))
+    heads = ["variant", "expected", "what it changes", "help"]
+    rows = [[v["variant"], v["expected"], _changes(case.variants[v["variant"]]), v["help"]] for v in variants]
+    print_table(title, heads, rows, narrow=heads[2:])
     for each in variants if prepared.settings.variants else variants[:1]:
-        print(
-            f"\n{each['variant']}" + (f" (skipped here: {each['skipped']})" if each["skipped"] else "") + ", by hand:"
-        )
-        print(f"  {each['torchrun']}")
+        skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
+        print(f"\n{each['variant']}{skipped}, by hand:\n  {each['torchrun']}")
     if not prepared.settings.variants:
         print_wrapped("", f"The command of another variant: repro show {case.slug} variants=[NAME]")
     if case.claims:
         print()
-        claims = [[claim.id, claim.source, claim.text] for claim in case.claims]
-        print_table("", ["claim", "source", "text"], claims, narrow=("text",))
+        rows = [[claim.id, claim.source, claim.text] for claim in case.claims]
+        print_table("", ["claim", "source", "text"], rows, narrow=("text",))
     return 0
 
 
@@ -90,24 +84,17 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Prerequisites, CellP
 
 def _variants(prepared: Prerequisites, plan: CellPlan, case: Case) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
-        stack = prepared.stacks.get(variant.stack)
-        settings = variant.settings
-        needed = depends_on_capabilities(case, variant.variant)  # known when ranks have run
-        versions = dict(stack.versions) if stack else {}
-        entry = expected(case, plan.cell.where, variant.variant, versions, plan.profile.name)
+        name, settings, stack = variant.variant, variant.settings, prepared.stacks.get(variant.stack)
+        needed = depends_on_capabilities(case, name)  # known when ranks have run
+        entry = expected(case, plan.cell.where, name, stack.versions if stack else {}, plan.profile.name)
         yield {
-            "variant": variant.variant,
-            "help": case.variants[variant.variant].help,
-            "flags": settings["flags"],
-            "options": settings["strategy"]["options"],
-            "model": settings["model"]["slug"],
-            "strategy": settings["strategy"]["slug"],
-            "stack": variant.stack,
-            "world_size": variant.world_size,
+            "variant": name, "help": case.variants[name].help, "flags": settings["flags"],
+            "options": settings["strategy"]["options"], "model": settings["model"]["slug"],
+            "strategy": settings["strategy"]["slug"], "stack": variant.stack, "world_size": variant.world_size,
             "skipped": variant.skipped,
-            "expected": f"by {', '.join(needed)}" if needed else entry.verdicts[variant.variant] if entry else "",
+            "expected": f"by {', '.join(needed)}" if needed else entry.verdicts[name] if entry else "",
             "torchrun": torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show"))),
-        }
+        }  # fmt: skip
 
 
 def _head(case: Case) -> Iterator[str]:
@@ -118,8 +105,7 @@ def _head(case: Case) -> Iterator[str]:
     yield from [case.summary] if case.summary else []
     needs = [*case.requires.packages, *([f"{case.requires.gpus} GPUs"] if case.requires.gpus else [])]
     if needs or case.requires.stack:
-        stack = case.requires.stack or "current"
-        yield f"needs: {', '.join(needs) or 'nothing special'}; known to reproduce on: {stack}"
+        yield f"needs: {', '.join(needs) or 'nothing special'}; reproduces on: {case.requires.stack or 'current'}"
     ranks = "all ranks" if case.pass_criteria.ranks == "all" else "the first rank"
     yield f"pass criteria: {case.pass_criteria.kind}: {', '.join(case.pass_criteria.checks)} on {ranks}"
 

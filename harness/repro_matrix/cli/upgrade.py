@@ -16,6 +16,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.records.document import Document
+from repro_matrix.report.progress import Progress
 from repro_matrix.report.terminal import print_json, print_table, print_wrapped
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
@@ -25,7 +26,6 @@ from repro_matrix.search.prober import Target
 from repro_matrix.text import log
 
 WHY = {"all": tuple(KINDS), "worse": upgrade.WORSE, "none": ()}
-RESUME = "Probes are stored; run the same command again to continue."
 EPILOG = """Stored results of the two stacks are used, the others are measured.
 
 exit codes: 1 a failure appears, a control fails, or a fix stops working; else 3 a result is missing; else 0"""
@@ -35,10 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
     parser.epilog = EPILOG
     add = parser.add_argument
-    text = "the stack in use: a name, a lock, a requirements file, python:PATH"
-    add("--from", dest="source", metavar="STACK", required=True, help=text)
+    help_text = "the stack in use: a name, a lock, a requirements file, python:PATH"
+    add("--from", dest="source", metavar="STACK", required=True, help=help_text)
     add("--to", dest="target", metavar="STACK", required=True, help="the stack to upgrade to")
-    add("--why", choices=WHY, default="all", help="for which changes to search the responsible package (default: all)")
+    add("--why", choices=WHY, default="all", help="for which changes to search the package that caused them")
     add("--releases", action="store_true", help="also search for the package's release")
     add("--budget", type=arguments.number(3), metavar="N", help="at most N probes for each release")
     add("--script", metavar="SCRIPT", help="your own script instead of the catalog, e.g. ./train.py")
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     if options.given(args):
         raise ConfigError(f"--{options.given(args)[0]} needs your own script, e.g. --script ./train.py")
     specs, request, stop = (args.source, args.target), ask(texts), threading.Event()
-    ends = _resolve(specs)
+    ends = _resolve(*specs)
     stopped: Stopped | None = None
     with workplace.interruptible(stop, log):
         documents = _measure(request, dict(zip(specs, ends)), stop)
@@ -67,16 +67,14 @@ def main(args: argparse.Namespace) -> int:
     changes = upgrade.changes_to_json(result.changes, search.causes)
     data = upgrade.to_json(specs, ends, changes, result.unknown, result.same)
     _show(args, {**data, "stopped": str(stopped) if stopped else None})
-    if stopped:
-        log(f"stopped: {stopped}. {RESUME}")
-    return stopped.exit_code if stopped else result.exit_code
+    return options.stopped(stopped) if stopped else result.exit_code
 
 
-def _resolve(specs: tuple[str, str]) -> tuple[Stack, Stack]:
-    one, other = (stacks.resolve(spec, say=log) for spec in specs)
-    if specs[0] == specs[1] or one.key == other.key:
-        raise ConfigError(f"--from and --to are the same stack, {specs[0]}")
-    return one, other
+def _resolve(source: str, target: str) -> tuple[Stack, Stack]:
+    ends = stacks.resolve(source, say=log), stacks.resolve(target, say=log)
+    if source == target or ends[0].key == ends[1].key:
+        raise ConfigError(f"--from and --to are the same stack, {source}")
+    return ends
 
 
 def _upgrade_script(args: argparse.Namespace) -> int:
@@ -88,7 +86,7 @@ def _upgrade_script(args: argparse.Namespace) -> int:
     script, _, settings = options.script_of(args)
     source, target, notes = endpoints(args.source, args.target, script.results)
     specs, stop = (source, target), threading.Event()
-    ends = _resolve(specs)
+    ends = _resolve(*specs)
     prober = ScriptProber(script, log, stop, settings.repeat)
     search = upgrade.CauseSearch(None, specs, ends, stop, args.releases, args.budget, log)
     with workplace.interruptible(stop, log), prober:
@@ -98,19 +96,14 @@ def _upgrade_script(args: argparse.Namespace) -> int:
             kind = upgrade.kind_of(before, after)
             cause = search.cause(Bisector(prober, VARIANT)) if kind in WHY[args.why] else None
         except Stopped as error:
-            log(f"stopped: {error}. {RESUME}")
-            return error.exit_code
-    change = upgrade.script_change(script.command.name, VARIANT, before, after, cause)
-    unknown = upgrade.script_unknown(script.command.name, VARIANT, before, after)
-    changes = [change] if change else []
+            return options.stopped(error)
+    changes, unknown = upgrade.compare_answers(script.command.name, VARIANT, before, after, cause)
     data = upgrade.to_json(specs, ends, changes, unknown, int(not changes and not unknown))
     _show(args, {**data, "stopped": None, "notes": [*notes, *prober.notes]})
     return 3 if unknown else int(kind in upgrade.WORSE)
 
 
 def _measure(request: Request, ends: Mapping[str, Stack], stop: threading.Event) -> list[Document]:
-    from repro_matrix.report.progress import Progress
-
     prepared = session.prepare(request.having({"stack": list(ends)}), given=ends)
     with Progress() as progress:
         summary = workplace.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
@@ -123,8 +116,7 @@ def _measure(request: Request, ends: Mapping[str, Stack], stop: threading.Event)
 
 def _show(args: argparse.Namespace, data: Mapping[str, Any]) -> None:
     if args.json:
-        print_json(data)
-        return
+        return print_json(data)
     table, lines = upgrade.describe(data)
     print_table(f"{data['from']} -> {data['to']}", upgrade.COLUMNS, table)
     print_wrapped(*lines)
