@@ -108,6 +108,7 @@ def test_page_lists_what_needs_attention_first_with_error_and_command() -> None:
     [
         ((), "Nothing was measured"),
         ((cell(),), "Nothing differs from its expectation."),
+        ((cell(), cell(model="n")), "1 known failure occurs on the newest stack"),
         ((cell("SIGNATURE_MISMATCH", "no_expectation"),), "1 measured variant has no expectation yet"),
         ((skipped_cell(),), "needs 2 GPUs"),
     ],

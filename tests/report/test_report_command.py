@@ -143,5 +143,5 @@ def test_a_site_is_not_written_among_other_files(tmp_path: Path) -> None:
     assert "again" in (tmp_path / "new" / "index.html").read_text()
 
 
-def test_folders_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
-    assert source_names([tmp_path / "a" / "x", tmp_path / "b" / "x", tmp_path / "y"]) == ["a/x", "b/x", "y"]
+def test_source_names_of_folders_with_one_name_are_their_paths() -> None:
+    assert source_names([Path("a/x"), Path("b/x"), Path("y")]) == ["a/x", "b/x", "y"]

@@ -107,17 +107,16 @@ def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | 
 
 def title(folders: Sequence[Path]) -> str:
     """Return the page's title."""
-    names = source_names(folders)
-    return "repro-matrix: " + ("published results" if names == ["baseline"] else " and ".join(names))
+    names = (
+        "published results" if folder == BASELINE else name for folder, name in zip(folders, source_names(folders))
+    )
+    return f"repro-matrix: {' and '.join(names)}"
 
 
 def source_names(folders: Sequence[Path]) -> list[str]:
-    """Return a short name for each folder: its own, with its parent's where two have the same."""
+    """Return a short name for each folder: its own, or its path where two have the same."""
     names = ["baseline" if folder == BASELINE else folder.resolve().name for folder in folders]
-    return [
-        str(Path(folder.resolve().parent.name) / name) if names.count(name) > 1 else name
-        for folder, name in zip(folders, names)
-    ]
+    return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names)]
 
 
 def created_line(folders: Sequence[Path]) -> str:

@@ -92,16 +92,6 @@ class Cell:
     def states(self) -> str:
         return "|".join(dict.fromkeys(row.state for row in self.rows if row.state))
 
-    @property
-    def machine(self) -> str:
-        machine = self.row.hardware
-        gpus = [f"{count} x {name}" for name, count in Counter(machine.gpus).items()]
-        parts = [*gpus, machine.cpu, f"{machine.cores} cores", f"{machine.memory_gb:g} GiB"]
-        parts += [f"driver {machine.driver}"] if machine.driver else []
-        return ", ".join(
-            [*parts, machine.os, *(f"changed since its installation: {n}" for n in self.row.stack.changed)]
-        )
-
 
 @dataclass(frozen=True)
 class ReleaseStrip:
@@ -228,10 +218,6 @@ class CaseView:
     def simulated(self) -> str:
         return self.cells[0].row.simulated or ""
 
-    @property
-    def is_control(self) -> bool:
-        return self.cells[0].row.kind == "control"
-
 
 @dataclass(frozen=True)
 class Page:
@@ -266,23 +252,6 @@ class Page:
     def strategies(self) -> list[str]:
         return sorted({name for case in self.cases for name in case.by_strategy})
 
-    @cached_property
-    def new(self) -> int:
-        return sum(row.state == "no_expectation" and bool(row.attempts) for row in self.rows)
-
-    @cached_property
-    def missing(self) -> list[tuple[str, int, list[str]]]:
-        """Why variants were not measured, how many, and of which cases."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for row in self.rows:
-            if not row.attempts:
-                found[row.reason or "not run"].append(row.case)
-        ordered = sorted(found.items(), key=lambda item: -len(item[1]))
-        return [(reason, len(cases), list(dict.fromkeys(cases))) for reason, cases in ordered]
-
-    def with_label(self, *names: str) -> list[CaseView]:
-        return [case for case in self.cases if case.label.name in names]
-
 
 def row_label(row: Row) -> Label:
     """Return the label of a row: of its verdict, else of the outcome of its attempts."""
@@ -315,7 +284,7 @@ def build_page(
         case_view(members, cases.get(slug), [claim for claim in claims if claim.case == slug])
         for slug, members in by_case.items()
     ]
-    views.sort(key=lambda view: (-view.attention, view.is_control, bool(view.simulated), view.slug))
+    views.sort(key=lambda view: (-view.attention, view.cells[0].row.kind == "control", bool(view.simulated), view.slug))
     shown = [cell for view in views for cell in view.cells]
     past = history(runs) if len(runs) > 1 else None
     return Page(title, created, tuple(views), tuple(notes), past, filters(shown))
