@@ -1,16 +1,14 @@
-"""Releases as an index lists them; the index here is a small server of the test."""
+"""Releases as an index lists them."""
 
 from __future__ import annotations
 
-import http.server
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pypi_simple import PYPI_SIMPLE_ENDPOINT
-from repro_matrix.environment.stacks import StackError
+import requests
+from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage
+from repro_matrix.environment.stacks import StackError, index
 from repro_matrix.environment.stacks.index import Release, between, exact, indexes, parse_between, releases
 
 PAGE = """<!DOCTYPE html><html><body>
@@ -25,67 +23,70 @@ PAGE = """<!DOCTYPE html><html><body>
 RANGE = [Release(version) for version in ("4.35.2", "4.36.0", "4.36.2", "5.0.0", "5.23.0", "5.23.1", "5.24.0")]
 
 
-class Index(http.server.BaseHTTPRequestHandler):
+class Index:
+    """PyPISimple over one page; port 9 cannot be reached."""
+
     requests = 0
 
-    def do_GET(self) -> None:
-        type(self).requests += 1
-        known = self.path == "/simple/demo/"
-        self.send_response(200 if known else 404)
-        self.send_header("Content-Type", "text/html")
-        self.end_headers()
-        self.wfile.write(PAGE.encode() if known else b"")
+    def __init__(self, endpoint: str, session: requests.Session) -> None:
+        self.endpoint = endpoint
 
-    def log_message(self, *_: object) -> None:
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         pass
 
+    def get_project_page(self, package: str, timeout: object) -> ProjectPage:
+        type(self).requests += 1
+        if ":9/" in self.endpoint:
+            raise requests.ConnectionError("refused")
+        if package != "demo":
+            raise NoSuchProjectError(package, self.endpoint)
+        return ProjectPage.from_html(package, PAGE)
 
-@pytest.fixture
-def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ]:
-        if name.startswith(("UV_", "PIP_INDEX", "PIP_EXTRA")) or name.lower().endswith("_proxy"):
+        if name.startswith(("UV_", "PIP_INDEX", "PIP_EXTRA")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    monkeypatch.setattr(index, "PyPISimple", Index)
     Index.requests = 0
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://127.0.0.1:{server.server_port}/simple")
-    yield os.environ["UV_DEFAULT_INDEX"]
-    server.shutdown()
-    server.server_close()
 
 
 def versions(found: list[Release]) -> list[str]:
     return [release.version for release in found]
 
 
-def test_releases_leave_out_yanked_and_pre_releases_unless_requested(address: str) -> None:
+def test_releases_leave_out_yanked_and_pre_releases_unless_requested() -> None:
     assert versions(releases("Demo")) == ["1.0", "1.10", "1.10.1"]  # one file of 1.0 is yanked, the other is not
     assert versions(releases("demo", yanked=True)) == ["1.0", "1.9", "1.10", "1.10.1"]
     assert versions(releases("demo", pre=True)) == ["1.0", "1.10", "1.10.1", "1.11rc1"]
     assert Index.requests == 1
 
 
-def test_releases_of_an_unknown_package_suggest_one(address: str) -> None:
+def test_releases_of_an_unknown_package_suggest_one() -> None:
     with pytest.raises(StackError, match="did you mean 'transformers'"):
         releases("transfomers")
 
 
 def test_releases_use_the_cache_when_the_index_cannot_be_reached(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
     with pytest.raises(StackError) as caught:
         releases("demo")
     assert caught.value.infra_error
-    monkeypatch.setenv("UV_DEFAULT_INDEX", address)
+    monkeypatch.delenv("UV_DEFAULT_INDEX")
     before = releases("demo")
     (cached,) = (tmp_path / "releases").glob("demo-*.json")
     cached.write_text("damaged", encoding="utf-8")
-    assert releases("demo") == before and Index.requests == 2
+    assert releases("demo") == before and Index.requests == 3
     monkeypatch.setenv("UV_OFFLINE", "1")
     os.utime(cached, (0, 0))
-    assert releases("demo") == before and Index.requests == 2
+    assert releases("demo") == before and Index.requests == 3
     with pytest.raises(StackError, match="UV_OFFLINE"):
         releases("other")
 
@@ -103,9 +104,8 @@ def test_releases_use_the_cache_when_the_index_cannot_be_reached(
     ],
 )
 def test_indexes_prefer_uv_settings_to_pip_settings(
-    env: dict[str, str], addresses: list[str], address: str, monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str], addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("UV_DEFAULT_INDEX")
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert indexes() == addresses

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from repro_matrix.environment.stacks import Stack, resolve, spec
+from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.environment.stacks.spec import Change, inspect_python, with_changes
 
 SOURCES = {
@@ -120,14 +120,6 @@ def test_changed_environment_is_another_stack(monkeypatch: pytest.MonkeyPatch) -
     assert one.extensions_dir == stack.extensions_dir, "nothing is compiled again for it"
     fake(monkeypatch, change("other"))
     assert with_changes(stack).label_key != one.label_key, "each edit has its own results"
-
-
-def test_resolve_reports_a_changed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = resolve("current")
-    fake(monkeypatch, change())
-    log: list[str] = []
-    now = resolve("current", say=log.append)
-    assert now.key != before.key and now.versions == before.versions and len(log) == 1
 
 
 def test_overlay_hides_changes_of_its_base_and_is_compared_itself(
