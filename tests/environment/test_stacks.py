@@ -303,7 +303,6 @@ def test_stack_environment_puts_overlays_and_programs_first() -> None:
         ("python:/no/such/python", "python", "/no/such/python"),
         ("python:/bin/false", "python", "does not run"),
         ("no/such/requirements.txt", "usage", "No such file"),
-        ("nightly", "usage", "REPRO_NIGHTLY_INDEX=ADDRESS"),
         ("far", "python", r"3\.7"),
         ("away", "infra", "sampleproject"),
     ],
@@ -313,14 +312,13 @@ def test_resolve_errors_have_a_kind_and_a_hint(
 ) -> None:
     monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
     monkeypatch.setenv("UV_HTTP_RETRIES", "0")
-    monkeypatch.delenv("REPRO_NIGHTLY_INDEX", raising=False)
     with pytest.raises(StackError, match=hint) as caught:
         if text == "far":
             define(conf, "far", python="3.7", pins=["part==1.0"])
         if text == "away":
             monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
             define(conf, "away", pins=["sampleproject==1.0"])
-        resolve(text, conf=ROOT / "conf" if text == "nightly" else conf)
+        resolve(text, conf=conf)
     assert caught.value.kind == kind
     assert caught.value.exit_code == (3 if kind == "infra" else 2)
 

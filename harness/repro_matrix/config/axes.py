@@ -93,7 +93,6 @@ class Stack(Strict):
     no_deps: list[str] = []  # installed as they are, without what they say they depend on
     constraints: list[str] = []
     floating: bool = False  # no committed lock: whatever the index holds today
-    index_from: str | None = None  # an environment variable that holds the index these packages come from
 
 
 class Hardware(Strict):

@@ -59,7 +59,7 @@ def build(name: str, lock: Lock, log: Log = quiet) -> Stack:
         run_uv(f"stack {name}", ["venv", "--quiet", "--no-project", "--python", base, str(environment)])
         source, python = folder / "lock.txt", str(environment / "bin" / "python")
         write(source, lock.text)
-        run_uv(f"stack {name}", ["pip", "sync", "--python", python, "--compile-bytecode", str(source)], env=lock.env)
+        run_uv(f"stack {name}", ["pip", "sync", "--python", python, "--compile-bytecode", str(source)])
         return {"python": python, "versions": inspect_python(python)[0]}
 
     marker = _once(name, lock.key, install, log)
@@ -180,7 +180,7 @@ def overlay(
         requested = {canonical(swap.name): str(swap) for swap in swaps}
         exact = [requested.get(package, f"{package}=={version}") for package, (_, version) in changes.items()]
         command = ["pip", "install", "--python", base.python, "--target", str(target), "--no-deps", *exact]
-        run_uv(f"stack {name}", command, env=locks.index_env(definition) if definition else {})
+        run_uv(f"stack {name}", command)
         versions = {**base.versions, **_installed(target)}
         return {"python": base.python, "overlay": str(target), "versions": versions, "moved": changes}
 
@@ -200,11 +200,11 @@ def _plan_changes(
         output = run_uv(f"stack {name}", [*dry_run, *map(str, swaps)])
     else:
         # The stack's other pins stay: a replacement has to be compatible with the rest.
-        other, env = spec.replaced(definition, tuple(swaps)), locks.index_env(definition)
+        other = spec.replaced(definition, tuple(swaps))
         limits = "\n".join(other.constraints)
-        output = run_uv(f"stack {name}", [*dry_run, *other.pins, "-c", "-"], env=env, stdin=limits)
+        output = run_uv(f"stack {name}", [*dry_run, *other.pins, "-c", "-"], stdin=limits)
         if other.no_deps:
-            output += "\n" + run_uv(f"stack {name}", [*dry_run, "--no-deps", *other.no_deps], env=env)
+            output += "\n" + run_uv(f"stack {name}", [*dry_run, "--no-deps", *other.no_deps])
     changes = {canonical(m[2]): m[3] or m[4] or "" for m in _CHANGE.finditer(output) if m[1] == "+"}
     for swap in swaps:
         if swap.url and canonical(swap.name) not in changes:

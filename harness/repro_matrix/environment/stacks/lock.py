@@ -57,9 +57,7 @@ def index_settings() -> dict[str, str]:
     return out
 
 
-def run_uv(
-    subject: str, args: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: str = ""
-) -> str:
+def run_uv(subject: str, args: Sequence[str], *, cwd: Path | None = None, stdin: str = "") -> str:
     """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x". Raises StackError."""
     import uv
 
@@ -67,7 +65,7 @@ def run_uv(
     inherited = {
         key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV" and not key.startswith("PYTHON")
     }
-    full = {**inherited, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
+    full = {**inherited, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
     done = subprocess.run([uv.find_uv_bin(), *args], input=stdin, capture_output=True, text=True, env=full, cwd=cwd)
     if done.returncode:
         raise uv_error(subject, done.stderr or done.stdout)
@@ -83,11 +81,10 @@ def uv_error(subject: str, output: str) -> StackError:
 
 @dataclass(frozen=True)
 class Lock:
-    """A resolved requirements file. ``env``: what uv needs where the definition names an index of its own."""
+    """A resolved requirements file."""
 
     text: str
     python: str  # major.minor
-    env: Mapping[str, str]
 
     @property
     def body(self) -> str:
@@ -122,31 +119,19 @@ def python_of(definition: Definition) -> str:
     return definition.python or DEFAULT_PYTHON
 
 
-def index_env(definition: Definition) -> dict[str, str]:
-    """Return the index that the definition takes its packages from, where it names one by an environment variable."""
-    if not definition.index_from:
-        return {}
-    address = os.environ.get(definition.index_from)
-    if not address:
-        why = f"stack {definition.slug} needs an index of its own ({definition.title})"
-        raise StackError("usage", f"{why}: set {definition.index_from}=ADDRESS")
-    return {"UV_INDEX": address, "UV_INDEX_STRATEGY": "unsafe-best-match"}
-
-
 def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> Lock:
     """Resolve a definition. ``prefer``: versions to keep where the requirements allow it."""
-    slug, python, env = definition.slug, python_of(definition), index_env(definition)
-    body = _compile(f"stack {slug}", definition.pins, definition.constraints, python, env, prefer or {})
+    slug, python = definition.slug, python_of(definition)
+    body = _compile(f"stack {slug}", definition.pins, definition.constraints, python, prefer or {})
     if definition.no_deps:
-        body += _compile(f"stack {slug}", definition.no_deps, [], python, env, {}, "--no-deps")
+        body += _compile(f"stack {slug}", definition.no_deps, [], python, {}, "--no-deps")
     head = f"# stack: {slug}\n# python: {python}\n# definition: {fingerprint(definition)}\n"
-    return Lock(f"{head}# renew: repro stack lock {slug}\n{body}", python, env)
+    return Lock(f"{head}# renew: repro stack lock {slug}\n{body}", python)
 
 
 def _compile(
-    subject: str, pins: list[str], constraints: list[str], python: str, env: Mapping[str, str],
-    prefer: Mapping[str, str], *options: str,
-) -> str:  # fmt: skip
+    subject: str, pins: list[str], constraints: list[str], python: str, prefer: Mapping[str, str], *options: str
+) -> str:
     if not pins:
         return ""
     with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
@@ -155,13 +140,13 @@ def _compile(
         limits.write_text("\n".join(constraints) + "\n", encoding="utf-8")
         # uv keeps the versions of an existing output file where it can.
         out.write_text("".join(f"{name}=={version}\n" for name, version in prefer.items()), encoding="utf-8")
-        run_uv(subject, [*_COMPILE, python, str(source), "-c", str(limits), "-o", str(out), *options], env=env)
+        run_uv(subject, [*_COMPILE, python, str(source), "-c", str(limits), "-o", str(out), *options])
         return out.read_text(encoding="utf-8")
 
 
-def read(path: Path, env: Mapping[str, str] | None = None) -> Lock:
+def read(path: Path) -> Lock:
     text = path.read_text(encoding="utf-8")
-    return Lock(text, _header(text, "python") or DEFAULT_PYTHON, env or {})
+    return Lock(text, _header(text, "python") or DEFAULT_PYTHON)
 
 
 def _header(text: str, name: str) -> str | None:
@@ -189,8 +174,9 @@ def write(path: Path, text: str) -> None:
 
 
 def _cached(kind: str, *parts: str) -> Path:
-    settings = str(sorted(index_settings().items()))
-    return paths.cache_dir().absolute() / "locks" / f"{kind}-{short_hash(*parts, settings)}.txt"
+    settings = {name: value for name, value in os.environ.items() if name.startswith("UV_") and "INDEX" in name}
+    key = short_hash(*parts, str(sorted((settings | index_settings()).items())))
+    return paths.cache_dir().absolute() / "locks" / f"{kind}-{key}.txt"
 
 
 def lock_file(path: Path, renew: bool = False) -> Lock:
@@ -238,7 +224,7 @@ def _resolve_file(path: Path) -> str:
 
 
 def floating_path(definition: Definition) -> Path:
-    return _cached(definition.slug, fingerprint(definition), str(index_env(definition)))
+    return _cached(definition.slug, fingerprint(definition))
 
 
 def lock_floating(definition: Definition, renew: bool = False) -> Lock:
@@ -250,7 +236,7 @@ def lock_floating(definition: Definition, renew: bool = False) -> Lock:
         except StackError as error:
             if renew or not error.infra_error or not cached.exists():
                 raise
-    return read(cached, index_env(definition))
+    return read(cached)
 
 
 def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base: Lock) -> Lock:
@@ -259,7 +245,7 @@ def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base
     cached = _cached("swapped", fingerprint(other), base.body)
     if not cached.exists():
         write(cached, resolve_definition(other, prefer=base.pins).text)
-    return read(cached, index_env(definition))
+    return read(cached)
 
 
 def lock_file_with_swaps(path: Path, lock: Lock, swaps: tuple[Requirement, ...]) -> Lock:
