@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.paths import BASELINE
-from repro_matrix.results.summary import Row, load_rows, write_rows
+from repro_matrix.results.summary import Row, evidence_state, load_rows, write_rows
 
 from bench.machine import HERE, write
 
@@ -39,13 +39,9 @@ def synthetic(folder: Path, count: int, source: Sequence[Row]) -> int:
             path = folder / evidence
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("{}", encoding="utf-8")
-            state = path.stat()
+            state = evidence_state(path)
             axes = (f"model={model}", *members[0].axes[1:])
-            rows += [
-                replace(row, model=model, axes=axes, evidence=evidence, evidence_size=state.st_size,
-                        evidence_mtime_ns=state.st_mtime_ns)
-                for row in members
-            ]  # fmt: skip
+            rows += [replace(row, model=model, axes=axes, evidence=evidence, evidence_state=state) for row in members]
     raise AssertionError("unreachable")
 
 

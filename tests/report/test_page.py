@@ -212,13 +212,6 @@ def test_claims_stand_under_their_case() -> None:
     assert "supported it helps" in text and "repro claims 1a" in text
 
 
-def test_site_has_an_index_and_a_page_for_each_case() -> None:
-    files = render_site(page(cell(case="one"), cell(case="two")))
-    assert list(files) == ["index.html", "one.html", "two.html"]
-    assert not Document(files["index.html"]).find("details", class_="cell")
-    assert len(Document(files["one.html"]).find("details", class_="cell")) == 1
-
-
 # Small parts
 
 

@@ -12,7 +12,6 @@ from report_cells import rows, stored_cell
 from repro_matrix.analysis import history
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.cli.main import main
-from repro_matrix.config import catalog as catalogs
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.load import source_names, write_site
@@ -118,20 +117,6 @@ def test_report_shows_the_history_of_nightly_runs(folder: Path, tmp_path: Path) 
     assert main(["report", str(folder), "--history", str(tmp_path)]) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert "monday" in text and "these results" in text
-
-
-def test_page_shows_the_help_of_the_catalogues_variants(tmp_path: Path) -> None:
-    case = catalogs.load().cases[SLUG]
-    variant = next(name for name, one in case.variants.items() if one.help and name != "unfixed")
-    path = store(tmp_path / "mine")
-    stored = json.loads(path.read_text())
-    stored["variants"][variant], stored["verdicts"][variant] = (
-        stored["variants"].pop("fix"),
-        stored["verdicts"].pop("fix"),
-    )
-    write_json(path, stored)
-    assert main(["report", str(tmp_path / "mine"), "--format", "html", "--output", str(tmp_path / "p.html")]) == 0
-    assert case.variants[variant].help.split()[0] in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 def test_a_site_is_not_written_among_other_files(tmp_path: Path) -> None:

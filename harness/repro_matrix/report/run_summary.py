@@ -114,7 +114,8 @@ def lines(
     texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
     texts.append(describe_counts(rows))
     if summary.interrupted:
-        texts.append(_describe_interruption(prepared, summary))
+        complete = len({row.cell for row in rows if row.complete})
+        texts.append(f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others.")
     attempts = f"{counted(summary.attempts, 'attempt')} ({summary.reused} more reused)"
     texts.append(f"{attempts}, {summary.cpu_s:.0f} CPU-seconds, {summary.wall_s:.0f} s")
     for reason, count in prepared.elsewhere.items():
@@ -292,12 +293,3 @@ def describe_exit(code: int, rows: Sequence[Row], summary: Summary, differences:
     parts = [reasons[code]] if code in reasons else []
     parts += [f"not started within the time limit: {counted(left, 'cell')}"] if left else []
     return ": ".join(filter(None, (f"exit code {code}", "; ".join(parts))))
-
-
-def _describe_interruption(prepared: Session, summary: Summary) -> str:
-    """Return how many cells are missing, which the other lines do not include."""
-    requested = len({(plan.cell.hardware, plan.cell.stack, plan.cell.key) for plan in prepared.plans})
-    missing = requested - sum(document["complete"] for document in summary.documents)
-    if missing <= 0:
-        return "INTERRUPTED after everything was measured"
-    return f"INTERRUPTED: {missing} of {counted(requested, 'cell')} not measured, or not completely"
