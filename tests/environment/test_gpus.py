@@ -81,7 +81,7 @@ def test_profile_prefers_free_gpus(machine: Detect) -> None:
         FakeGpu(),
     ]
     four = machine(FakeNvml(busy))
-    assert [gpu.taken for gpu in four.gpus] == [True, False, False, False], "a monitor does not count"
+    assert [gpu.busy for gpu in four.gpus] == [True, False, False, False], "a monitor does not count"
     assert [gpu.index for gpu in settle("gpu2", KNOWN, four).gpus] == [1, 2]
     assert [gpu.index for gpu in settle("gpu4", KNOWN, four).gpus] == [0, 1, 2, 3]
 
@@ -259,7 +259,7 @@ def test_states_report_processes_errors_and_lost_gpus(monkeypatch: pytest.Monkey
     FakeNvml(gpus).install(monkeypatch)
     busy, plain, lost = states([gpu.uuid for gpu in gpus]).values()
     assert [(p.pid, p.memory_mb, p.name) for p in busy.processes] == [(me.pid, 500, me.name()), (99999999, None, None)]
-    assert busy.foreign == busy.processes and busy.free_mb == 81920 - 500
+    assert busy.others == busy.processes and busy.free_mb == 81920 - 500
     assert (busy.ecc_uncorrected, busy.problem) == (2, None)
     assert (plain.ecc_uncorrected, plain.processes, plain.problem) == (None, (), None)
     assert lost.problem == "NVML: GPU is lost"
@@ -270,7 +270,7 @@ def test_process_of_a_run_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> Non
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=env) as ours:
         gpu = FakeGpu(mode="exclusive_process", processes=[Process(ours.pid)])
         FakeNvml([gpu]).install(monkeypatch)
-        assert states([gpu.uuid])[gpu.uuid].foreign == () and len(detect({}).gpus) == 1
+        assert states([gpu.uuid])[gpu.uuid].others == () and len(detect({}).gpus) == 1
         ours.communicate()
 
 

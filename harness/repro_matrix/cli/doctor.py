@@ -41,8 +41,8 @@ def main(args: argparse.Namespace) -> int:
     torch = Prober(profile, machine, cache_dir() / "state").look(stack)
     problems += _problems(torch, stack, profile, machine)
     shm, untraceable = shm_mb(), no_ptrace()
-    notes = [*map(str, machine.left_out), *([machine.unseen] if machine.unseen else [])]
-    notes += () if problems else machine.meant  # on hardware=cpu
+    notes = [*map(str, machine.left_out), *([machine.hidden] if machine.hidden else [])]
+    notes += () if problems else machine.unusable  # on hardware=cpu
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
     notes += profile.warnings(shm)
@@ -115,6 +115,6 @@ def _print_gpus(machine: Machine, states: dict[str, GpuState]) -> None:
     lines = [f"GPUs: {len(machine.gpus) or 'none'}{driver}"]
     for gpu in machine.gpus:
         lines.append(f"  {describe_gpu(gpu, states[gpu.uuid])}")
-        lines += [f"    in use by {process}" for process in states[gpu.uuid].foreign]
+        lines += [f"    in use by {process}" for process in states[gpu.uuid].others]
     lines += [f"  {gpu}" for gpu in machine.left_out]
     print_wrapped(*lines)

@@ -33,7 +33,7 @@ class Gpu:
     memory_mb: int = 0
     capability: str | None = None
     mode: str = "default"  # the compute mode
-    taken: bool = False  # another user's process computed on it when the machine was detected
+    busy: bool = False  # another user's process computed on it when the machine was detected
     unusable: str | None = None  # why nothing can be launched on it
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class GpuState:
     problem: str | None = None  # why nothing may be launched on it: lost, in MIG mode, to be reset, faulty memory
 
     @property
-    def foreign(self) -> tuple[GpuProcess, ...]:
+    def others(self) -> tuple[GpuProcess, ...]:
         """Other users' processes."""
         return tuple(process for process in self.processes if not process.ours)
 
@@ -232,10 +232,10 @@ def _gpu(driver: GpuDriver, index: int) -> Gpu:
     reason = state.problem
     if gpu.mode == "prohibited":
         reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
-    elif not reason and gpu.mode.startswith("exclusive") and state.foreign:
-        reason = f"its compute mode is {gpu.mode} and {state.foreign[0]} holds it"
-    others = replace(state, processes=state.foreign, used_mb=0 if state.processes else state.used_mb)
-    return replace(gpu, taken=stranger(others) is not None, unusable=reason)
+    elif not reason and gpu.mode.startswith("exclusive") and state.others:
+        reason = f"its compute mode is {gpu.mode} and {state.others[0]} holds it"
+    by_others = replace(state, processes=state.others, used_mb=0 if state.processes else state.used_mb)
+    return replace(gpu, busy=stranger(by_others) is not None, unusable=reason)
 
 
 def _state(driver: GpuDriver, uuid: str) -> GpuState:

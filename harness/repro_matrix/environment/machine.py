@@ -42,8 +42,8 @@ class Machine:
     cuda: str | None = None  # the newest CUDA that the driver supports
     left_out: tuple[Gpu, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES shows and that cannot be used
     # Why there is no usable GPU although some are here or were requested; () where there simply is none.
-    meant: tuple[str, ...] = ()
-    unseen: str | None = None  # that CUDA_VISIBLE_DEVICES asks for no GPU
+    unusable: tuple[str, ...] = ()
+    hidden: str | None = None  # that CUDA_VISIBLE_DEVICES asks for no GPU
     free_gb: float | None = None  # of memory_gb, not used by any process now; None for hardware that is not here
 
     def to_json(self) -> dict[str, Any]:
@@ -63,13 +63,13 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     except DriverError as caught:
         error = caught
     text = env.get(VISIBLE_DEVICES)
-    hidden = text is not None and text.strip() in _NO_GPU
-    shown, problem = ((), None) if hidden else visible_gpus(text, gpus, env.get("CUDA_DEVICE_ORDER"))
-    usable, unusable = (tuple(gpu for gpu in shown if bool(gpu.unusable) == wrong) for wrong in (False, True))
+    asks_for_none = text is not None and text.strip() in _NO_GPU
+    shown, problem = ((), None) if asks_for_none else visible_gpus(text, gpus, env.get("CUDA_DEVICE_ORDER"))
+    usable, left_out = (tuple(gpu for gpu in shown if bool(gpu.unusable) == wrong) for wrong in (False, True))
     reasons: list[str] = []
-    if not usable and not hidden:
+    if not usable and not asks_for_none:
         reasons = [str(error)] if error and not error.missing else []
-        reasons += [*map(str, unusable), *([problem] if problem else []), *([] if unusable else _signs(env, root))]
+        reasons += [*map(str, left_out), *([problem] if problem else []), *([] if left_out else _signs(env, root))]
         if reasons and error and error.missing:
             reasons.append(f"{error}: in a container, the driver's libraries have to be passed in, too")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -83,9 +83,9 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         memory_gb=_gib(min(memory.total, allowed_bytes)),
         os=platform.platform(),
         cuda=cuda,
-        left_out=unusable,
-        meant=tuple(reasons),
-        unseen=f"{VISIBLE_DEVICES}={text!r} asks for no GPU" if hidden else None,
+        left_out=left_out,
+        unusable=tuple(reasons),
+        hidden=f"{VISIBLE_DEVICES}={text!r} asks for no GPU" if asks_for_none else None,
         free_gb=_gib(min(memory.available, allowed_bytes - cgroup_used())),
     )
 

@@ -77,12 +77,12 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     spec = known[name]
     if spec.accelerator == "cpu":
         return Profile(name, "cpu", "gloo")
-    fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.taken)  # else as listed
+    fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.busy)  # else as listed
     exclusive = [str(_exclusive(gpu)) for gpu in fitting if spec.shared and _exclusive(gpu)]
     if exclusive or len(fitting) < spec.gpus:
         kind = f"{spec.gpu_name} GPUs" if spec.gpu_name else "GPUs"
-        reasons = [*exclusive, *(map(str, machine.left_out) if machine.left_out else machine.meant)]
-        reasons += [machine.unseen] if machine.unseen else []
+        reasons = [*exclusive, *(map(str, machine.left_out) if machine.left_out else machine.unusable)]
+        reasons += [machine.hidden] if machine.hidden else []
         raise HardwareError(
             f"hardware={name}: needs {spec.gpus} {kind}, and this machine has {count_names(machine.gpus) or 'none'}. "
             + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
@@ -126,7 +126,7 @@ def settle_planned(
         cores=spec.cores or CORES_PER_GPU * spec.gpus,
         memory_gb=spec.memory_gb or MEMORY_PER_GPU_GB * spec.gpus,
         left_out=(),
-        meant=(),
+        unusable=(),
         free_gb=None,
         cpu=f"not this machine: {spec.slug} as conf/hardware describes it",
     )
@@ -151,9 +151,9 @@ def _fits(spec: Hardware, gpu: Gpu) -> bool:
 def _detect_name(known: dict[str, Hardware], machine: Machine) -> str:
     """Return the largest profile that the machine fills; one that names the GPU wins over one that does not."""
     if not machine.gpus:
-        if not machine.meant:
+        if not machine.unusable:
             return "cpu"
-        reasons = ";\n  ".join(machine.meant)
+        reasons = ";\n  ".join(machine.unusable)
         raise HardwareError(
             f"hardware=auto: GPUs are here or were requested, and none can be used:\n  {reasons}.\n"
             "hardware=cpu runs with gloo anyway; `repro doctor` lists the details."

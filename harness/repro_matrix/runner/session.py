@@ -222,11 +222,11 @@ class Session:
     def notes(self) -> list[str]:
         """Return what a person should know before the run: files and GPUs that are left out, what may go wrong."""
         wrong = [*(f"left out: {text}" for text in self.catalogue.left_out), *self.changed()]
-        unseen = [self.machine.unseen] if self.machine.unseen else []
+        hidden = [self.machine.hidden] if self.machine.hidden else []
         if self.profile.accelerator == "cpu":
-            return [*wrong, *(unseen if self.machine.driver else [])]  # GPUs are here, and none is selected
+            return [*wrong, *(hidden if self.machine.driver else [])]  # GPUs are here, and none is selected
         gpus = map(str, self.machine.left_out)
-        return [*wrong, *gpus, *unseen, *self.profile.warnings(machine_module.shm_mb())]
+        return [*wrong, *gpus, *hidden, *self.profile.warnings(machine_module.shm_mb())]
 
 
 def prepare(

@@ -37,12 +37,7 @@ from repro_matrix.errors import ConfigError, Options, ReproError, nearest
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-Kind = Literal[
-    "usage",  # the specification is wrong: no such stack, no such file
-    "python",  # no such interpreter, or it does not run
-    "unavailable",  # these versions cannot be installed here, now or later: a search skips them
-    "infra",  # the index cannot be reached, the disk is full: it may work later
-]
+Kind = Literal["usage", "python", "unavailable", "infra"]
 
 # torch and the libraries that it brings: another torch needs an environment of its own, never an overlay.
 HEAVY = re.compile(r"^(torch|triton|pytorch-triton.*|nvidia-.*|cuda-.*|jax|jaxlib)$")
@@ -67,7 +62,13 @@ print(json.dumps([version, packages, [path for path in sys.path if path and path
 
 
 class StackError(ReproError):
-    """A stack cannot be used."""
+    """A stack cannot be used. ``kind``:
+
+    usage        the specification is wrong: no such stack, no such file
+    python       no such interpreter, or it does not run
+    unavailable  these versions cannot be installed here, now or later: a search skips them
+    infra        the index cannot be reached, the disk is full: it may work later
+    """
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
