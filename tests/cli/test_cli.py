@@ -117,13 +117,6 @@ def test_bad_input_is_exit_2_with_a_clear_line(
     assert code == 2 and part in err and "Traceback" not in err
 
 
-def test_results_folder_that_is_a_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    code, _, err = call(capsys, "run", "qwen15-fsdp-norm-shard", f"results={tmp_path / 'taken'}", "hardware=cpu")
-    assert code == 2 and str(tmp_path / "taken") in err
-    assert (tmp_path / "taken").read_text() == ""
-
-
 def test_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from repro_matrix.results.store import Store
 

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, exception, failed, observation, ok
 from repro_matrix import text
-from repro_matrix.report import run_summary
+from repro_matrix.report import run_summary, terminal
 from repro_matrix.report.run_summary import by_attention, describe_counts, describe_exit
 from repro_matrix.results.exit_code import exit_code
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner.engine import Summary
+from rich.console import Console
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
 BOOM["ranks"][0]["log_tail"] = "an early line\n" * 9 + "Traceback\n\x1b[31mRuntimeError: boom\u202e\x07\n"
@@ -202,3 +203,11 @@ def test_describe_counts_names_cells_with_only_an_unfixed_variant() -> None:
     beside = identified(document({"unfixed": ran, "fix": ran}, {"fix": "NOT_REPRODUCED"}))
     skipped = identified(document({"unfixed": "needs 2 GPUs"}, {}))
     assert "without a verdict" not in describe_counts(rows(beside, skipped))
+
+
+def test_print_lines_colors_a_verdict_and_not_a_part_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "console", lambda: Console(force_terminal=True, color_system="standard", width=80))
+    terminal.print_lines(["1 NOT_FIXED, 2 FIXED"])
+    assert capsys.readouterr().out == "1 \x1b[31mNOT_FIXED\x1b[0m, 2 \x1b[32mFIXED\x1b[0m\n"

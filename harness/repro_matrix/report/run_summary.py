@@ -116,7 +116,8 @@ def lines(
     if summary.interrupted:
         complete = len({row.cell for row in rows if row.complete})
         texts.append(f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others.")
-    attempts = f"{counted(summary.attempts, 'attempt')} ({summary.reused} more reused)"
+    reused = f" ({summary.reused} more reused)" if summary.reused else ""
+    attempts = f"{counted(summary.attempts, 'attempt')}{reused}"
     texts.append(f"{attempts}, {summary.cpu_s:.0f} CPU-seconds, {summary.wall_s:.0f} s")
     for reason, count in prepared.elsewhere.items():
         texts.append(f"{counted(count, 'cell')} measured on another profile than {prepared.profile.name}: {reason}")

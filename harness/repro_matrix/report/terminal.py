@@ -111,7 +111,7 @@ def print_lines(lines: Iterable[str]) -> None:
         text = Text(line, style="bold" if re.match("[A-Z]{3}", line) and word not in VERDICTS else "")
         text.highlight_regex(r"^! .*", "bold red")
         for verdict in VERDICTS:
-            text.highlight_words([verdict], STYLES[label(verdict).tone])
+            text.highlight_regex(rf"\b{verdict}\b", STYLES[label(verdict).tone])
         out.print(text, soft_wrap=True)
 
 
