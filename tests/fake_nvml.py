@@ -8,21 +8,20 @@ nvml.gpus[0].lost = True                        # visible at once in this proces
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from repro_matrix.environment import gpus as gpu_module
 from repro_matrix.environment.gpus import DriverError, Gpu, GpuProcess, GpuState
 
-A100, H100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-MEMORY_MB = {A100: 81920, H100: 81559, H200: 143771}
-CAPABILITY = {A100: (8, 0), H100: (9, 0), H200: (9, 0)}
+A100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
+MEMORY_MB = {A100: 81920, H200: 143771}
+CAPABILITY = {A100: (8, 0), H200: (9, 0)}
 ERRORS = {
-    4: "Insufficient Permissions",
     9: "Driver Not Loaded",
     12: "NVML Shared Library Not Found",
     15: "GPU is lost",
@@ -49,21 +48,21 @@ class FakeGpu:
 
     name: str = A100
     uuid: str = ""
-    memory_mb: int = 0
     mode: str = "default"
     mig: list[str] | None = None
     processes: list[Process] = field(default_factory=list)
-    capability: tuple[int, int] = (0, 0)
     lost: bool = False  # fell off the bus: every question about it fails
     ecc_uncorrected: int | None = 0  # None: the GPU has no ECC
     problem: str | None = None  # as NVML's state of it: it must be reset, its memory is faulty
     xids: list[int] = field(default_factory=list)  # hardware errors that were not reported yet
 
-    def __post_init__(self) -> None:
-        self.memory_mb = self.memory_mb or MEMORY_MB.get(self.name, 81920)
-        if tuple(self.capability) == (0, 0):
-            self.capability = CAPABILITY.get(self.name, (8, 0))
-        self.processes = [p if isinstance(p, Process) else Process(**p) for p in self.processes]
+    @property
+    def memory_mb(self) -> int:
+        return MEMORY_MB[self.name]
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return CAPABILITY[self.name]
 
 
 def uuid_of(index: int) -> str:
@@ -81,7 +80,6 @@ class FakeNvml:
     error: int | None = None
 
     def __post_init__(self) -> None:
-        self.gpus = [gpu if isinstance(gpu, FakeGpu) else FakeGpu(**gpu) for gpu in self.gpus]
         for index, gpu in enumerate(self.gpus):
             gpu.uuid = gpu.uuid or uuid_of(index)
         self._watched: list[str] = []
@@ -98,11 +96,10 @@ class FakeNvml:
     def on_path(self, folder: Path) -> dict[str, str]:
         """Return the environment variables of a subprocess that has these GPUs."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "nvml.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
-        text = (
-            f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\nimport fake_nvml\nfake_nvml.load(__file__)\n"
-        )
-        (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+        (folder / "nvml.pickle").write_bytes(pickle.dumps(self))
+        lines = ["import sys", f"sys.path.append({str(Path(__file__).parent)!r})", "import fake_nvml as fake"]
+        lines.append(f"fake.load({str(folder / 'nvml.pickle')!r})")
+        (folder / "sitecustomize.py").write_text("\n".join(lines), encoding="utf-8")
         old = os.environ.get("PYTHONPATH")
         return {"PYTHONPATH": os.pathsep.join([str(folder), *([old] if old else [])])}
 
@@ -145,6 +142,5 @@ class FakeNvml:
         pass
 
 
-def load(sitecustomize: str) -> None:
-    data = json.loads(Path(sitecustomize).with_name("nvml.json").read_text(encoding="utf-8"))
-    gpu_module.open_driver = FakeNvml(**data)._open
+def load(path: str) -> None:
+    gpu_module.open_driver = pickle.loads(Path(path).read_bytes())._open
