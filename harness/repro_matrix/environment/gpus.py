@@ -212,7 +212,7 @@ class Pynvml:
         self._optional("nvmlShutdown")  # a driver that fails halfway fails here, too
 
 
-# -- what is here now
+# -- the current state
 
 
 def query() -> tuple[tuple[Gpu, ...], str, str | None]:
