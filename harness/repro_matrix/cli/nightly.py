@@ -48,6 +48,9 @@ def main(args: argparse.Namespace) -> int:
 
     seconds = 0.0 if args.bisect_time == "0s" else session.seconds_of("--bisect-time", args.bisect_time) or 0.0
     today = datetime.now(timezone.utc).date()
+    missing = [path for _, path in args.lock if not path.is_file()]
+    if missing:
+        raise ConfigError(f"--lock {missing[0]}: no such file")
     acknowledged, entries = _digests(args.acknowledged), quarantine.read()
     folders = [Path(folder).expanduser() for folder in args.folders]
     history = Path(args.history).expanduser()
@@ -84,9 +87,9 @@ def _run_id(text: str) -> str:
 
 
 def _lock(text: str) -> tuple[str, Path]:
-    stack, _, path = text.partition("=")
-    if not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"{text}: no such file. Use STACK=FILE, e.g. newest=/cache/locks/newest.txt.")
+    stack, equals, path = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not STACK=FILE, e.g. newest=/cache/locks/newest.txt")
     return stack, Path(path)
 
 
