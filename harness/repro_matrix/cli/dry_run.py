@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from repro_matrix.planning.memory import GIB, MemoryPlan, fullest
@@ -18,7 +18,6 @@ from repro_matrix.text import counted
 
 _HEADS = ["case", "model", "strategy", "variant", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
 _MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
-Item = Mapping[str, Any]
 _LAST = "fullest moment, or why it is skipped"
 
 
@@ -30,8 +29,7 @@ def show_plan(prepared: Session, as_json: bool, every_variant: bool) -> int:
     if as_json:
         print_json(items)
         return 0
-    for item in items:
-        item["case"] = terminal.named(item["case"], item["simulated"])
+    items = [item | {"case": terminal.named(item["case"], item["simulated"])} for item in items]
     if every_variant:
         table = [[item["world_size" if head == "ranks" else head] for head in _HEADS] for item in items]
         print_table("", _HEADS, table, narrow=("skipped",))
@@ -75,8 +73,8 @@ def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
             row |= {"planned": variant.memory.to_json() if variant.memory else None}
             rows.append((variant, row | {"measured_mb": _measured(stored, plan.cell.key, variant)}))
     if as_json:
-        cells = [row for _, row in rows]
-        print_json({"hardware": prepared.profile.name, "planned_only": prepared.planned, "cells": cells})
+        cells, hardware = [row for _, row in rows], prepared.profile.name
+        print_json({"hardware": hardware, "planned_only": prepared.planned, "cells": cells})
     else:
         _print_memory(prepared, rows, every_variant)
     for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
@@ -93,7 +91,7 @@ def _measured(rows: Sequence[Row], cell: str, variant: VariantPlan) -> float | N
     return max(peaks, default=0.0) or None
 
 
-def _print_memory(prepared: Session, rows: Sequence[tuple[VariantPlan, Item]], every_variant: bool) -> None:
+def _print_memory(prepared: Session, rows: list[tuple[VariantPlan, dict[str, Any]]], every_variant: bool) -> None:
     profile, machine = prepared.profile, prepared.machine
     gpus = f"{len(profile.gpus)} x {profile.gpus[0].name}, " if profile.gpus else ""
     only = " (planned only: not this machine)" if prepared.planned else ""

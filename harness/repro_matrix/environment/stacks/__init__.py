@@ -134,8 +134,9 @@ def make_lock(name: str, *, conf: Path | None = None) -> Path:
     """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache where it floats."""
     requested = spec.parse(name)
     if requested.file:
-        locks.lock_file(requested.file, renew=True)
-        return locks.file_lock_path(requested.file)
+        path = locks.file_lock_path(requested.file)
+        locks.write(path, locks.resolve_file(requested.file))
+        return path
     definition = spec.find_definition(requested.base, conf)
     if definition.kind != "lock":
         python = definition.python or sys.executable

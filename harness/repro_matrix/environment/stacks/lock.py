@@ -179,15 +179,15 @@ def _cached(kind: str, *parts: str) -> Path:
     return paths.cache_dir().absolute() / "locks" / f"{kind}-{key}.txt"
 
 
-def lock_file(path: Path, renew: bool = False) -> Lock:
+def lock_file(path: Path) -> Lock:
     """Resolve the user's requirements or uv.lock; a line ``# python: 3.10`` in the file chooses the Python.
 
     What the file contains about indexes is kept. The lock is made anew when the file, or a file that it includes,
     changes.
     """
     cached = file_lock_path(path)
-    if renew or not cached.exists():
-        write(cached, _resolve_file(path))
+    if not cached.exists():
+        write(cached, resolve_file(path))
     return read(cached)
 
 
@@ -211,7 +211,7 @@ def _read_source(path: Path) -> str:
         raise StackError("usage", f"stack {path}: {reason}. Give a requirements file or a uv.lock.") from None
 
 
-def _resolve_file(path: Path) -> str:
+def resolve_file(path: Path) -> str:
     subject, python = f"stack {path}", _header(_read_source(path), "python") or DEFAULT_PYTHON
     if path.name == "uv.lock":
         body = run_uv(subject, [*_EXPORT, str(path.parent)])
