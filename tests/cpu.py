@@ -76,7 +76,7 @@ class Cpu:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.tests[report.nodeid.partition("@")[0]] += getattr(report, "cpu_s", 0.0)  # without its xdist_group
-        if report.when == "normal_exit" and time.monotonic() > self.written + EVERY_S:
+        if report.when == "teardown" and time.monotonic() > self.written + EVERY_S:
             self.write()
 
     @pytest.hookimpl(trylast=True)

@@ -27,9 +27,8 @@ def variant(outcome: str = "passed", n: int = 3, *failure_ids: str, **changes: A
 def cell(variants: Mapping[str, VariantResult], **changes: Any) -> list[VariantResult]:
     """The rows of a cell; its first variant is ``unfixed`` or ``control``."""
     shared = {"control": "control" in variants, **changes}
-    return [
-        replace(row, variant=name, first=index == 0, **shared) for index, (name, row) in enumerate(variants.items())
-    ]
+    named = enumerate(variants.items())
+    return [replace(row, variant=name, first=index == 0, **shared) for index, (name, row) in named]
 
 
 REPRODUCED = variant("reproduced", 3, "c/norm")
@@ -44,9 +43,8 @@ def _variants(draw: Any) -> VariantResult:
     kinds = draw(st.dictionaries(outcomes, st.integers(1, 3), max_size=2))
     n = sum(kinds.values())
     seconds = st.lists(st.sampled_from([0.5, 0.51, 1.0, 4.0]), min_size=n, max_size=n).map(tuple)
-    failure_ids = draw(
-        st.sets(st.sampled_from(["c/norm", "ValueError in torch.f", "check logits", "hang"]), max_size=2)
-    )
+    failures = st.sampled_from(["c/norm", "ValueError in torch.f", "check logits", "hang"])
+    failure_ids = draw(st.sets(failures, max_size=2))
     return variant(
         kinds=kinds, failure_ids=tuple(sorted(failure_ids)) if n else (), wall_s=draw(seconds), peak_mb=draw(seconds),
         verdict=draw(st.sampled_from([None, "FIXED", "NOT_FIXED", "NOT_REPRODUCED", "FLAKY"])),
@@ -55,30 +53,23 @@ def _variants(draw: Any) -> VariantResult:
     )  # fmt: skip
 
 
-def _cell(
-    place: tuple[str, str, str, str], variants: Mapping[str, VariantResult], control: bool
-) -> list[VariantResult]:
-    case, model, hardware, stack = place
-    changes = {
-        "case": case,
-        "key": f"{case}/{model}",
-        "axes": (f"model={model}",),
-        "hardware": hardware,
-        "stack": stack,
-    }
-    return [replace(row, control=control) for row in cell(variants, **changes)]
-
-
 _PLACES = st.tuples(
     st.sampled_from("cd"), st.sampled_from("mn"), st.sampled_from(["cpu", "gpu1"]), st.sampled_from(["now", "old"])
 )
-_CELLS = st.tuples(
-    _PLACES, st.dictionaries(st.sampled_from(["unfixed", "fix"]), _variants(), min_size=1, max_size=2), st.booleans()
-)
-SIDES = st.lists(_CELLS, max_size=5, unique_by=lambda each: each[0]).map(
-    lambda cells: [row for each in cells for row in _cell(*each)]
-)
+_VARIANTS = st.dictionaries(st.sampled_from(["unfixed", "fix"]), _variants(), min_size=1, max_size=2)
 
+
+@st.composite
+def _sides(draw: Any) -> list[VariantResult]:
+    rows = []
+    for case, model, hardware, stack in draw(st.lists(_PLACES, max_size=5, unique=True)):
+        place = {"case": case, "key": f"{case}/{model}", "axes": (f"model={model}",), "hardware": hardware}
+        control = draw(st.booleans())
+        rows += [replace(row, control=control) for row in cell(draw(_VARIANTS), stack=stack, **place)]
+    return rows
+
+
+SIDES = _sides()
 FIRED = [("reproduced", observation(failed(0), failed(1)))] * 2
 FAILED = [("other_failure", observation(failed(0, exception("ValueError", "boom")), ok(1)))] * 2
 PASSED = [("passed", observation(ok(0), ok(1)))] * 2
@@ -89,10 +80,9 @@ def write(root: Path, variants: dict[str, Any], started: float = 1.0, **changes:
     content = document(variants, {}, **{"cell_id": "some-case/m-fsdp", **changes})
     content["provenance"]["started"] = started
     for attempt in (attempt for each in content["variants"].values() for attempt in each["attempts"]):
-        raised = attempt["observation"]["ranks"][0]["record"]["exception"]
-        if raised:
-            first = {"rank": 0, "type": raised["type"], "message": raised["message"], "location": ""}
-            attempt["outcome"]["primary"] = first
+        if raised := attempt["observation"]["ranks"][0]["record"]["exception"]:
+            attempt["outcome"]["primary"] = {"rank": 0, "type": raised["type"], "message": raised["message"],
+                                             "location": ""}  # fmt: skip
     path = root / "cpu" / "s" / f"{content['cell_id']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))

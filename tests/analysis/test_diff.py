@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,12 @@ def test_compare_backwards_gives_opposite(one: Rows, other: Rows) -> None:
 
     def values(diff: Diff, backwards: bool) -> list[Any]:
         changes = [change.reversed() if backwards else change for change in diff.changes]
-        return sorted(
-            (c.kind, c.row.case, c.variant, repr(c.before), repr(c.after), round(c.factor or 0, 9)) for c in changes
-        )
+        return sorted((c.kind, c.row.case, c.variant, repr(c.before), repr(c.after), round(c.factor or 0, 9))
+                      for c in changes)  # fmt: skip
 
-    assert [each[:3] + each[5:] for each in values(there, True)] == [
-        each[:3] + each[5:] for each in values(back, False)
-    ]
-    assert sorted(each[3:5] for each in values(there, True)) == sorted(each[3:5] for each in values(back, False))
+    one_way, other_way = values(there, True), values(back, False)
+    assert [each[:3] + each[5:] for each in one_way] == [each[:3] + each[5:] for each in other_way]
+    assert sorted(each[3:5] for each in one_way) == sorted(each[3:5] for each in other_way)
     assert (there.cells, there.variants, there.noise_unknown) == (back.cells, back.variants, back.noise_unknown)
     assert math.isclose(there.time_ratio * back.time_ratio, 1) and len(there.incomparable) == len(back.incomparable)
 
@@ -55,64 +54,44 @@ def test_compare_counts_every_cell_once_and_one_result_change_per_variant(one: R
     diff = between(one, other)
     sizes = [len({(row.key, row.hardware, row.stack) for row in side}) for side in (one, other)]
     assert len(diff.select(["cell_removed", "cell_added"])) + 2 * diff.cells == sum(sizes)
-    changed = [
-        (c.row.key, c.row.hardware, c.row.stack, c.variant) for c in diff.changes if c.variant and c.factor is None
-    ]
-    assert len(changed) == len(set(changed))
+    results = [c for c in diff.changes if c.variant and c.factor is None]
+    assert len(results) == len({(c.row.key, c.row.hardware, c.row.stack, c.variant) for c in results})
     assert "".join(diffs.describe_diff(diff, everything=True)).isprintable()
     json.dumps(diffs.diff_to_json(diff), allow_nan=False)
 
 
+OTHER_CHECK = variant("other_failure", 3, "check x")
+LATE_HANG = variant(kinds={"passed": 2, "hang": 1}, failure_ids=("x",))
+FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "kinds", "code"),
+    ("name", "old", "new", "kind", "code"),
     [
-        (
-            {"unfixed": REPRODUCED, "fix": HOLDS},
-            {"unfixed": variant(), "fix": HOLDS},
-            {"unfixed": "no_longer_reproduces"},
-            1,
-        ),
-        ({"unfixed": variant()}, {"unfixed": REPRODUCED}, {"unfixed": "reproduces_now"}, 1),
-        (
-            {"unfixed": REPRODUCED, "fix": HOLDS},
-            {"unfixed": REPRODUCED, "fix": REPRODUCED},
-            {"fix": "fix_stopped_working"},
-            1,
-        ),
-        ({"unfixed": REPRODUCED, "fix": BOOM}, {"unfixed": REPRODUCED, "fix": HOLDS}, {"fix": "fix_works_now"}, 1),
-        ({"unfixed": REPRODUCED}, {"unfixed": BOOM}, {"unfixed": "no_longer_reproduces"}, 1),
-        ({"control": variant()}, {"control": BOOM}, {"control": "new_failure"}, 1),
-        ({"control": BOOM}, {"control": variant("other_failure", 3, "check x")}, {"control": "different_failure"}, 1),
-        ({"control": BOOM}, {"control": replace(BOOM, text="another")}, {"control": "text_changed"}, 1),
-        (
-            {"control": variant()},
-            {"control": variant(kinds={"passed": 2, "hang": 1}, failure_ids=("x",))},
-            {"control": "new_failure"},
-            1,
-        ),
-        (
-            {"control": BOOM},
-            {"control": replace(BOOM, kinds={"other_failure": 2, "passed": 1})},
-            {"control": "became_flaky"},
-            1,
-        ),
-        ({"control": variant()}, {"control": SKIPPED}, {"control": "not_measured"}, 3),
-        ({"unfixed": REPRODUCED}, {"unfixed": REPRODUCED, "new": HOLDS}, {"new": "newly_measured"}, 0),
-        ({"unfixed": REPRODUCED}, {"unfixed": REPRODUCED, "new": SKIPPED}, {}, 0),
-        ({"control": variant(wall_s=(1.0, 1.1, 1.2))}, {"control": variant(wall_s=(1.3, 1.0, 1.1))}, {}, 0),
-        (
-            {"control": variant(peak_mb=(300.0, 301.0))},
-            {"control": variant(peak_mb=(9e2, 9e2))},
-            {"control": "more_memory"},
-            0,
-        ),
+        ("unfixed", REPRODUCED, variant(), "no_longer_reproduces", 1),
+        ("unfixed", REPRODUCED, BOOM, "no_longer_reproduces", 1),
+        ("unfixed", variant(), REPRODUCED, "reproduces_now", 1),
+        ("fix", HOLDS, REPRODUCED, "fix_stopped_working", 1),
+        ("fix", BOOM, HOLDS, "fix_works_now", 1),
+        ("new", None, HOLDS, "newly_measured", 0),
+        ("new", None, SKIPPED, None, 0),
+        ("control", variant(), BOOM, "new_failure", 1),
+        ("control", variant(), LATE_HANG, "new_failure", 1),
+        ("control", BOOM, OTHER_CHECK, "different_failure", 1),
+        ("control", BOOM, replace(BOOM, text="another"), "text_changed", 1),
+        ("control", BOOM, FLAKY, "became_flaky", 1),
+        ("control", variant(), SKIPPED, "not_measured", 3),
+        ("control", variant(wall_s=(1.0, 1.1, 1.2)), variant(wall_s=(1.3, 1.0, 1.1)), None, 0),
+        ("control", variant(peak_mb=(300.0, 301.0)), variant(peak_mb=(9e2, 9e2)), "more_memory", 0),
     ],
 )
 def test_compare_variant_gives_kind(
-    old: dict[str, VariantResult], new: dict[str, VariantResult], kinds: dict[str, str], code: int
+    name: str, old: VariantResult | None, new: VariantResult, kind: str | None, code: int
 ) -> None:
-    diff = between(cell(old), cell(new))
-    assert ({change.variant: change.kind for change in diff.changes}, diff.exit_code) == (kinds, code)
+    same = {} if name in ("unfixed", "control") else {"unfixed": REPRODUCED}
+    diff = between(cell(same | ({name: old} if old else {})), cell(same | {name: new}))
+    assert {change.variant: change.kind for change in diff.changes} == ({name: kind} if kind else {})
+    assert diff.exit_code == code
 
 
 def test_compare_slower_machine_is_taken_out_of_each_variant() -> None:
@@ -136,9 +115,12 @@ def test_beyond_noise_is_symmetric_and_zero_for_overlapping_attempts(one: list[f
 
 
 def test_compare_one_stack_each_goes_across_several_by_name() -> None:
-    here, there = cell({"control": variant()}), cell({"control": BOOM}, stack="old")
+    here = cell({"control": variant()}, path="one.json")
+    there = cell({"control": replace(BOOM, error_at="f.py:7")}, path="other.json", stack="old")
     across = between(here, there)
     assert across.across == {"stack": ("now", "old")} and [c.kind for c in across.changes] == ["new_failure"]
+    (change,) = diffs.diff_to_json(across)["changes"]
+    assert change["documents"] == ["one.json", "other.json"] and change["after"]["error_at"] == "f.py:7"
     by_name = between([*here, *there], here)
     assert not by_name.across and [c.kind for c in by_name.changes] == ["cell_removed"] and by_name.exit_code == 3
 
@@ -153,13 +135,6 @@ def test_compare_other_settings_is_listed_not_compared() -> None:
     diff = between(cell({"control": variant(settings=SETTINGS)}), cell({"control": replace(BOOM, settings=other)}))
     ((row, reason),) = diff.incomparable
     assert diff.changes == () and row.variant == "control" and "steps" in reason
-
-
-def test_diff_to_json_names_both_files_and_error_location() -> None:
-    before = cell({"control": variant()}, path="one.json")
-    after = cell({"control": replace(BOOM, error_at="f.py:7")}, path="other.json", stack="old")
-    (change,) = diffs.diff_to_json(between(before, after))["changes"]
-    assert change["documents"] == ["one.json", "other.json"] and change["after"]["error_at"] == "f.py:7"
 
 
 def test_describe_diff_limits_groups_unless_everything() -> None:
@@ -180,9 +155,8 @@ def test_agreement_is_symmetric_and_counts_disagreements(one: Rows, other: Rows)
         with pytest.raises(ConfigError):
             diffs.measure_agreement(other, one)
         return
-    back = diffs.measure_agreement(other, one)
-    values = [(each.case, each.agree, each.both, each.one_only, each.other_settings) for each in there]
-    assert values == [(each.case, each.agree, each.both, each.one_only, each.other_settings) for each in back]
+    counts = attrgetter("case", "agree", "both", "one_only", "other_settings")
+    assert [counts(each) for each in there] == [counts(each) for each in diffs.measure_agreement(other, one)]
     for each in there:
         low, high = each.interval
         assert each.both - each.agree == len(each.disagreements) and 0 <= low <= high <= 1
@@ -240,9 +214,8 @@ def test_diff_command_gives_documented_exit_codes(results: Path, repro: Run) -> 
 def test_diff_command_unreadable_file_is_named_and_exit_3(results: Path, repro: Run) -> None:
     one, other = write(results / "one", {"unfixed": FIRED}), write(results / "other", {"unfixed": FIRED})
     (other / "cpu" / "s" / "some-case" / "x.json").write_text('{"schema": 1, ')
-    for sides in ((one, other), (other, one)):
-        code, text = repro("diff", *sides)
-        assert code == 3 and "x.json" in text
+    code, text = repro("diff", other, one)
+    assert code == 3 and "x.json" in text
     code, values = repro("diff", one, other, "--json")
     assert (code, values["exit_code"], values["unreadable"]) == (3, 3, 1)
 
@@ -262,13 +235,7 @@ def test_diff_command_unknown_names_are_usage_errors(results: Path, repro: Run) 
     one = write(results / "one", {"unfixed": FIRED})
     (results / "empty").mkdir(parents=True)
     skipped = write(results / "skipped", {"unfixed": "needs 2 GPUs"})
-    for words in (
-        (one, results / "none"),
-        (one, one, "case=nothing"),
-        (one, one, "modle=m"),
-        (skipped, skipped),
-        (one,),
-    ):
+    for words in ((one, results / "none"), (one, one, "case=nothing"), (one, one, "modle=m"), (skipped,) * 2, (one,)):
         assert repro("diff", *words)[0] == 2, words
     with pytest.raises(ResultsError, match="contains no results"):
         load_side(str(results / "empty"))

@@ -50,9 +50,8 @@ def test_compare_stacks_variant_without_result_is_unknown() -> None:
     lost = compared({"unfixed": variant(kinds={}, text="a GPU failed")}, {"unfixed": REPRODUCED})
     assert [each.declared for each in lost.unknown] == [False] and lost.exit_code == 3
     assert compare_stacks([], cell({"unfixed": REPRODUCED})).exit_code == 3
-    other = compared(
-        {"unfixed": variant(settings=SETTINGS)}, {"unfixed": replace(REPRODUCED, settings={**SETTINGS, "steps": 2})}
-    )
+    two_steps = replace(REPRODUCED, settings={**SETTINGS, "steps": 2})
+    other = compared({"unfixed": variant(settings=SETTINGS)}, {"unfixed": two_steps})
     assert (other.changes, other.same, len(other.unknown)) == ((), 0, 1)
 
 
@@ -82,17 +81,13 @@ def test_upgrade_names_package_and_release(world: World, capsys: pytest.CaptureF
     assert {variant: change["change"] for variant, change in changes.items()} == {
         "unfixed": "reproduces_now", "summon": "new_failure",
     }  # fmt: skip
-    assert changes["unfixed"]["cause"]["packages"] == ["transformers"]
-    assert changes["unfixed"]["cause"]["releases"]["transformers"]["first"] == "transformers 4.41.0"
-    assert changes["summon"]["cause"]["packages"] == ["accelerate"]
-    assert (
-        changes["summon"]["cause"]["releases"]["accelerate"]["text"] == "accelerate 0.31.0 (not yet accelerate 0.30.0)"
-    )
+    for name, package, first in (("unfixed", "transformers", "4.41.0"), ("summon", "accelerate", "0.31.0")):
+        cause = changes[name]["cause"]
+        assert cause["packages"] == [package]
+        assert cause["releases"][package]["first"] == f"{package} {first}"
     launched = len(world.launched)
-    assert (
-        upgraded(world, capsys, "--from", "base", "--to", "newer", "--releases", code=1)["changes"] == data["changes"]
-    )
-    assert len(world.launched) == launched
+    again = upgraded(world, capsys, "--from", "base", "--to", "newer", "--releases", code=1)
+    assert again["changes"] == data["changes"] and len(world.launched) == launched
 
 
 def test_upgrade_improvement_is_exit_0(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,8 +97,6 @@ def test_upgrade_improvement_is_exit_0(world: World, capsys: pytest.CaptureFixtu
     )
     data = upgraded(world, capsys, "--from", "base", "--to", "newer", "--why", "none")
     assert data["counts"] == {"no_longer_reproduces": 1} and all(c["cause"] is None for c in data["changes"])
-    assert world.repro("upgrade", f"case={CASE}", "variants=[root-call]", "--from", "base", "--to", "newer") == 0
-    assert "no_longer_reproduces" in capsys.readouterr().out
 
 
 def test_upgrade_other_python_alone_blames_no_package(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,16 +119,10 @@ def test_upgrade_interrupted_search_shows_the_changes(world: World, capsys: pyte
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("--from", "base"),
-        ("--from", "base", "--to", "base"),
-        ("--from", "base", "--to", "bse"),
-        ("--from", "base", "--to", "newer", "stack=base"),
-        ("--from", "base", "--to", "newer", "relases=true"),
-        ("--from", "base", "--to", "newer", "case=nope"),
-    ],
-)
-def test_upgrade_bad_input_is_a_usage_error(world: World, words: tuple[str, ...]) -> None:
+    ["--from base", "--from base --to base", "--from base --to bse", "--from base --to newer stack=base",
+     "--from base --to newer relases=true", "--from base --to newer case=nope"],
+)  # fmt: skip
+def test_upgrade_bad_input_is_a_usage_error(world: World, words: str) -> None:
     newer(world)
-    assert world.repro("upgrade", *words) == 2
+    assert world.repro("upgrade", *words.split()) == 2
     assert world.launched == []

@@ -137,7 +137,7 @@ def test_check_finds_every_way_of_not_being_ready() -> None:
     assert check.expected_non_fixes({"forkserver": [reviewed]}) == {name: "NOT_FIXED"}
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
-        lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "needs": ["vllm"]}}
+        lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "requires": ["vllm"]}}
         assert bool(check.check_attempts("a.yaml", "a.py", case(), {"forkserver": [lacking]})) != ready_
         assert check.unmeasured({"forkserver": [lacking]}) == ({also: "needs vllm"} if ready_ else {})
     assert "no variant passes" in said(**{**good, name: [("other_failure", there)]})

@@ -120,10 +120,7 @@ def test_bundle_behaves_as_the_script_with_its_settings(flags: dict[str, Any], e
     ("script", "message"),
     [
         ("x = 1\n", "no function body"),
-        (
-            "from repro_kit.rank_monitor import Witness\n\n\ndef body(run):\n    Witness()\n",
-            r"repro_kit\.rank_monitor",
-        ),
+        ("from repro_kit.rank_monitor import Witness\n\n\ndef body(run):\n    Witness()\n", r"repro_kit\.rank_monitor"),
         ("X = __file__\n\n\ndef body(run):\n    return X\n", "files beside it"),
         ("from repro_kit.models import build as b\n\n\ndef body(run):\n    b()\n", "its own name"),
         (

@@ -34,7 +34,7 @@ def conf(group: str, name: str) -> dict:
 
 
 def job(case: Case) -> dict | None:
-    """A case's control, or a fix of it that holds: a unfixed variant would not get to its checks. None: not on two
+    """A case's control, or a fix of it that works: an unfixed variant would not reach its checks. None: not on two
     ranks.
 
     DeepSpeed's cases are left out: it compiles for minutes where nobody has, and their checks are the same kit's.

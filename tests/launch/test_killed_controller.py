@@ -15,7 +15,7 @@ from launching import wait_for
 from repro_matrix.results.store import Store
 from test_end_to_end import CASE, ours, start
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the gate kills launchers: test_warm, test_launch_cold
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the gate kills launchers: test_launcher
 WORDS = ("matrix", f"case={CASE}", "variants=[summon,ddp]", "repeat=2", "launcher=forkserver", "order=declared")
 KILLS = 4
 

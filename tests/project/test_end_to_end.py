@@ -71,7 +71,7 @@ def launchers(document: dict[str, Any]) -> set[str]:
     return {observation["attempt"]["launcher"] for observation in observations}
 
 
-@pytest.mark.slow  # the gate has the unfixed variant from cold (test_warm), and the fix warm (below)
+@pytest.mark.slow  # the gate has the unfixed variant from cold (test_launcher), and the fix warm (below)
 def test_run_with_torchrun_reproduces_and_fixes(tmp_path: Path, once: Once) -> None:
     done = measured_from_cold(once, tmp_path, "summon")
     rows = {row["variant"]: row for row in done["rows"]}

@@ -99,7 +99,7 @@ def test_script_run_by_hand_notes_variables_that_the_harness_drops(tmp_path: Pat
 
 
 @pytest.mark.ranks
-@pytest.mark.slow  # the gate asks ranks for their environment: test_warm
+@pytest.mark.slow  # the gate asks ranks for their environment: test_launcher
 def test_outcomes_among_hostile_variables_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: None
 ) -> None:

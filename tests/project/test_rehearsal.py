@@ -60,7 +60,7 @@ def test_matrix_with_a_busy_gpu_names_it_and_runs_the_rest(tmp_path: Path) -> No
     words = ["case=train-step,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
     code, said, found = matrix(tmp_path, [FakeGpu(processes=[BUSY]), FakeGpu()], *words)
     assert code == 3, said
-    assert "process 4242 (30000 MiB)" in said and "harness itself is broken" not in said
+    assert "process 4242 (30000 MiB)" in said and "harness itself does not work" not in said
     assert found["cpu card-zero-simulated"]["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced"
     (attempt,) = found["gpu2 train-step"]["variants"]["control"]["attempts"]
     assert attempt["outcome"]["infra_error"] == "not_enough_gpus"

@@ -16,7 +16,7 @@ from repro_matrix.results.accept import place
 from repro_matrix.results.store import Store, write_json
 
 WRONG = {
-    "case/bad.yaml:5: not valid YAML": "slug: bad\ntitle: x\nkind: failure\nproof: {kind: saving\narms: ]\n",
+    "case/bad.yaml:5: not valid YAML": "slug: bad\ntitle: x\nkind: failure\npass_criteria: {a: 1\nvariants: ]\n",
     "case/bad.yaml: unknown key 'tilte'; did you mean 'title'?": "slug: bad\ntilte: x\n",
     "case/bad.yaml: must hold a mapping": "- a\n- b\n",
     "case/bad.yaml: cannot be read": "\udcff",
