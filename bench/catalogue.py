@@ -1,7 +1,7 @@
 """Run the whole catalogue with both launchers: do both give the same outcomes, and what does each cost?
 
 ``python -m bench.catalogue --rounds 3``. A round is one run of `repro matrix launcher=torchrun` and one of
-`launcher=warm`, each with its own results folder; a stopped one is resumed. With torchrun the catalogue takes half an
+`launcher=forkserver`, each with its own results folder; a stopped one is resumed. With torchrun the catalogue takes half an
 hour and more on two cores.
 """
 
