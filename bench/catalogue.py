@@ -1,8 +1,8 @@
 """Run the whole catalogue with both launchers: do both give the same outcomes, and what does each cost?
 
 ``python -m bench.catalogue --rounds 3``. A round is one run of `repro matrix launcher=torchrun` and one of
-`launcher=forkserver`, each with its own results folder; a stopped one is resumed. With torchrun the catalogue takes half an
-hour and more on two cores.
+`launcher=forkserver`, each with its own results folder; an interrupted round is resumed. With torchrun the catalogue
+takes half an hour and more on two cores.
 """
 
 from __future__ import annotations
