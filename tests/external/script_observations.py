@@ -8,14 +8,8 @@ from typing import Any
 
 from repro_matrix.launch.attempt import Attempt
 
-WHERE = {
-    "file": "/home/a/train.py",
-    "line": 3,
-    "function": "step",
-    "module": "__main__",
-    "code_location": "",
-    "code": "x",
-}
+WHERE = {"file": "/home/a/train.py", "line": 3, "function": "step", "module": "__main__", "code_location": "",
+         "code": "x"}  # fmt: skip
 UPSTREAM = {**WHERE, "file": "/v/site-packages/transformers/cache.py", "module": "transformers.cache",
             "code_location": "transformers.cache", "function": "get"}  # fmt: skip
 PEER = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:22437"
@@ -54,7 +48,6 @@ def of_attempt(observation: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
     return found
 
 
-FAILED = seen(
-    rank(0, 1, raised("RuntimeError", PEER)), rank(1, 1, raised("IndexError", "list index 3")), command_exit=1
-)
+FAILED = seen(rank(0, 1, raised("RuntimeError", PEER)), rank(1, 1, raised("IndexError", "list index 3")),
+              command_exit=1)  # fmt: skip
 FINE = seen(rank(0), rank(1))

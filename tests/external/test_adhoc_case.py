@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +15,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.adhoc import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case, command_line, script_report
-from repro_matrix.external.adhoc_case import (
-    Failure,
-    Script,
-    error,
-    exit_code,
-    hang,
-    known_failures,
-    learned,
-    log,
-    metric,
-)
+from repro_matrix.external.adhoc_case import Failure, error, exit_code, hang, known_failures, learned, log, metric
 from repro_matrix.grading.grade import grade
 from repro_matrix.launch.attempt import CUT, UserCommand
 from repro_matrix.launch.torchrun import metric_in, printed, tracebacks
@@ -37,7 +28,7 @@ Json = dict[str, Any]
 
 def case_of(failure: Failure) -> AdhocCase:
     command = command_line.Command(("train.py",), 2, False, "train", "train.py")
-    return Script(command, failure, Path("results"), 60.0).case()
+    return adhoc_case.Script(command, failure, Path("results"), 60.0).case()
 
 
 def graded(failure: Failure, observation: Json) -> Outcome:
@@ -57,6 +48,10 @@ def infra(kind: str, *ranks: Json) -> Json:
 LATE = seen(rank(0, None, terminated_by="timeout", signal="SIGKILL"), timed_out=True)
 SLOW = {**LATE, "infra_error": {"kind": "timeout_while_progressing", "message": ""}}
 CRASH = seen(rank(0, 1))
+IN_THREAD = seen(rank(0))
+IN_THREAD["ranks"][0]["record"]["logs"] = [
+    {"logger": "threading", "message": "ValueError: bad value 3", "file": "", "code_location": ""}
+]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +61,8 @@ CRASH = seen(rank(0, 1))
         (error("IndexError: other text"), FAILED, "other_failure"),
         (error("RuntimeError: Connection closed"), FAILED, "other_failure"),  # follows from the other rank's
         (error("IndexError"), FINE, "passed"),
+        (error("ValueError: bad value"), IN_THREAD, "reproduced"),
+        (error("ValueError: other"), IN_THREAD, "passed"),
         (ANY, FAILED, "other_failure"),
         (ANY, FINE, "passed"),
         (exit_code(3), seen(rank(0, 3), command_exit=1), "reproduced"),
@@ -95,14 +92,6 @@ CRASH = seen(rank(0, 1))
 def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str) -> None:
     found = graded(failure, observation)
     assert found.outcome == outcome, found
-
-
-def test_grade_error_in_a_thread_reproduces() -> None:
-    note = {"logger": "threading", "message": "ValueError: bad value 3", "file": "", "code_location": ""}
-    observation = seen(rank(0))
-    observation["ranks"][0]["record"]["logs"] = [note]
-    assert graded(error("ValueError: bad value"), observation).outcome == "reproduced"
-    assert graded(error("ValueError: other"), observation).outcome == "passed"
 
 
 def test_grade_hang_rank_that_ends_while_it_is_sampled_is_late() -> None:
@@ -192,7 +181,9 @@ def user_command(failure: Failure) -> UserCommand:
         (metric("loss > 3"), ["loss: 0.1\n", "loss: 9\n"], 0.1),  # the first rank that prints it
     ],
 )
-def test_printed_lines(failure: Failure, logs: list[str], expected: Any, tmp_path: Path) -> None:
+def test_printed_of_logs_has_lines_and_numbers(
+    failure: Failure, logs: list[str], expected: Any, tmp_path: Path
+) -> None:
     paths = [(number, tmp_path / f"{number}.log") for number in range(len(logs))]
     for (_, path), text in zip(paths, logs):
         path.write_text(text, encoding="utf-8")
@@ -210,11 +201,10 @@ def test_printed_lines(failure: Failure, logs: list[str], expected: Any, tmp_pat
     [
         ("loss 3.5", 3.5), ("loss: 3.5,", 3.5), ("step 3 loss=1e-3 lr 2", 1e-3), ('{"loss": 2, "x": 1}', 2.0),
         ("{'loss': 3.25, 'epoch': 1}", 3.25), ("eval_loss 3.5", None), ("loss is bad", None),
-        ("rank 0 LOSS -0.5", -0.5),
-        ("loss: inf", 1e308), ('{"loss": -Infinity}', -1e308),
+        ("rank 0 LOSS -0.5", -0.5), ("loss: inf", 1e308), ('{"loss": -Infinity}', -1e308),
     ],
 )  # fmt: skip
-def test_metric_in_line(line: str, value: float | None) -> None:
+def test_metric_in_a_line_is_its_number(line: str, value: float | None) -> None:
     assert metric_in(line, user_command(metric("loss > 3.2"))) == value
 
 
@@ -284,17 +274,6 @@ def test_command_after_dashes_keeps_its_options() -> None:
 # -- run
 
 
-class Ranks:
-    """A launcher that returns a given observation."""
-
-    def __init__(self, observation: Json) -> None:
-        self.observation, self.launched = observation, 0
-
-    def launch(self, attempt: Any, stop: Any) -> Json:
-        self.launched += 1
-        return of_attempt(self.observation, attempt)
-
-
 @pytest.mark.parametrize(
     ("observation", "words", "code", "bisect_code"),
     [
@@ -309,18 +288,24 @@ def test_run_exit_codes(
     observation: Json, words: list[str], code: int, bisect_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    launched = []
+
+    def launch(attempt: Any, stop: Any) -> Json:
+        launched.append(attempt)
+        return of_attempt(observation, attempt)
+
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print(1)\n")
-    made = Ranks(observation)
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
+    launcher = SimpleNamespace(launch=launch)
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: launcher)
     line = ["run", "./train.py", *words, "results=out"]
     assert cli.main([*line, "--json"]) == code
     data = json.loads(capsys.readouterr().out)
     assert Path(data["document"]).is_file() and len(data["attempts"]) == 1
     assert data["error_at"] == ("/home/a/train.py:3" if observation is FAILED else None)
     assert cli.main([*line, "--bisect-exit", "--resume"]) == bisect_code
-    assert made.launched == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
+    assert len(launched) == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
 
 
 def test_script_report_names_what_follows_and_what_is_missing() -> None:

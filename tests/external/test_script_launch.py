@@ -1,4 +1,4 @@
-"""Scripts really launched: what is known of their ranks, and that their own process stays what it was."""
+"""Users' scripts, launched with real ranks: what is recorded, and that recording changes nothing in the script."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_torchrun_of_two_ranks_records_each_and_changes_nothing(bench: Bench) ->
     ids=["exit", "os._exit", "stdin", "exit in a thread", "signal", "import", "no excepthook", "exit in the excepthook",
          "background"],
 )  # fmt: skip
-def test_plain_script_end_is_known(bench: Bench, text: str, wanted: Failure, outcome: str, expected: str) -> None:
+def test_plain_script_end_gives_outcome(bench: Bench, text: str, wanted: Failure, outcome: str, expected: str) -> None:
     found = bench.plain(text, wanted)
     assert found["outcome"]["outcome"] == outcome, found["outcome"]
     assert expected in str((found["outcome"], found["observation"]["attempt"]["leaked_processes"]))

@@ -44,9 +44,7 @@ def job(case: Case) -> dict | None:
         return None
     if not case.launch.process_group or raw.get("launch", {}).get("normal_exit") or case.slug.startswith("colossalai"):
         return None
-    holds = [
-        variant for entry in case.expect for variant, said in entry.verdicts.items() if said in ("FIXED", "PASSED")
-    ]
+    holds = [name for entry in case.expect for name, said in entry.verdicts.items() if said in ("FIXED", "PASSED")]
     variant = next((variant for variant in holds if variant in case.variants), next(iter(case.variants)))
     model, strategy = (variant_axis(raw, variant, axis, raw["axes"][axis][0]) for axis in ("model", "strategy"))
     settings = resolve(raw, variant, model=conf("model", model), strategy=conf("strategy", strategy), device="cpu")
@@ -56,7 +54,7 @@ def job(case: Case) -> dict | None:
 
 
 @pytest.mark.parametrize("gate", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gate", "the others"])
-def test_no_collective_is_given_a_tensor_of_the_cpu(warm: ForkserverLauncher, gate: bool, tmp_path: Path) -> None:
+def test_collectives_of_scripts_and_kit_get_no_cpu_tensor(warm: ForkserverLauncher, gate: bool, tmp_path: Path) -> None:
     train = job(CATALOGUE.cases["train-step"])
     assert train
     jobs = [found for name, case in CATALOGUE.cases.items() if (name in GATE) == gate and (found := job(case))]

@@ -46,15 +46,13 @@ def write_python(stack: Stack, code: str) -> None:
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
 
 
-def test_prepare_compiles_once(stack: Stack) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_prepare_compiles_once_and_removes_the_lock_of_a_killed_compile(stack: Stack, killed: bool) -> None:
+    if killed:
+        (Path(stack.extensions_dir) / "op" / "lock").touch()
     assert not extensions.ready(stack)
     assert extensions.prepare(stack) is None and extensions.ready(stack)
     Path(stack.python).unlink()
-    assert extensions.prepare(stack) is None
-
-
-def test_prepare_removes_the_lock_of_a_killed_compile(stack: Stack) -> None:
-    (Path(stack.extensions_dir) / "op" / "lock").touch()
     assert extensions.prepare(stack) is None
 
 

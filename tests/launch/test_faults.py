@@ -66,12 +66,8 @@ class Fault(NamedTuple):
 OK: End = (0, None, "self")
 HANG: End = (None, "SIGTERM", "timeout")
 FAULTS = {
-    "raises": Fault(
-        "raises",
-        {0: FAILED, 1: (None, "SIGTERM", "launcher")},
-        checks=(message("rank 0 of 2 does not want to"),),
-        flags={"rank": 0, "others": "wait"},
-    ),
+    "raises": Fault("raises", {0: FAILED, 1: (None, "SIGTERM", "launcher")},
+                    checks=(message("rank 0 of 2 does not want to"),), flags={"rank": 0, "others": "wait"}),
     "raises while its peer ignores SIGTERM": Fault(
         "ignores_term", {0: FAILED, 1: (None, "SIGKILL", "launcher")}, script="two_faults.py"
     ),
@@ -96,33 +92,22 @@ FAULTS = {
         stuck=3,
     ),
     "os._exit(3)": Fault("leaves", {0: (3, None, "self")}, checks=(never_done(0),), flags={"rank": 0, "code": 3}),
-    "segfaults": Fault(
-        "segfault",
-        {1: (None, "SIGSEGV", "self")},
-        checks=(never_done(1), stack(1, "# faulthandler", "segfault")),
-        flags={"rank": 1},
-    ),
-    "aborts in C++": Fault(
-        "aborts_in_cpp",
-        {1: (None, "SIGABRT", "self")},
-        checks=(never_done(1), stack(1, "aborts_in_cpp")),
-        flags={"rank": 1},
-    ),
+    "segfaults": Fault("segfault", {1: (None, "SIGSEGV", "self")}, flags={"rank": 1},
+                       checks=(never_done(1), stack(1, "# faulthandler", "segfault"))),
+    "aborts in C++": Fault("aborts_in_cpp", {1: (None, "SIGABRT", "self")}, flags={"rank": 1},
+                           checks=(never_done(1), stack(1, "aborts_in_cpp"))),
     "is killed": Fault("killed", {1: (None, "SIGKILL", "self")}, "memory", flags={"rank": 1}),
     "is killed by the OOM killer": Fault("out_of_memory", {0: (None, "SIGKILL", "self")}, "memory", flags={"rank": 0}),
     "meets a limit on its memory": Fault("no_memory", {1: FAILED}, "memory", flags={"rank": 1}),
     "hangs in a collective": Fault(
-        "hang",
-        {},
-        script="collective.py",
-        stuck=2,
+        "hang", {}, script="collective.py", stuck=2,
         checks=(stack(0, "barrier", "collective.py"), stack(1, "recv", "collective.py"), leaked_processes(0)),
     ),
     "fills the disk": Fault("disk_full", {0: FAILED}, "disk", flags={"rank": 0}),
     "has no room for its record": Fault("disk_full_for_the_record", {0: FAILED}, "disk", flags={"rank": 0}),
     # Both fail: the launcher may end one before it has failed by itself.
     "cannot import what it needs": Fault("none", {}, "import", (failed_together,), script="no_kit.py"),
-}
+}  # fmt: skip
 
 
 # With torchrun each takes ten times as long: the gate runs one of them there.
@@ -142,9 +127,8 @@ def test_faulty_rank_gets_its_outcome(
     each = fault.flags.get("each", "ab")
     if "prints" in each:
         monkeypatch.setattr(watch, "LOOK_S", 0.2)
-    attempt = attempt_of(
-        tmp_path / "a", fault.does, fault.script, deadline=400, keep=True, world_size=len(each), **fault.flags
-    )
+    how: Json = {"deadline": 400, "keep": True, "world_size": len(each), **fault.flags}
+    attempt = attempt_of(tmp_path / "a", fault.does, fault.script, **how)
     result = launched_until(launcher, attempt, fault.stuck) if fault.stuck else launched(launcher, attempt)
     assert result["attempt"]["launcher"] == launcher.name and "retried" not in result["attempt"]
     assert result["attempt"]["timed_out"] == bool(fault.stuck) and result["attempt"]["wall_s"] < 400

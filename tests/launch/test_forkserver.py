@@ -98,21 +98,13 @@ def importing(tmp_path: Path, module: str, code: str, name: str = "a") -> Attemp
 @pytest.mark.parametrize(
     ("code", "parts"),
     [
-        (
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='watcher').start()",
-            ("(thread)", "imported_module", "watcher"),
-        ),
-        pytest.param(
-            "import torch\ntorch.cuda.is_initialized = lambda: True", ("(cuda)",), marks=pytest.mark.slow, id="cuda"
-        ),
-        pytest.param(
-            "raise RuntimeError('not here')",
-            ("(import)", "RuntimeError: not here"),
-            marks=pytest.mark.slow,
-            id="raises",
-        ),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='watcher').start()",
+         ("(thread)", "imported_module", "watcher")),
+        pytest.param("import torch\ntorch.cuda.is_initialized = lambda: True", ("(cuda)",), marks=pytest.mark.slow),
+        pytest.param("raise RuntimeError('not here')", ("(import)", "RuntimeError: not here"), marks=pytest.mark.slow),
     ],
-)
+    ids=["thread", "cuda", "raises"],
+)  # fmt: skip
 def test_unsafe_import_starts_with_torchrun_and_is_named(
     tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch, code: str, parts: tuple[str, ...]
 ) -> None:

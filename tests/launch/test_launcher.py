@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from repro_kit.settings import resolve
 
@@ -132,24 +133,23 @@ def test_hang_without_py_spy_has_stacks_from_faulthandler(
 
 def essence(observation: Json) -> list[Json]:
     """Return what must not depend on the launcher."""
-    out = []
-    for rank, end in zip(observation["ranks"], ends(observation)):
+
+    def one(rank: Json, end: Any) -> Json:
         record = rank["record"]
         error = record["exception"]
-        out.append(
-            {
-                # Of ranks that fail together the launcher may end one that is about to end by itself.
-                "end": ("failed" if failed_together(observation) else end, record["done"], record["phase"]),
-                "error": error and (error["type"], error["module"], error["message"], error["cause"]),
-                "frames": error and [(frame["module"], frame["function"]) for frame in error["frames"]],
-                "checks": [(check["name"], check["passed"]) for check in record["checks"]],
-                "facts": record["facts"],
-                "logs": sorted({(log["logger"], log["message"]) for log in record["logs"]}),
-                "warnings": sorted({warning["message"] for warning in record["warnings"]}),
-                "output": rank["log_tail"].splitlines()[-1:],
-            }
-        )
-    return out
+        return {
+            # Of ranks that fail together the launcher may end one that is about to end by itself.
+            "end": ("failed" if failed_together(observation) else end, record["done"], record["phase"]),
+            "error": error and (error["type"], error["module"], error["message"], error["cause"]),
+            "frames": error and [(frame["module"], frame["function"]) for frame in error["frames"]],
+            "checks": [(check["name"], check["passed"]) for check in record["checks"]],
+            "facts": record["facts"],
+            "logs": sorted({(log["logger"], log["message"]) for log in record["logs"]}),
+            "warnings": sorted({warning["message"] for warning in record["warnings"]}),
+            "output": rank["log_tail"].splitlines()[-1:],
+        }
+
+    return [one(rank, end) for rank, end in zip(observation["ranks"], ends(observation))]
 
 
 def case_attempt(directory: Path, slug: str, variant: str, model: str, strategy: str) -> Attempt:
@@ -181,10 +181,7 @@ def test_launchers_give_the_same_environment_without_the_users_variables(
     for name, value in HOSTILE.items():
         monkeypatch.setenv(name, value)
     body = 'import os\nrun.fact("env", dict(os.environ))\nrun.fact("optimize", sys.flags.optimize)'
-    both = [
-        launched(warm, scripted(tmp_path / "a", body)),
-        launched(TorchrunLauncher(), scripted(tmp_path / "b", body)),
-    ]
+    both = [launched(launcher, scripted(tmp_path / launcher.name, body)) for launcher in (warm, TorchrunLauncher())]
     for result in both:
         for fact in (rank["record"]["facts"] for rank in result["ranks"]):
             assert fact["optimize"] == 0 and fact["env"][ATTEMPT_TOKEN] == result["attempt"]["id"]

@@ -1,4 +1,4 @@
-"""The line that `repro show` prints, given to a shell that knows nothing: the same stack, and what a run records."""
+"""The line that `repro show` prints, run in an empty shell: the same stack and the same errors as in a run."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def show(capsys: pytest.CaptureFixture[str]) -> Show:
 
 @pytest.fixture
 def overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The stack `current` has a folder laid over it, as `stack=current+transformers@X` does, with a release that says
-    so."""
-    folder = tmp_path / "over lay"  # a shell takes it apart where it is not quoted
+    """Install a release on top of the stack `current` that raises an error, as `stack=current+transformers@X` does."""
+    folder = tmp_path / "over lay"  # a shell splits it unless it is quoted
     (folder / "transformers").mkdir(parents=True)
     (folder / "transformers" / "__init__.py").write_text("raise RuntimeError('the release that was laid over')\n")
     honest = stacks.resolve
@@ -63,20 +62,18 @@ def in_a_clean_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str
 
 
 def prints_recorded_errors(done: subprocess.CompletedProcess[str], ranks: list[dict[str, Any]]) -> bool:
-    """The beginning of each error: a set may follow, in any order. By hand no rank waits for the other's last words:
-    torchrun may end one that has not said them yet. How a rank is told that another is gone (closed, reset, by which
-    read) is chance: what counts are the errors of those that failed by themselves."""
+    """Whether the output has the beginning of each error of a rank that failed by itself. Errors that follow from a
+    peer's end are not compared, and torchrun may end a rank before it prints its error."""
     raised = {rank["rank"]: rank["record"]["exception"] for rank in ranks if rank["record"]["exception"]}
     errors = {n: e for n, e in raised.items() if not is_peer_error(raised_chain(e)[0])}
-    assert errors, "nobody failed by itself"
+    assert errors, "no rank failed by itself"
     lines = [f"[rank {n}] {e['type']}: {e['message'].splitlines()[0][:80]}" for n, e in errors.items()]
     said = [line in done.stdout for line in lines]
     return all(said) or (any(said) and "closing signal SIGTERM" in done.stderr)
 
 
 def test_torchrun_line_contains_the_stacks_environment(show: Show, overlay: Path, tmp_path: Path) -> None:
-    """It had no PYTHONPATH: of `stack=current+transformers@X` it ran another release than the one that was asked for;
-    and no PATH: a shell that had not activated .venv found no torchrun."""
+    """Without PYTHONPATH an overlay's release would not be used; without PATH a shell would find no torchrun."""
     lines = show(BY_HAND, "model=llama-2-7b")
     own = os.path.dirname(sys.executable)
     for line in lines.values():
@@ -84,9 +81,7 @@ def test_torchrun_line_contains_the_stacks_environment(show: Show, overlay: Path
         env = dict(word.split("=", 1) for word in words[1 : words.index("torchrun")])
         assert words[0] == "env" and env["PYTHONPATH"] == str(overlay) and env["PATH"] == f"{own}:$PATH"
         assert "TORCH_EXTENSIONS_DIR" in env and f'{own}:"$PATH"' in line, "the reader's own follow, not this user's"
-    assert [variant for variant, line in lines.items() if " ACCELERATE_BYPASS_DEVICE_MAP=true" in f" {line}"] == [
-        "bypass"
-    ]
+    assert [variant for variant, line in lines.items() if "ACCELERATE_BYPASS_DEVICE_MAP=true" in line] == ["bypass"]
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
