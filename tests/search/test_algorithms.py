@@ -1,4 +1,4 @@
-"""The searches: within their number of probes, and never a boundary in the wrong place, only a wider one."""
+"""Searches stay within their number of probes; without enough probes a boundary is wider, never wrong."""
 
 from __future__ import annotations
 

@@ -80,12 +80,9 @@ def test_bisect_ends_that_cannot_run_have_the_reason(world: World, capsys: Capsy
 def test_bisect_unknown_releases_give_a_range(world: World, capsys: Capsys) -> None:
     world.uninstallable = {("transformers", "4.40.0")}
     world.history = lambda versions, variant: (
-        "infra_error"
-        if versions["transformers"] == "4.39.3"
-        else "passed"
-        if before(versions, "4.40")
-        else "reproduced"
-    )
+        "infra_error" if versions["transformers"] == "4.39.3"
+        else "passed" if before(versions, "4.40") else "reproduced"
+    )  # fmt: skip
     data = releases(world, capsys)
     (stage,) = data["stages"]
     assert ends(data) == ("4.38.0", "4.41.0") and not stage["exact"]
@@ -105,7 +102,7 @@ def test_bisect_another_error_is_unknown_unless_the_good_end_shows_it(world: Wor
     assert ends(data)[0] == "4.42.0" and data["stages"][0]["good"]["answer"] == NO_SUCH_KEY
 
 
-def test_bisect_any_change_takes_any_two_answers_and_is_harmless_to_paste(world: World, capsys: Capsys) -> None:
+def test_bisect_any_change_takes_two_answers_and_escapes_their_text(world: World, capsys: Capsys) -> None:
     world.history = lambda versions, variant: "passed" if before(versions, "4.43") else "<img src=x> @ada \x1b[1m | x"
     data = releases(world, capsys, "--any-change")
     assert ends(data) == ("4.42.0", "4.43.0")

@@ -117,7 +117,9 @@ def test_reduce_without_more_probes_still_fails(answer: Answers, most: int) -> N
         (PARAMETERS[1], "inner", {"root": False}, None),
     ],
 )
-def test_needed(parameter: Parameter, value: Any, answers: dict[Any, Any], need: bool | None) -> None:
+def test_needed_follows_from_answers(
+    parameter: Parameter, value: Any, answers: dict[Any, Any], need: bool | None
+) -> None:
     assert needed(parameter, value, answers) is need
 
 

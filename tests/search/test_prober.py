@@ -17,9 +17,7 @@ from repro_matrix.search.prober import Prober, Stopped, Target, answer_of
 __all__ = ["world"]
 
 
-def attempt(
-    name: str, message: str = "", kind: str = "exception", type: str = "ValueError", **more: Any
-) -> dict[str, Any]:
+def attempt(name: str, message: str = "", kind: str = "exception", type: str = "ValueError", **more: Any) -> Any:
     primary = {"rank": 0, "type": type, "message": message, "location": "", "kind": kind} if message else None
     outcome = {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognized": [], **more}
     return {"outcome": outcome, "observation": observation(failed(0))}
@@ -35,6 +33,7 @@ def known(case: str, kind: str = "exception", message: str = "m") -> dict[str, A
 
 
 PASSED, FAILED, INFRA = attempt("passed"), attempt("reproduced", "x"), attempt("infra_error", "x")
+KEY_ERROR = attempt("other_failure", "b", type="KeyError")
 CHECK = {"ranks": [0], "check": "logits", "failed": ["logits"]}
 
 
@@ -47,10 +46,7 @@ CHECK = {"ranks": [0], "check": "logits", "failed": ["logits"]}
         ([PASSED, attempt("hang")], None),
         ([PASSED, INFRA], None),
         ([PASSED, attempt("other_failure", "odd")], "other_failure: ValueError"),
-        (
-            [attempt("other_failure", "a"), *[attempt("other_failure", "b", type="KeyError")] * 2],
-            "other_failure: KeyError",
-        ),
+        ([attempt("other_failure", "a"), *[KEY_ERROR] * 2], "other_failure: KeyError"),
         ([attempt("other_failure", **CHECK)], "other_failure: check logits"),
         ([attempt("other_failure", "a warning", "signal", "SIGSEGV")], "other_failure: SIGSEGV"),
         ([attempt("other_failure", "m", recognized=[known("other"), known("x", "log")])], "other_failure: other/s"),
@@ -74,9 +70,8 @@ def test_answer_of_a_variant_that_was_not_launched_has_the_reason() -> None:
 @pytest.mark.parametrize(("rank", "size"), [(0, 342), (2, 340)])
 def test_answer_of_a_failure_does_not_depend_on_the_first_rank(rank: int, size: int) -> None:
     """Each rank's message has the size of its own shard."""
-    fired = attempt(
-        "reproduced", f"The size of tensor a ({size})", recognized=[known("a", message="The size of tensor a (342)")]
-    )
+    recognized = [known("a", message="The size of tensor a (342)")]
+    fired = attempt("reproduced", f"The size of tensor a ({size})", recognized=recognized)
     fired["outcome"]["primary"]["rank"] = rank
     assert answer_of("a", variant(fired)).whole == "reproduced: ValueError: The size of tensor a (342)"
 
@@ -98,9 +93,8 @@ def test_probe_parses_no_text_again(world: World, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(overrides, "parse", lambda texts: pytest.fail(f"parsed again: {texts}"))
     assert all(search.probe(target(release)).attempts for release in ("4.40.0", "4.41.0"))
     assert search.probe(target("4.41.0"), repeat=3).variants["unfixed"].counted == 3
-    assert search.command("base+transformers==4.41.0", "unfixed") == [
-        "repro", "run", CASE, "model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "variants=[unfixed]"
-    ]  # fmt: skip
+    words = ["model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "variants=[unfixed]"]
+    assert search.command("base+transformers==4.41.0", "unfixed") == ["repro", "run", CASE, *words]
 
 
 def test_probe_is_stored_and_repeated_only_for_more_attempts(world: World) -> None:

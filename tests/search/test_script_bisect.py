@@ -35,9 +35,8 @@ def number(value: float | None) -> Json:
 class Lab:
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder, self.launched = world, folder, 0
-        self.observe: Callable[[Any], Json] = lambda v: (
-            FINE if before(v, "4.40") else error("IndexError", "list index 3")
-        )
+        failed = error("IndexError", "list index 3")
+        self.observe: Callable[[Any], Json] = lambda versions: FINE if before(versions, "4.40") else failed
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         self.launched += 1
@@ -179,9 +178,8 @@ def test_bisect_companion_packages_move_with_the_culprit(lab: Lab, capsys: Capsy
 
     lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7", "tokenizers": "0.20.9"}
     lab.world.needs = needs
-    write_locks(
-        "transformers==4.37.0 tokenizers==0.15.2 peft==0.9.0", "transformers==4.44.0 tokenizers==0.21.0 peft==0.10.0"
-    )
+    old, new = "tokenizers==0.15.2 peft==0.9.0", "tokenizers==0.21.0 peft==0.10.0"
+    write_locks(f"transformers==4.37.0 {old}", f"transformers==4.44.0 {new}")
     data = result(lab, capsys, *LOCKS)
     assert data["packages"]["members"] == ["transformers"] and ends(data) == ("4.39.3", "4.40.0")
     assert data["stages"][0]["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"  # peft never moves
@@ -193,7 +191,7 @@ def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
     monkeypatch.setattr("repro_matrix.environment.stacks.defined_stacks", list)
     required = [""]  # by a package of both
     monkeypatch.setattr(
-        "repro_matrix.environment.stacks.lock.lock_file", lambda path: Lock(path.read_text() + required[0], "3.11", {})
+        "repro_matrix.environment.stacks.lock.lock_file", lambda path: Lock(path.read_text() + required[0], "3.11")
     )
     lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "einops": "0.8.2"}
     write_locks("torch==2.13.0 einops==0.7.0", "torch==2.13.0")

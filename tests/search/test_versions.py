@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +26,7 @@ def test_versions_boundary_has_a_stored_probe_on_each_side(world: World, capsys:
     (edge,) = data["variants"]["unfixed"]["boundaries"]
     documents = {probe["release"]: probe["document"] for probe in data["probes"]}
     for side, answer in (("before", "passed"), ("after", "reproduced")):
-        with open(documents[edge[side]], encoding="utf-8") as stored:
-            document = json.load(stored)
+        document = json.loads(Path(documents[edge[side]]).read_text(encoding="utf-8"))
         assert document["stack"]["versions"]["transformers"] == edge[side]
         assert document["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == answer
     assert data["variants"]["root-call"]["boundaries"] == []
@@ -92,14 +92,10 @@ def test_versions_without_the_index_keeps_what_is_known(
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (("--package", "transformes"), "'transformers'"),
-        (("--range", "4.36"), "FIRST..LAST"),
-        (("--range", "6..7"), "no release between"),
-        (("variants=[rot-call]",), "'root-call'"),
-        (("model=*",), "Choose one by model="),
-    ],
-)
+    [(("--package", "transformes"), "'transformers'"), (("--range", "4.36"), "FIRST..LAST"),
+     (("--range", "6..7"), "no release between"), (("variants=[rot-call]",), "'root-call'"),
+     (("model=*",), "Choose one by model=")],
+)  # fmt: skip
 def test_versions_bad_input_is_refused(world: World, capsys: Capsys, words: tuple[str, ...], message: str) -> None:
     assert world.repro("versions", CASE, "stack=base", *words) == 2
     assert message in capsys.readouterr().err and world.launched == []
