@@ -48,17 +48,8 @@ def exception(
 
 
 def check(name: str = "logits", passed: bool = True, **changes: Any) -> dict[str, Any]:
-    actual = 0.0 if passed else 0.5
-    made = {
-        "name": name,
-        "actual": actual,
-        "expected": 0.0,
-        "tolerance": 1e-4,
-        "subject": "it",
-        "at": 5.0,
-        "passed": passed,
-    }
-    return {**made, **changes}
+    numbers = {"actual": 0.0 if passed else 0.5, "expected": 0.0, "tolerance": 1e-4}
+    return {"name": name, **numbers, "subject": "it", "at": 5.0, "passed": passed, **changes}
 
 
 def made(**changes: Any) -> dict[str, Any]:
@@ -188,46 +179,21 @@ def summary_rows(*documents: Any) -> list[Row]:
 
 
 def document(
-    variants: dict[str, list[tuple[str, dict[str, Any]]] | str],
-    verdicts: dict[str, str] | None = None,
-    **changes: Any,
+    variants: dict[str, list[tuple[str, dict[str, Any]]] | str], verdicts: dict[str, str] | None = None, **changes: Any
 ) -> dict[str, Any]:
     """A stored cell. ``variants``: variant -> [(outcome, observation)], or the reason why it was skipped."""
     made: dict[str, Any] = {
-        "schema": 1,
-        "case": "some-case",
-        "title": "a case",
-        "kind": "failure",
-        "simulated": None,
-        "references": [],
-        "model": "m",
-        "strategy": "fsdp",
-        "flags": {},
-        "ranks": 2,
-        "overrides": [],
-        "scale": "tiny",
+        "schema": 1, "case": "some-case", "title": "a case", "kind": "failure", "simulated": None, "references": [],
+        "model": "m", "strategy": "fsdp", "flags": {}, "ranks": 2, "overrides": [], "scale": "tiny",
         "weights": "random",
         "stack": {"name": "current", "python": "3.11.7", "versions": {"torch": "2.13.0", "transformers": "5.23.0"}},
         "hardware": {
-            "profile": "cpu",
-            "accelerator": "cpu",
-            "gpus": [],
-            "cpu": "a cpu",
-            "cores": 2,
-            "memory_gb": 8.0,
-            "driver": None,
-            "os": "Linux",
+            "profile": "cpu", "accelerator": "cpu", "gpus": [], "cpu": "a cpu", "cores": 2, "memory_gb": 8.0,
+            "driver": None, "os": "Linux",
         },
         "provenance": {
-            "git_commit": "c0ffee",
-            "git_dirty": False,
-            "harness_version": "0.1.0",
-            "command": "repro matrix",
-            "started": 99.0,
-            "ended": 120.0,
-            "seed": 0,
-            "launcher": "torchrun",
-            "fingerprint": "f",
+            "git_commit": "c0ffee", "git_dirty": False, "harness_version": "0.1.0", "command": "repro matrix",
+            "started": 99.0, "ended": 120.0, "seed": 0, "launcher": "torchrun", "fingerprint": "f",
         },
         "variants": {
             name: {
@@ -244,19 +210,11 @@ def document(
         },
         "verdicts": {
             variant: {
-                "name": name,
-                "reason": "because",
-                "unfixed_k": 1,
-                "unfixed_n": 1,
-                "fix_k": 1,
-                "fix_n": 1,
-                "interval": [0.2, 1.0],
-                "unfixed_interval": [0.2, 1.0],
-                "named_case": None,
-                "measured": True,
+                "name": name, "reason": "because", "unfixed_k": 1, "unfixed_n": 1, "fix_k": 1, "fix_n": 1,
+                "interval": [0.2, 1.0], "unfixed_interval": [0.2, 1.0], "named_case": None, "measured": True,
             }
             for variant, name in (verdicts or {}).items()
         },
         "complete": True,
-    }
+    }  # fmt: skip
     return {**made, **changes}

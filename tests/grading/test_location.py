@@ -18,13 +18,11 @@ from typing import Any
 
 import pytest
 import yaml
-from observations import SITE, case, ended, failed, matches, observation, ok, record
+from observations import SITE, ended, failed, matches, observation, ok, record
 from packaging import version
 from repro_matrix.config.schema import Signature
-from repro_matrix.grading.grade import grade
 from repro_matrix.grading.observation import (
     CodeLocation,
-    in_package,
     is_project_code,
     module_names,
     origin_of,
@@ -247,13 +245,6 @@ def test_hang_in_a_folder_named_torch_does_not_match(root: str, is_torch: bool) 
     assert (matches(known, observation(*ranks, timed_out=True)) is not None) is is_torch
 
 
-def test_known_text_from_imitated_code_is_a_script_error(restored: None) -> None:
-    error = described(borrowed_place())
-    known = case(signatures=[RAISES])
-    outcome = grade(known, "unfixed", observation(failed(0, error), failed(1, error)), [known])
-    assert outcome.outcome == "infra_error" and f"packaging/version.py:{LINE + 1}" in outcome.reason
-
-
 # -- names
 
 
@@ -284,10 +275,6 @@ def test_module_names_of_a_file(file: str, names: tuple[str, ...]) -> None:
 )  # fmt: skip
 def test_project_code_by_module_and_file(module: str, file: str, project: bool) -> None:
     assert is_project_code(module, file) is project
-
-
-def test_in_package() -> None:
-    assert in_package("torch.nn", "torch") and in_package("torch", "torch") and not in_package("torchvision", "torch")
 
 
 @pytest.mark.parametrize(

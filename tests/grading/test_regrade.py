@@ -35,11 +35,8 @@ def on(**versions: str) -> dict[str, Any]:
     return observation(ok(0), ok(1, record=record(1, versions={**VERSIONS, **versions})))
 
 
-def test_regrade_of_unchanged_document_has_no_notes() -> None:
-    assert verdicts(cell()) == (["FIXED"], [])
-
-
 def test_regrade_names_and_replaces_edited_outcomes_and_verdicts() -> None:
+    assert verdicts(cell()) == (["FIXED"], [])
     edited = cell(fix=REPRODUCED)
     edited["variants"]["fix"]["attempts"][0]["outcome"]["outcome"] = "passed"
     names, notes = verdicts(edited)

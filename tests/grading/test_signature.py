@@ -127,17 +127,14 @@ def test_message_of_the_backend_is_preferred(message: str, backend: str, common:
 @pytest.mark.parametrize(
     ("ranks", "attempt", "expected"),
     [
-        ([failed(0), failed(1)], {}, (0, 1)),
-        ([failed(0), ended(1)], {}, (0,)),
-        ([failed(0), ended(1, by="timeout")], {"timed_out": True}, (0,)),
-        ([failed(0), peer_failed(1)], {}, (0,)),
-        ([failed(0), ok(1)], {}, None),
-        ([failed(0), failed(1, exception("ValueError"))], {}, None),
+        ([failed(0), failed(1)], {}, (0, 1)), ([failed(0), ended(1)], {}, (0,)),
+        ([failed(0), ended(1, by="timeout")], {"timed_out": True}, (0,)), ([failed(0), peer_failed(1)], {}, (0,)),
+        ([failed(0), ok(1)], {}, None), ([failed(0), failed(1, exception("ValueError"))], {}, None),
         ([failed(0)], {"world_size": 2}, None),
         ([failed(0), failed(1) | {"exit_code": None, "signal": "SIGTERM", "terminated_by": "launcher"}], {}, (0, 1)),
         ([failed(0), failed(1, exception("KeyboardInterrupt")) | {"terminated_by": "launcher"}], {}, (0,)),
     ],
-)
+)  # fmt: skip
 def test_all_ranks_are_those_that_could_show_it(ranks: Any, attempt: Any, expected: Any) -> None:
     assert ranks_of({**EXCEPTION, "ranks": "all"}, *ranks, **attempt) == expected
     assert ranks_of(EXCEPTION, *ranks, **attempt) is not None
@@ -239,12 +236,6 @@ def test_hang_matches_where_ranks_are_stuck(changes: Any, ranks: Any, attempt: A
     assert ranks_of({**HANG, **changes}, *ranks, **{"timed_out": True, **attempt}) == expected
 
 
-def test_hang_message_names_the_innermost_declared_frame() -> None:
-    there = observation(hung(0, "step", "wait", "barrier"), timed_out=True)
-    found = matches(Signature.model_validate({"name": "s", **HANG}), there)
-    assert found and found.message == "stuck in torch.distributed.distributed_c10d.wait"
-
-
 # -- near misses
 
 FRAMED = [{"module": r"transformers\..*", "function": "forward"}, {"module": "a", "function": "b"}]
@@ -335,20 +326,18 @@ def shown(signature: Signature, frames: list[Frame], **part: Any) -> dict[str, A
     return observation(*ranks, timed_out=part.get("timed_out", True))
 
 
+ANOTHER = {"type": "LookupError", "package": "ambiguous_with", "check": "another", "signal": "SIGBUS"}
+
+
 def negatives(signature: Signature) -> Iterator[tuple[str, dict[str, Any]]]:
     """(the part that is another, an observation that is not the failure)."""
     frames = frames_of(signature)
     if message_patterns(signature):
         for item in unrelated_messages()[:40]:
             yield "message", shown(signature, frames, message=item.message)
-    if signature.type:
-        yield "type", shown(signature, frames, type="LookupError")
-    if signature.package:
-        yield "package", shown(signature, frames, package="ambiguous_with")
-    if signature.check:
-        yield "check", shown(signature, frames, check="another")
-    if signature.signal:
-        yield "signal", shown(signature, frames, signal="SIGBUS")
+    for part, value in ANOTHER.items():
+        if getattr(signature, part):
+            yield part, shown(signature, frames, **{part: value})
     if signature.kind == "hang":
         yield "deadline", shown(signature, frames, timed_out=False)
     for number in range(len(signature.frames)):
@@ -360,12 +349,7 @@ def mutants(signature: Signature) -> Iterator[tuple[str, Signature]]:
     if message_patterns(signature):
         anything = dict.fromkeys(signature.messages, ".*")
         yield "message", signature.model_copy(update={"message": ".*", "messages": anything})
-    for part, value in (
-        ("type", "LookupError"),
-        ("package", "ambiguous_with"),
-        ("check", "another"),
-        ("signal", "SIGBUS"),
-    ):
+    for part, value in ANOTHER.items():
         if getattr(signature, part):
             yield part, signature.model_copy(update={part: value})
     for number in range(len(signature.frames)):

@@ -14,7 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from repro_kit import bf16_matmul as products
+from repro_kit import models
+from repro_kit.models import batch, build, config_of, drawable
 from repro_kit.settings import model_settings
+from repro_kit.strategies import STRATEGIES
+from repro_kit.tp_plan import tp_plan
+from repro_kit.weights import DRAWN, parameters_on_meta
 
 import pytest
 import yaml
@@ -45,9 +51,6 @@ def own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tiny_config_keeps_preserved_keys_and_fits_tp(name: str) -> None:
-    from repro_kit.models import batch, build
-    from repro_kit.tp_plan import tp_plan
-
     run = bare_run(name)
     tiny, real = run.model["config"], run.real
     for key in ("num_attention_heads", "tie_word_embeddings"):
@@ -69,8 +72,6 @@ def test_preserve_config_keeps_the_published_value(scale: str, hidden: int, laye
 
 
 def stand_in() -> tuple[Any, torch.Tensor]:
-    from repro_kit.models import batch, build
-
     run = bare_run("qwen-7b")
     return build(run).eval(), batch(run, 0)["input_ids"]
 
@@ -111,10 +112,8 @@ def test_remote_code_model_survives_saving_and_loading(tmp_path: Path) -> None:
     model, ids = stand_in()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, config=model.config).eval()
-    for (name, saved), (_, loaded) in zip(model.state_dict().items(), again.state_dict().items()):
-        assert torch.equal(saved, loaded), name
-    for (name, saved), (_, loaded) in zip(model.named_buffers(), again.named_buffers()):
-        assert torch.equal(saved, loaded), name
+    held, loaded = ({**each.state_dict(), **dict(each.named_buffers())} for each in (model, again))
+    assert held.keys() == loaded.keys() and all(torch.equal(held[name], loaded[name]) for name in held)
     assert torch.equal(model(ids).logits, again(ids).logits)
 
 
@@ -132,8 +131,6 @@ def test_published_remote_code_has_the_published_requirements() -> None:
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("load", ["config_of", "fetch_code"])
 def test_remote_code_copy_is_locked_between_ranks(ranks: int, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro_kit import models
-
     from transformers import AutoConfig, dynamic_module_utils
 
     copying = threading.Lock()
@@ -171,8 +168,6 @@ def run_of(name: str, strategy: str = "ddp", **changes: Any) -> Any:
 
 
 def test_draw_allocates_one_unit_at_a_time() -> None:
-    from repro_kit.models import drawable
-
     model, weights = drawable(run_of("llama-3.2-1b"))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
@@ -187,8 +182,6 @@ def test_draw_allocates_one_unit_at_a_time() -> None:
 
 @pytest.mark.parametrize("name", ["qwen1.5-0.5b", "llama-2-7b"])
 def test_drawn_parameter_depends_on_seed_and_name_only(name: str) -> None:
-    from repro_kit.models import build, drawable
-
     run = run_of(name)
     whole = build(run).state_dict()
     model, weights = drawable(run)
@@ -205,9 +198,6 @@ def test_drawn_parameter_depends_on_seed_and_name_only(name: str) -> None:
 
 
 def test_draw_leaves_meta_parameters_alone() -> None:
-    from repro_kit.models import drawable
-    from repro_kit.weights import DRAWN, parameters_on_meta
-
     from torch.utils._python_dispatch import TorchDispatchMode
 
     drawn: list[str] = []
@@ -250,9 +240,6 @@ def four() -> Iterator[None]:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "tp"])
 def test_sharded_draw_holds_one_whole_unit_at_most(strategy: str, four: None) -> None:
-    from repro_kit.models import drawable
-    from repro_kit.strategies import STRATEGIES
-
     run = run_of("llama-2-7b", strategy, world_size=4, tp_size=4 if strategy == "tp" else 1)
     model, weights = drawable(run)
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -277,9 +264,6 @@ def test_sharded_draw_holds_one_whole_unit_at_most(strategy: str, four: None) ->
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2", "tp"])
 def test_sharded_draw_equals_the_draw_of_one_process(strategy: str, group: None) -> None:
-    from repro_kit.models import build, drawable
-    from repro_kit.strategies import STRATEGIES
-
     for name in ("llama-2-7b", "qwen1.5-0.5b"):  # untied, and tied
         model, weights = drawable(run_of(name, strategy))
         actual = dict(STRATEGIES[strategy](run_of(name, strategy), model, 0.1, weights).each())
@@ -291,7 +275,6 @@ def test_sharded_draw_equals_the_draw_of_one_process(strategy: str, group: None)
 def test_draw_includes_the_adapter_in_its_dtype(name: str) -> None:
     pytest.importorskip("peft")
     from repro_kit.lora_training import lora_to_draw
-    from repro_kit.models import drawable
 
     run = run_of(name)
     model, weights = drawable(run, torch.bfloat16)
@@ -303,8 +286,6 @@ def test_draw_includes_the_adapter_in_its_dtype(name: str) -> None:
 
 
 def test_hub_weights_are_read_by_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro_kit.models import build, drawable
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     whole = build(run_of("qwen1.5-0.5b"), torch.bfloat16)
     whole.save_pretrained(str(tmp_path), max_shard_size="300KB")
@@ -324,22 +305,17 @@ def test_hub_weights_are_read_by_parameter(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_bf16_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro_kit import bf16_matmul as products
-
     monkeypatch.setattr(products, "BLOCK", 7)
     a, b, bias = (torch.randn(*shape).bfloat16() for shape in ((20, 30), (30, 16), (16,)))
     expected = a.double() @ b.double()
-    for actual, exact in (
-        (products._product(a, b, None), expected),
-        (products._product(a, b, bias), expected + bias.double()),
-    ):
+    for added, exact in ((None, expected), (bias, expected + bias.double())):
+        actual = products._product(a, b, added)
         assert actual.dtype == torch.bfloat16
         assert float((actual.double() - exact).norm() / exact.norm()) < 2 * torch.finfo(torch.bfloat16).eps / 4
     out = products._mm(a.float(), b.float())  # what is float32 stays as it is
     assert torch.equal(out, a.float() @ b.float())
-    assert torch.equal(
-        products._addmm(bias.float(), a.float(), b.float()), torch.addmm(bias.float(), a.float(), b.float())
-    )
+    floats = [tensor.float() for tensor in (bias, a, b)]
+    assert torch.equal(products._addmm(*floats), torch.addmm(*floats))
 
 
 MAPPED = {"device-map-distributed": ["qwen-14b", "llama-2-7b"], "qwen-device-map-devices": ["qwen-7b", "qwen-1.8b"]}
@@ -375,7 +351,6 @@ def split_checked(monkeypatch: pytest.MonkeyPatch, case: str, run: MappedRun, pl
 
 def accelerates_map(run: MappedRun, count: int) -> dict[str, Any]:
     """What from_pretrained(device_map="auto") makes of so many empty GPUs of 80 GB."""
-    from repro_kit.models import config_of
 
     from accelerate.utils import get_balanced_memory
     from transformers import AutoModelForCausalLM

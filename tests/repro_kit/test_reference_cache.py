@@ -75,31 +75,21 @@ def test_second_attempt_reuses_the_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["truth", "noise"])
-def test_changed_reference_file_is_refused(tmp_path: Path, name: str) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
-    [written] = [path for path in (tmp_path / "one").rglob(name)]
-    assert reference.verified(written)["losses"]
-    found = json.loads(written.read_text(encoding="utf-8"))
-    found["what"]["losses"] = [30 * loss for loss in found["what"]["losses"]]
-    found["what"]["losses"][0] += 1.0
-    written.write_text(json.dumps(found), encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{name} of the reference is not what was written"):
-        reference.verified(written)
-
-
-def test_rank_with_a_changed_reference_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_with_a_changed_reference_has_no_verdict(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave = Common.leave
 
     def late(self: Any, key: str, made: Path) -> bool:
-        found = json.loads((made / "noise").read_text(encoding="utf-8"))
+        found = json.loads((made / name).read_text(encoding="utf-8"))
         found["what"]["losses"] = [loss + 30.0 for loss in found["what"]["losses"]]
-        (made / "noise").write_text(json.dumps(found), encoding="utf-8")
+        (made / name).write_text(json.dumps(found), encoding="utf-8")
         return leave(self, key, made)
 
     monkeypatch.setattr(Common, "leave", late)
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
     taking = a_rank(tmp_path, "other")
-    with pytest.raises(ValueError, match="noise of the reference is not what was written"):
+    with pytest.raises(ValueError, match=f"{name} of the reference is not what was written"):
         trained(taking, Tiny())
     assert made_by(taking) == "one"
 
@@ -112,75 +102,40 @@ def test_script_run_by_hand_shares_no_reference(tmp_path: Path) -> None:
         assert len(calls) == 2 * run.steps and "reference" not in run.record.data["facts"]
 
 
-def other_weights(run: Run, model: Any) -> Any:
+def weights_differ(model: Any) -> None:
     with torch.no_grad():
         model.head.bias[0] += 1e-6
 
 
-def frozen(run: Run, model: Any) -> Any:
-    model.inner.bias.requires_grad_(False)
-
-
-def with_buffer(run: Run, model: Any) -> Any:
-    model.register_buffer("more", torch.ones(2))
-
-
-def hooked(run: Run, model: Any) -> Any:
-    model.inner.register_forward_hook(lambda *_: None)
-
-
-def replaced(run: Run, model: Any) -> Any:
-    model.forward = model.forward
-
-
-def scaled(run: Run, model: Any) -> Any:
-    model.scale = 2.0
-
-
-def evaluated(run: Run, model: Any) -> Any:
-    model.inner.eval()
-
-
-def half(run: Run, model: Any) -> Any:
-    model.to(torch.bfloat16)
-
-
-def read_flag(run: Run, model: Any) -> Any:
-    assert run.flags["dtype"]
-
-
-CHANGES: dict[str, Callable[[Run, Any], Any]] = {
-    change.__name__: change
-    for change in (other_weights, frozen, with_buffer, hooked, replaced, scaled, evaluated, half, read_flag)
+MODELS: dict[str, Callable[[Any], Any]] = {
+    "weights": weights_differ,
+    "frozen": lambda model: model.inner.bias.requires_grad_(False),
+    "buffer": lambda model: model.register_buffer("more", torch.ones(2)),
+    "hook": lambda model: model.inner.register_forward_hook(lambda *_: None),
+    "replaced": lambda model: setattr(model, "forward", model.forward),
+    "attribute": lambda model: setattr(model, "scale", 2.0),
+    "evaluated": lambda model: model.inner.eval(),
+    "dtype": lambda model: model.to(torch.bfloat16),
 }
+DIFFERENT: dict[str, dict[str, Any]] = {  # name -> settings of the run, a change of the model, arguments
+    **{name: {"change": change} for name, change in MODELS.items()},
+    "flag that was read": {"read": "dtype"},
+    **{str(each): {"settings": each} for each in (
+        {"steps": 3}, {"seed": 1}, {"case": "d"}, {"model": {"config": {"vocab_size": 29}}})},
+    "ranks": {"more": {"ranks": 3}}, "mixed precision": {"more": {"computes_in": torch.bfloat16}},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_key_differs_by_model(tmp_path: Path, change: Callable[[Run, Any], Any]) -> None:
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_key_differs_by_model_settings_and_arguments(tmp_path: Path, name: str) -> None:
     pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
-    for attempt, whose in (("other", "other"), ("again", "other")):
-        run, model = a_rank(tmp_path, attempt), Tiny()
-        change(run, model)
-        pass_criteria.Reference(run, model)
-        assert made_by(run) == whose
-
-
-@pytest.mark.parametrize(
-    "changes", [{"steps": 3}, {"seed": 1}, {"case": "d"}, {"model": {"config": {"vocab_size": 29}}}], ids=str
-)
-def test_key_differs_by_settings(tmp_path: Path, changes: dict[str, Any]) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
-    run = a_rank(tmp_path, "other", **changes)
-    pass_criteria.Reference(run, Tiny())
-    assert made_by(run) == "other"
-
-
-@pytest.mark.parametrize("more", [{"ranks": 3}, {"computes_in": torch.bfloat16}], ids=str)
-def test_key_differs_by_training_code(tmp_path: Path, more: dict[str, Any]) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
-    run = a_rank(tmp_path, "other")
-    pass_criteria.Reference(run, Tiny(), **more)
-    assert made_by(run) == "other"
+    what = DIFFERENT[name]
+    for attempt in ("other", "again"):
+        run, model = a_rank(tmp_path, attempt, **what.get("settings", {})), Tiny()
+        what.get("change", lambda model: None)(model)
+        assert "read" not in what or run.flags[what["read"]]
+        pass_criteria.Reference(run, model, **what.get("more", {}))
+        assert made_by(run) == "other"
 
 
 def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +149,7 @@ def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lambda: monkeypatch.setattr(sys, "executable", "/another/python"),
         lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
         lambda: monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "yes"),
-        lambda: monkeypatch.setattr(
-            pass_criteria, "batch", None
-        ),  # nothing: what it was made with is an argument's default
+        lambda: monkeypatch.setattr(pass_criteria, "batch", None),  # nothing: the default argument is bound already
     ]
     for number, change in enumerate(changes, 1):
         change()
@@ -243,26 +196,7 @@ def test_failed_reference_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert made_by(other) == "other"
 
 
-# --- wrong ones
-
-
-def place(tmp_path: Path) -> Path:
-    (found,) = (tmp_path / "references").iterdir()
-    return found
-
-
-def test_edited_tensor_is_computed_again(tmp_path: Path) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
-    shelf = place(tmp_path) / "last"
-    data = bytearray(shelf.read_bytes())
-    data[2] ^= 1
-    shelf.unlink()  # the maker's own is another name of the same file
-    shelf.write_bytes(data)
-    other = a_rank(tmp_path, "other")
-    assert set(trained(other, Tiny()).values()) == {"passed"} and made_by(other) == "other"
-    third = a_rank(tmp_path, "third")
-    pass_criteria.Reference(third, Tiny())
-    assert made_by(third) == "other"  # it is whole again
+# --- files of the cache
 
 
 def test_tensor_edited_after_lookup_is_refused(tmp_path: Path) -> None:
@@ -270,7 +204,8 @@ def test_tensor_edited_after_lookup_is_refused(tmp_path: Path) -> None:
     other = a_rank(tmp_path, "other")
     found = pass_criteria.Reference(other, Tiny())
     assert made_by(other) == "one"
-    with open(place(tmp_path) / "last", "r+b") as file:
+    (place,) = (tmp_path / "references").iterdir()
+    with open(place / "last", "r+b") as file:
         file.write(b"xx")
     with pytest.raises(ValueError, match="is not what was put there"):
         found.check(other, last=dict(Tiny().named_parameters()))
@@ -296,16 +231,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_cached_reference_is_reused_and_names_its_origin(tmp_path: Path) -> None:
-    left_by_one(tmp_path)
-    shutil.rmtree(tmp_path / "one")  # the attempt has ended
-    other = Common(tmp_path / "run", "other")
-    assert other.take("the key", tmp_path / "other") == "one"
-    assert contents(tmp_path / "other") == FILES
-    assert other.take("another key", tmp_path / "more") is None and not (tmp_path / "more").exists()
-    assert not other.leave("the key", folder_with(tmp_path / "late")), "the first that is complete stays"
-
-
 @given(
     st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(max_size=50), min_size=1), st.text(), st.text()
 )
@@ -318,6 +243,45 @@ def test_cache_returns_files_of_the_same_key_only(
     taken = one.take(other, folder / "taken")
     assert (taken is not None) == (key == other)
     assert taken is None or contents(folder / "taken") == files
+
+
+def entry(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    """Change what the cache recorded of the files."""
+
+    def edit(place: Path) -> None:
+        data = json.loads((place / MADE).read_text())
+        change(data)
+        (place / MADE).write_text(json.dumps(data))
+
+    return edit
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "nothing": lambda place: None,
+    "a tensor edited": lambda place: (place / "first").write_bytes(b"w" * 700),
+    "cut short": lambda place: os.truncate(place / "first", 3),
+    "without its losses": lambda place: (place / "truth").unlink(),
+    "another model's reference": entry(lambda data: data.update(key="the kez")),
+    "no key": entry(lambda data: data.pop("key")),
+    "no files": entry(lambda data: data.update(sums={})),
+    "no checksums": entry(lambda data: data.update(sums=None)),
+    "not finished": lambda place: os.truncate(place / MADE, 20),
+    "no entry": lambda place: (place / MADE).unlink(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_entry_is_not_reused(name: str, tmp_path: Path) -> None:
+    left_by_one(tmp_path)
+    shutil.rmtree(tmp_path / "one")  # the attempt has ended
+    (place,) = (tmp_path / "run").iterdir()
+    CHANGES[name](place)
+    other = Common(tmp_path / "run", "other")
+    whole = name == "nothing"
+    assert other.take("the key", tmp_path / "taken") == ("one" if whole else None)
+    assert (tmp_path / "taken").exists() is whole
+    assert other.leave("the key", folder_with(tmp_path / "again")) is not whole  # the first that is complete stays
+    assert other.take("the key", tmp_path / "then") and contents(tmp_path / "then") == FILES
 
 
 def test_cache_separates_keys_with_equal_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,17 +116,16 @@ def judged(facts: list[dict[str, Any]], scene: str, effects: tuple[str, ...] = (
     return grade(known, "control", observation(*ranks, settings=settings), [known])
 
 
+EFFECTS: dict[str, tuple[str, ...]] = {  # first word of a scene -> the effects that its case lists
+    "checkpointing": ("checkpointing",), "lora": ("lora",), "adapters": ("lora", "checkpointing"),
+    "precision": ("precision",),
+}  # fmt: skip
+
+
 def assert_judged(facts: list[dict[str, Any]], says: dict[str, str]) -> None:
     """Of each scene: the reason for which it is no evidence, or none and clean."""
     for scene, reason in says.items():
-        wanted = {
-            "checkpointing": ("checkpointing",),
-            "lora": ("lora",),
-            "adapters": ("lora", "checkpointing"),
-            "precision": ("precision",),
-        }
-        named: tuple[str, ...] = wanted.get(scene.split()[0], ())
-        found = judged(facts, scene, named)
+        found = judged(facts, scene, EFFECTS.get(scene.split()[0], ()))
         assert found.outcome == ("infra_error" if reason else "passed"), (scene, found)
         assert reason in found.reason, (scene, found)
 
