@@ -4,8 +4,8 @@ A claim predicts; each stored cell that a prediction is about makes it true or f
 ``supported``; all false: ``refuted``; both: ``mixed``, on what differs between them; none decided: ``untested``.
 
 A measurement counts only where the failure occurs: what was skipped, lost, inconclusive or flaky decides nothing, and
-neither does a variant where the one that it is compared with (``broken``, or ``against``) does not reproduce, nor a
-variant that failed under a strategy which does not run on this stack and hardware at all.
+neither does a variant where the one that it is compared with (``unfixed``, or ``relative_to``) does not reproduce, nor
+a variant that failed under a strategy which does not run on this stack and hardware at all.
 """
 
 from __future__ import annotations

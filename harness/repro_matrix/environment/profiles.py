@@ -46,8 +46,8 @@ class Profile:
             texts.append(reason)
         if len({gpu.name for gpu in self.gpus}) > 1:
             texts.append(
-                "the GPUs differ: an attempt runs on equal ones where enough are free, else on others (each attempt "
-                "records its GPUs). CUDA_VISIBLE_DEVICES can select those of one model."
+                "the GPUs differ, and attempts run on any of them (each attempt records its GPUs). "
+                "CUDA_VISIBLE_DEVICES can select those of one model."
             )
         return texts
 

@@ -95,7 +95,7 @@ MAX_ERRORS = 300  # distinct ones that are listed
 
 @dataclass(frozen=True)
 class Error:
-    """One error of the log; ``record`` is what a rank would have recorded (docs/observation.md)."""
+    """One error of the log; ``record`` is what a rank would have recorded (docs/concepts/evidence.md)."""
 
     line: int  # of its message, else of its beginning
     label: str
