@@ -1,7 +1,7 @@
-"""A plugin: what each test costs in CPU seconds, its ended children included: `make test PYTEST_ARGS=--cpu=cpu.json`.
+"""A pytest plugin that measures each test's CPU seconds, with its children's: `make test PYTEST_ARGS=--cpu=cpu.json`.
 
-Walls say nothing on a machine that others load; CPU seconds do. What a fixture of a session costs is its first test's.
-``whole_s`` has what is no test's, too: starting, collecting, ending.
+CPU seconds do not depend on the load of the machine. A session fixture counts for the first test that uses it.
+``whole_s`` also includes start, collection and end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-EVERY_S = 20.0  # between two writings: of a run that is stopped, what there is
+EVERY_S = 20.0  # between two writes of the file, so that a stopped run leaves one
 
 
 def used() -> float:
@@ -36,7 +36,7 @@ def children(pid: int) -> list[int]:
 
 
 def of_living(pid: int) -> float:
-    """Its own, and of all below it."""
+    """Return the CPU seconds of a process and its descendants."""
     try:
         times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
     except OSError:
@@ -97,5 +97,5 @@ class Cpu:
 
 
 def sorted_(seconds: dict[str, float]) -> dict[str, float]:
-    """The dearest first."""
+    """Sort by cost, highest first."""
     return {name: round(seconds[name], 2) for name in sorted(seconds, key=lambda one: -seconds[one])}

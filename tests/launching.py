@@ -1,4 +1,4 @@
-"""What the tests of the launchers share: attempts of scripts that misbehave, and a look for what they left."""
+"""Shared by the launcher tests: attempts of faulty scripts, and checks that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def facts(observation: Json) -> list[Json]:
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 200) -> Any:
-    """What ``what`` says once it says something. The limit is for what never comes: a loaded machine is slow."""
+    """Return the first true result of ``what``. The limit is long because a loaded machine is slow."""
     limit, pause = time.monotonic() + seconds, 0.02
     while time.monotonic() < limit:
         if value := what():
@@ -97,7 +97,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 200) -> Any:
 
 
 def free(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Whether no process listens on the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 

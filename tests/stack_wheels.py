@@ -43,7 +43,7 @@ def wheel(
 
 
 def fill(folder: Path) -> None:
-    """base needs part; top 2 needs a newer part than top 1; torch stands for what cannot be laid over."""
+    """Write the wheels: top 2 needs a newer part than top 1; torch is a package that an overlay cannot replace."""
     folder.mkdir(parents=True, exist_ok=True)
     wheel(folder, "part", "1.0")
     wheel(folder, "part", "2.0")

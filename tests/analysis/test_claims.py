@@ -178,7 +178,7 @@ BY_MODEL = claiming({**HOLDS, "model": "m", "condition": "hidden 1024"}, {**HOLD
     ],
     ids=["conditions", "stack", "scale", "first axis that separates", "releases in order", "several axes"],
 )  # fmt: skip
-def test_mixed_claim_names_what_separates_the_sides(known: Case, documents: list[Document], detail: str) -> None:
+def test_mixed_claim_names_the_separating_axis(known: Case, documents: list[Document], detail: str) -> None:
     result = row(known, *documents)
     assert (result.status, result.detail) == ("mixed", detail)
 

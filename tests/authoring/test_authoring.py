@@ -164,7 +164,7 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
     assert any("the launchers disagree" in str(each) for each in check.check_attempts("a.yaml", "a.py", case(), both))
 
 
-def test_check_with_a_signature_of_another_case_finds_it() -> None:
+def test_check_with_a_signature_of_another_case_names_that_case() -> None:
     from repro_matrix.paths import BASELINE
     from repro_matrix.results.store import Store
 
@@ -188,9 +188,7 @@ def test_run_with_a_syntax_error_exits_2_before_anything_starts(mine: Path, caps
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.xdist_group("stack")
-def test_check_of_finished_drafts_finds_nothing(
-    mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
-) -> None:
+def test_check_of_finished_drafts_exits_0(mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None) -> None:
     """docs/guides/add-a-case.md: from `repro new` to `repro check` that finds nothing."""
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0

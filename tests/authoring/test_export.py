@@ -127,12 +127,12 @@ def test_bundle_behaves_as_the_script_with_its_settings(flags: dict[str, Any], e
          "def body(run):\n    own_batch(run)\n    batch()\n", "both define batch"),
     ],
 )  # fmt: skip
-def test_bundle_of_what_cannot_stand_alone_raises(script: str, message: str) -> None:
+def test_bundle_of_an_unsuitable_script_raises(script: str, message: str) -> None:
     with pytest.raises(ExportError, match=message):
         bundle(script, KIT, {}, "it")
 
 
-def test_export_with_an_unbuilt_stack_says_so(
+def test_export_with_an_unbuilt_stack_exits_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))

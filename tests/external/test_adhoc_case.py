@@ -308,7 +308,7 @@ def test_run_exit_codes(
     assert len(launched) == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
 
 
-def test_script_report_names_what_follows_and_what_is_missing() -> None:
+def test_script_report_names_error_and_missing_rank() -> None:
     died = seen(rank(0, 1, raised("IndexError", "list index 3")), command_exit=1)
     case = case_of(error("IndexError"))
     document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [

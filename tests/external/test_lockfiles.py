@@ -70,7 +70,7 @@ def test_read_of_an_unreadable_file_raises(tmp_path: Path) -> None:
             lockfiles.read(tmp_path / name)
 
 
-def test_compared_returns_what_differs_and_refuses_clones_that_differ() -> None:
+def test_compared_of_lockfiles_refuses_different_clones() -> None:
     one = Lockfile("old", {"a": "1", "b": "2"}, {"mine": "-e git+x@1"})
     assert compared(one, Lockfile("new", {"a": "2", "c": "3"}, {"mine": "-e git+x@1"})) == {
         "a": ("1", "2"), "b": ("2", ""), "c": ("", "3"),
@@ -106,7 +106,7 @@ def test_overlay_of_a_lockfile(pins: dict[str, str], other: dict[str, str], expe
     assert overlay_of(Lockfile("a", pins), "current", HERE, Lockfile("b", other)) == expected
 
 
-def test_remaining_lists_what_only_the_other_file_names() -> None:
+def test_remaining_lists_packages_of_the_other_file_only() -> None:
     one, other = Lockfile("a", TORCH), Lockfile("b", {**TORCH, "einops": "0.7.0", "x": "1"})
     assert remaining(one, other, HERE) == ["einops"] and not remaining(other, one, HERE)
 
@@ -117,7 +117,7 @@ PINS = st.dictionaries(NAMES, VERSIONS, min_size=1, max_size=8)
 
 
 @given(PINS, PINS)
-def test_compared_of_any_pins_names_exactly_what_differs(one: dict[str, str], other: dict[str, str]) -> None:
+def test_compared_of_any_pins_returns_differences(one: dict[str, str], other: dict[str, str]) -> None:
     assert parse("".join(f"{name}=={version}\n" for name, version in one.items()), "a").pins == one
     if one == other:
         return

@@ -147,7 +147,7 @@ def test_log_without_end_is_cut_and_its_end_is_read(bench: Bench, monkeypatch: p
     assert found["outcome"]["outcome"] == "reproduced" and found["observation"]["printed"]["cut"]
 
 
-def test_hang_has_its_stack(bench: Bench) -> None:
+def test_script_that_hangs_has_a_stack(bench: Bench) -> None:
     found = bench.plain("import threading\ndef waits():\n    threading.Event().wait()\nwaits()", hang(3.0))
     assert found["outcome"]["outcome"] == "reproduced" and "waits" in found["observation"]["ranks"][0]["stack"]
 

@@ -124,7 +124,7 @@ def test_torchrun_reason_of_attempts_that_cannot_be_forked(plain: Attempt) -> No
 
 @ranks
 @pytest.mark.parametrize("victim", [pytest.param("server", marks=pytest.mark.slow), "supervisor"])
-def test_attempt_that_lost_its_server_is_tried_once_more(tmp_path: Path, warm: ForkserverLauncher, victim: str) -> None:
+def test_attempt_without_its_server_is_retried_once(tmp_path: Path, warm: ForkserverLauncher, victim: str) -> None:
     def entries() -> list[Json]:
         return list(read_launch(attempt.launch_file)["ranks"])
 

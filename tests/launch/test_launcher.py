@@ -80,7 +80,7 @@ def test_launcher_attempts_at_once_are_independent(tmp_path: Path, launcher: Lau
         assert result["ranks"][1]["exit_code"] == n % 2 and result["attempt"]["launcher"] == launcher.name
 
 
-def test_launcher_taken_port_is_tried_once_more(
+def test_launcher_taken_port_is_retried_once(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, asked = Attempt.spec, []

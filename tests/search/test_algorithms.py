@@ -79,7 +79,7 @@ def test_bisect_any_history_gives_a_real_change(middle: list[Side]) -> None:
 
 
 @given(st.lists(SIDES, min_size=5, max_size=80), st.integers(2, 12), st.booleans())
-def test_bisect_without_more_probes_returns_what_is_known(middle: list[Side], most: int, limit: bool) -> None:
+def test_bisect_without_more_probes_returns_a_real_change(middle: list[Side], most: int, limit: bool) -> None:
     history = [GOOD, *middle, BAD]
     if limit:
         _, trail = bisected(history, max_probes=most)
@@ -134,7 +134,7 @@ def mapped(history: list[tuple[Any, ...]], samples: int = 8, **how: Any) -> tupl
 
 
 @given(st.lists(st.tuples(LABELS, LABELS), min_size=1, max_size=100), st.integers(2, 30))
-def test_version_map_says_only_what_was_probed(history: list[tuple[str | None, str | None]], samples: int) -> None:
+def test_version_map_contains_only_probed_answers(history: list[tuple[str | None, str | None]], samples: int) -> None:
     trail, probe = mapped(history, samples)
     assert len(set(probe.asked)) == len(probe.asked)
     for variant, side in (("a", 0), ("b", 1)):
@@ -163,7 +163,7 @@ def test_version_map_of_all_samples_probes_everything(history: list[tuple[str | 
     assert [edge.after for edge in boundaries(labels_of(trail, "a")) if edge.exact] == flips
 
 
-def test_version_map_limit_is_for_all_variants_and_silent_ones_cost_nothing() -> None:
+def test_version_map_limit_counts_all_variants() -> None:
     trail, probe = mapped([(i // 7 % 2, i // 5 % 2) for i in range(200)], max_probes=12)
     assert len(probe.asked) == 12 and trail.ended is not None
     assert len(mapped([("passed", None)] * 100, 4)[1].asked) == 4
@@ -216,7 +216,7 @@ def test_find_culprits_of_a_monotone_cause_is_exact(case: tuple[int, set[int]]) 
 
 
 @given(st.integers(1, 8), st.randoms(use_true_random=False))
-def test_find_culprits_names_what_is_unproven(count: int, rng: random.Random) -> None:
+def test_find_culprits_lists_unproven_members(count: int, rng: random.Random) -> None:
     items = [f"p{i}" for i in range(count)]
     answers = {frozenset(items): BAD, frozenset[str](): GOOD}
     found = find_culprits(items, lambda taken: answers.setdefault(taken, rng.choice([GOOD, BAD, UNKNOWN])))

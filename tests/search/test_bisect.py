@@ -177,7 +177,7 @@ def test_bisect_two_stacks_give_the_packages_and_their_releases(world: World, ca
     assert "**transformers** 4.39.3 (good) → 4.44.0 (bad)" in data["report"]
 
 
-def test_bisect_without_a_culprit_names_what_was_not_tested(world: World, capsys: Capsys) -> None:
+def test_bisect_other_python_alone_names_no_package(world: World, capsys: Capsys) -> None:
     two_stacks(world, python="3.12.0")
     world.history = lambda versions, variant: "reproduced" if versions["python"] == "3.12.0" else "passed"
     data = bisect(world, capsys, "--good", "base", "--bad", "newer", code=3)

@@ -167,7 +167,7 @@ def statements(text: str) -> list[str]:
 
 @settings(deadline=None)
 @given(st.data())
-def test_reduce_statements_keeps_what_is_needed_and_valid_python(data: st.DataObject) -> None:
+def test_reduce_statements_keeps_needed_ones_and_valid_python(data: st.DataObject) -> None:
     every = statements(BLOCKS)
     wanted = data.draw(st.sets(st.sampled_from(every), max_size=3))
     asked: list[str] = []

@@ -62,7 +62,7 @@ def repro(capsys: Capsys, *words: str) -> tuple[int, Any, str]:
     return code, json.loads(out) if out else None, err
 
 
-def test_reduce_case_reports_what_the_failure_needs(cell: Cell) -> None:
+def test_reduce_case_reports_needed_parameters(cell: Cell) -> None:
     cell.outcome = lambda at: at["flags.find_unused"] and at["model.config.num_hidden_layers"] >= 3
     code, data = cell.reduce("model.config.num_hidden_layers=24")
     assert code == 0 and data["done"] and data["attempts"] == len(cell.launched) + 2  # the result: three times

@@ -74,7 +74,7 @@ def test_versions_interrupted_map_continues_without_repetition(world: World, cap
     assert all(probe["launched"] == 0 for probe in again["probes"])
 
 
-def test_versions_without_the_index_keeps_what_is_known(
+def test_versions_without_the_index_keeps_known_answers(
     world: World, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from repro_matrix.environment import stacks
