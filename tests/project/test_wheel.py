@@ -125,7 +125,7 @@ def test_installed_commands_work_with_a_catalog_of_the_user(
     run("nightly", "results/scratch/latest", "--history", "nights", "--run-exit-code", "0")
     (team / "train.py").write_text("print('loss: 1.0')\n")
     assert "passed 1 of 1" in run("run", "./train.py", "--nproc", "1", "--metric", "loss > 2").stdout
-    assert list((team / "results/scratch/scripts/train").rglob("*.json"))
+    assert list((team / "results/scratch/scripts").rglob("*/train*/*.json"))
 
     # And by pytest: two workers, one run, expected as accepted.
     said = run("--repro", "case=odd-batch repeat=1 hardware=cpu", "-n", "2", "--junitxml=out.xml", "-v").stdout
