@@ -87,9 +87,16 @@ def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[st
 
 def inconsistencies(document: Document) -> Iterator[str]:
     """Yield how a document's evidence contradicts itself: it was edited, or assembled from several measurements."""
+    seen: set[str] = set()
     for name, variant in document["variants"].items():
+        settings = variant.get("settings") or {}
+        if settings.get("variant", name) != name or settings.get("case", document["case"]) != document["case"]:
+            yield f"variant {name}: its settings are those of {settings['case']}, variant {settings['variant']}"
         for index, made in enumerate(variant["attempts"]):
             attempt, place = made["observation"]["attempt"], f"variant {name}, attempt {index}"
+            if attempt["id"] in seen:
+                yield f"{place}: a copy of another attempt ({attempt['id']})"
+            seen.add(attempt["id"])
             launched, planned = attempt.get("fingerprint"), attempt.get("versions", {})
             if launched and launched != variant.get("fingerprint"):
                 yield f"{place}: launched under fingerprint {launched}, the variant has {variant.get('fingerprint')}"
@@ -146,8 +153,13 @@ def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = F
         found.edited += [f"{folder / path}: {reason}" for reason in inconsistencies(document)]
     cells = summary.grade_cells(folder, documents, cases, found.damaged)
     found.damaged = list(dict.fromkeys([*found.damaged, *results.damaged]))
+    for path in stored.keys() - cells.keys():
+        found.differences.append(f"{folder / path}: in the summary, and its evidence is missing")
     for path, rows in cells.items():
         found.rows += rows
+        found.edited += [f"{folder / path}: {reason}" for reason in _edited_grades(documents[path], rows)]
+        for variant in {row.variant for row in stored.get(path, ())} - {row.variant for row in rows}:
+            found.differences.append(f"{folder / path}: variant {variant}: in the summary, and its evidence is missing")
         before = {row.variant: row for row in stored.get(path, ())}
         for row in rows:
             where, old = f"{folder / path}: variant {row.variant}", before.get(row.variant)
@@ -158,13 +170,25 @@ def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = F
                     ", ".join(map(str, v)) if isinstance(v := getattr(each, name), tuple) else v for each in (old, row)
                 )
                 if one != now:
-                    found.differences.append(f"{place}: {name} stored as {one}, graded as {now}")
+                    found.differences.append(f"{where}: {name} stored as {one}, graded as {now}")
         verdicts = {row.variant: {"name": row.verdict, "failure_ids": [vars(each) for each in row.failures]}
                     for row in rows if row.verdict}  # fmt: skip
         documents[path] = {**documents[path], "verdicts": verdicts}
     for slug, case in cases.items() if with_expectations else ():
         found.unsupported += unsupported(case, {place(d): d for d in documents.values() if d["case"] == slug})
     return found
+
+
+def _edited_grades(document: Document, rows: Iterable[Row]) -> Iterator[str]:
+    """Yield stored outcomes and verdicts that the evidence does not give."""
+    for row in rows:
+        variant, verdict = document["variants"][row.variant], document["verdicts"].get(row.variant)
+        stored = [each["outcome"]["outcome"] for each in variant["attempts"]]
+        graded = [each.outcome for each in row.attempts]
+        if stored != graded:
+            yield f"variant {row.variant}: outcomes stored as {', '.join(stored)}, graded as {', '.join(graded)}"
+        if verdict and row.verdict and verdict["name"] != row.verdict:
+            yield f"variant {row.variant}: verdict stored as {verdict['name']}, graded as {row.verdict}"
 
 
 # Publication
