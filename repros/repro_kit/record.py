@@ -178,6 +178,7 @@ class Record:
         }
 
     def write(self) -> None:
+        self.data["pid"] = os.getpid()  # the record of a forked child does not count as the rank's
         self.data["warnings"] = self.capture.warnings
         self.data["logs"] = self.capture.logs
         usage = resource.getrusage(resource.RUSAGE_SELF)
