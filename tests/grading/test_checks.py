@@ -74,11 +74,6 @@ def test_severity_orders_failed_checks(changes: dict[str, Any], severity: float)
     assert evaluate(made(**changes, **BAD), done_at=2.0).severity == pytest.approx(severity)
 
 
-def test_details_are_short() -> None:
-    details = evaluate(made(actual=1.0123456, subject="l" * 200), done_at=2.0).details
-    assert "1.012," in details and "0.1" in details and len(details) < 150
-
-
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [

@@ -23,20 +23,19 @@ from repro_kit.tp_plan import tp_plan
 from repro_kit.weights import DRAWN, parameters_on_meta
 
 import pytest
-import yaml
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.paths import CONF, REPROS
+from repro_matrix.paths import REPROS
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+CATALOGUE = catalogue.load()
 
 
 def bare_run(name: str) -> Any:
     """As much of a Run as building a model needs."""
-    model = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+    model = CATALOGUE.raw["model"][name]
     return SimpleNamespace(model=model_settings(model, "tiny", "random"), seed=0, real=model["config"])
 
 
@@ -49,7 +48,7 @@ def own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(CATALOGUE.raw["model"]))
 def test_tiny_config_keeps_preserved_keys_and_fits_tp(name: str) -> None:
     run = bare_run(name)
     tiny, real = run.model["config"], run.real
@@ -65,7 +64,7 @@ def test_tiny_config_keeps_preserved_keys_and_fits_tp(name: str) -> None:
 
 @pytest.mark.parametrize("scale, hidden, layers", [("tiny", 2048, 2), ("full", 2048, 24)])
 def test_preserve_config_keeps_the_published_value(scale: str, hidden: int, layers: int) -> None:
-    model = yaml.safe_load((CONF / "model" / "qwen1.5-1.8b.yaml").read_text(encoding="utf-8"))
+    model = CATALOGUE.raw["model"]["qwen1.5-1.8b"]
     assert model_settings(model, "tiny", "random")["config"]["hidden_size"] < hidden
     config = model_settings(model, scale, "random", {"preserve_config": ["hidden_size"]})["config"]
     assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
@@ -149,9 +148,6 @@ def test_remote_code_copy_is_locked_between_ranks(ranks: int, load: str, monkeyp
     with ThreadPoolExecutor(ranks) as pool:
         for done in [pool.submit(calls[load]) for _ in range(ranks)]:
             done.result()
-
-
-CATALOGUE = catalogue.load()
 
 
 def run_of(name: str, strategy: str = "ddp", **changes: Any) -> Any:
@@ -325,10 +321,9 @@ class MappedRun(SimpleNamespace):
     """As much of a MappedRun as loading takes. ``checks``: name -> whether it passed."""
 
     def __init__(self, model: str, devices: int) -> None:
-        raw = yaml.safe_load((CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
         super().__init__(
-            model=model_settings(raw, "tiny", "random"), seed=0, devices=devices, world_size=devices,
-            device_kind="cuda", flags={"device_map": "auto"}, checks={}, fact=lambda *_: None,
+            model=model_settings(CATALOGUE.raw["model"][model], "tiny", "random"), seed=0, devices=devices,
+            world_size=devices, device_kind="cuda", flags={"device_map": "auto"}, checks={}, fact=lambda *_: None,
         )  # fmt: skip
 
     def check(self, name: str, *, actual: Any, expected: Any, subject: str) -> None:
@@ -368,11 +363,8 @@ def accelerates_map(run: MappedRun, count: int) -> dict[str, Any]:
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("case, model", [(case, model) for case, models in MAPPED.items() for model in models])
 def test_device_map_over_several_gpus_is_split(
-    case: str, model: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    case: str, model: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers.dynamic_module_utils as dynamic
-
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path))
     run = MappedRun(model, count)
     assert split_checked(monkeypatch, case, run, accelerates_map(run, count))
 

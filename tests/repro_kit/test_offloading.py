@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,13 +121,9 @@ def trained(start: Any, run: Any, folder: Path | None) -> tuple[list[float], lis
 
 
 def same(one: Any, other: Any) -> bool:
-    losses, snapshots = one
-    others, more = other
-    return (
-        losses == others
-        and all(list(a) == list(b) for a, b in zip(snapshots, more, strict=True))
-        and all(torch.equal(a[name], b[name]) for a, b in zip(snapshots, more, strict=True) for name in a)
-    )
+    pairs = list(zip(one[1], other[1], strict=True))
+    equal = [list(a) == list(b) and all(map(torch.equal, a.values(), b.values())) for a, b in pairs]
+    return one[0] == other[0] and all(equal)
 
 
 def hooks(model: Any) -> list[int]:
@@ -200,8 +195,8 @@ class Counting(Streamed):
 
 
 @pytest.fixture
-def one() -> Iterator[tuple[Any, Drawn]]:
-    yield drawn("llama-2-7b", "plain", torch.float32)
+def one() -> tuple[Any, Drawn]:
+    return drawn("llama-2-7b", "plain", torch.float32)
 
 
 def test_offloaded_step_moves_one_module_at_a_time(one: tuple[Any, Drawn], tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from repro_kit import instrumentation as effects
 from repro_kit import reference_checks as pass_criteria
 from repro_kit import saved_models as stored
 from repro_kit import saving
@@ -376,6 +378,9 @@ def test_non_finite_checkpoint_fails(tmp_path: Any, bad: float, monkeypatch: pyt
         assert checks_of(run)["checkpoint"].state == state
 
 
+NO_RUNS = SimpleNamespace(truth=None, noise=None, after=None)
+
+
 def test_rank_phase_is_recorded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(work_dir=str(tmp_path))
     during: list[tuple[str, str]] = []
@@ -397,15 +402,10 @@ def test_rank_phase_is_recorded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) 
     pass_criteria.check_checkpoint(run, Watched(), Watched)  # type: ignore[arg-type]
     assert during == [("save", "checkpoint"), ("load", "checkpoint")]
 
-    monkeypatch.setattr(
-        pass_criteria, "Runs", lambda run, *_: during.append((run.record.data["phase"], "runs")) or _Runs
-    )
+    phase_of = lambda run, *_: during.append((run.record.data["phase"], "runs")) or NO_RUNS  # noqa: E731
+    monkeypatch.setattr(pass_criteria, "Runs", phase_of)
     pass_criteria.Reference(run, Tiny())
     assert during[-1] == ("reference", "runs")
-
-
-class _Runs:
-    truth = noise = after = None
 
 
 @pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
@@ -413,7 +413,7 @@ def test_reference_uses_the_planned_device(monkeypatch: pytest.MonkeyPatch, wher
     run, drawn = a_run(reference=where), []
     monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU
     monkeypatch.setattr(pass_criteria, "Drawn", lambda model, weights, device: drawn.append(str(device)))
-    monkeypatch.setattr(pass_criteria, "Runs", lambda *_: _Runs)
+    monkeypatch.setattr(pass_criteria, "Runs", lambda *_: NO_RUNS)
     pass_criteria.Reference(run, Tiny(), weights=object())  # type: ignore[arg-type]
     assert drawn == [on]
 
@@ -504,7 +504,6 @@ def test_rank_computes_in_float32_and_records_it(tmp_path: Any) -> None:
 
 
 def test_collective_sizes_fall_back_to_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro_kit import instrumentation as effects
 
     monkeypatch.setattr(effects, "count_collectives", lambda: None)
     run, model = a_run(), Tiny()
