@@ -120,7 +120,7 @@ def test_matrix_with_a_script_that_cannot_be_imported_runs_the_others(
     about = yaml.safe_load((root / "conf/case/ddp-module-bypass.yaml").read_text(encoding="utf-8"))
     about |= {"slug": "lacking", "script": "lacking.py"}
     about["launch"]["imports"] = []  # what is listed there the stack must have, else the case is skipped
-    (root / "conf/case/lacking.yaml").write_text(yaml.safe_dump(about), encoding="utf-8")
+    (root / "conf/case/lacking.yaml").write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
     (root / "repros/lacking.py").write_text("import no_such_package\n", encoding="utf-8")
     monkeypatch.setenv("REPRO_ROOT", str(root))
     done = start(tmp_path, "matrix", "case=lacking,ddp-module-bypass", "variants=[root-call]", "--json")
