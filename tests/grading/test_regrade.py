@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, failed, observation, ok, record
-from repro_matrix.grading.regrade import Graded, outcomes_of, regrade
+from repro_matrix.grading.regrade import outcomes_of, regrade
 
 CASE = case()
 CASES = {CASE.slug: CASE}
@@ -72,15 +72,6 @@ def test_regrade_leaves_out_missing_cases_and_variants() -> None:
     stored = cell()
     stored["variants"]["gone"] = stored["variants"]["fix"]
     assert "gone" not in regrade([stored], CASES).documents[0]["variants"]
-
-
-def test_documents_are_graded_once() -> None:
-    one: Any = cell()
-    graded: Graded = {}
-    regrade([one], CASES, graded)
-    assert graded == {id(one): (one, outcomes_of(one, CASE, CASES))}
-    graded[id(one)][1]["fix"] = []
-    assert regrade([one], CASES, graded).documents[0]["variants"]["fix"]["attempts"] == []
 
 
 SEEN = st.sampled_from([REPRODUCED, PASSED])

@@ -15,7 +15,7 @@ from repro_matrix.config import selection as overrides
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.shards import parse, select
-from repro_matrix.results import shards
+from repro_matrix.results import runs
 from repro_matrix.runner import session
 
 CELLS = st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=25).map(
@@ -92,9 +92,9 @@ def made(root: Path, number: int, cells: list[str], complete: bool = True, **cha
     names = tuple((cell.hardware, cell.stack, cell.key) for cell in listed)
     said_commit, dirty = changed.get("commit", "c0ffee"), changed.get("dirty", False)
     stacks = {"current": versions}
-    shards.write(
+    runs.write_manifest(
         folder,
-        shards.Manifest(number, changed.get("of", 2), tuple(selection), repeat, names, said_commit, dirty, stacks),
+        runs.ShardManifest(number, changed.get("of", 2), tuple(selection), repeat, names, said_commit, dirty, stacks),
     )
     for cell in listed[: None if complete else -1]:
         wrote = document({"unfixed": [("passed", observation(ok(0), ok(1)))]}, {}, case=cell.case, cell_id=cell.key)
@@ -194,21 +194,21 @@ def test_a_merge_that_cannot_be_written_leaves_nothing_and_a_folder_is_taken_onc
 def test_parts_of_different_runs_are_refused_by_name(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
     one, other = made(tmp_path, 1, ["a"]), made(tmp_path, 2, ["b"], **changed)
     with pytest.raises(ResultsError, match=told):
-        shards.missing({str(folder): shards.read(folder) for folder in (one, other)})
+        runs.missing_shards({str(folder): runs.read_manifest(folder) for folder in (one, other)})
 
 
 def test_a_part_given_twice_or_a_cell_in_two_parts_is_refused(tmp_path: Path) -> None:
     one, same = made(tmp_path / "x", 1, ["a"]), made(tmp_path / "y", 1, ["b"])
     with pytest.raises(ResultsError, match="shard 1/2 is in two folders"):
-        shards.missing({"x": shards.read(one), "y": shards.read(same)})
+        runs.missing_shards({"x": runs.read_manifest(one), "y": runs.read_manifest(same)})
     with pytest.raises(ResultsError, match=r"cell .* is in two folders"):
-        shards.missing({"x": shards.read(one), "y": shards.read(made(tmp_path / "z", 2, ["a"]))})
+        runs.missing_shards({"x": runs.read_manifest(one), "y": runs.read_manifest(made(tmp_path / "z", 2, ["a"]))})
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 9}', '{"schema": 1, "shard": "x"}'])
 def test_what_holds_no_part_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ResultsError, match="not the results of one shard"):
-        shards.read(tmp_path)
-    (tmp_path / f"shard-1-of-2{shards.SUFFIX}").write_text(text)
+        runs.read_manifest(tmp_path)
+    (tmp_path / f"shard-1-of-2{runs.SHARD_SUFFIX}").write_text(text)
     with pytest.raises(ResultsError, match=r"shard-1-of-2\.manifest: damaged"):
-        shards.read(tmp_path)
+        runs.read_manifest(tmp_path)

@@ -137,10 +137,6 @@ def test_a_wrong_stack_is_in_nobodys_way(own: Callable[[str, str], Path], capsys
         assert code == 2 and "unknown key 'pinz'; did you mean 'pins'?" in err
 
 
-def test_the_projects_own_files_are_all_right() -> None:
-    assert catalogue.load().left_out == []
-
-
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the shipped configuration and of what is expected, which the catalogue reads."""

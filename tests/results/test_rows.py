@@ -108,7 +108,7 @@ def test_load_rows_names_damaged_evidence_and_loses_nothing_else(folder: Path, c
 def test_rows_appended_cell_by_cell_are_read(folder: Path, cases: Mapping[str, Case], graded: list[str]) -> None:
     rows = load_rows(folder, cases)
     for document in Store(folder).documents():
-        summary.append_cell(folder, Path(document["path"]), document, cases)
+        summary.append_cell(folder, Path(document["path"]), document, cases, summary.grading_keys(cases))
     graded.clear()
     again = load_rows(folder, cases)
     assert [(row.evidence, row.variant, row.outcome) for row in again] == [

@@ -179,7 +179,7 @@ def test_run_with_a_broken_grader_measures_nothing(
     def believes(*_: Any) -> Outcome:
         return Outcome("passed", "all is well")
 
-    monkeypatch.setattr("repro_matrix.results.document.grade.grade", believes)
+    monkeypatch.setattr("repro_matrix.runner.attempts.grade.grade", believes)
     before = sorted(path.stat().st_mtime_ns for path in results.rglob("*.json"))
     with pytest.raises(MeasureError, match=r"nothing was measured: canary-failure"):
         workplace.execute(prepared, lambda event: None, threading.Event(), planted=True)

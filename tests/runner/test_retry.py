@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from observations import case, document, failed, observation, ok
 from repro_matrix.launch.observe import EITHER
-from repro_matrix.results import document as documents
 from repro_matrix.runner.attempts import (
     GPU_FAILURE,
     LONGER,
     OTHER_GPUS,
     TOO_SLOW,
+    missing_attempts,
     plan_retry,
     resolve_repeated_error,
+    take_over,
     with_infra_error,
 )
 
@@ -50,7 +51,7 @@ def begun(**changes: Any) -> dict[str, Any]:
 def kept(before: dict[str, Any], at: Any = None, now: dict[str, Any] | None = None) -> tuple[dict[str, int], float]:
     """Variant -> how many attempts were kept; when the document says that it was begun."""
     new = now or begun()
-    documents.take_over(new, before, at or plan(), CASE, {CASE.slug: CASE})  # type: ignore[arg-type]
+    take_over(new, before, at or plan(), CASE, {CASE.slug: CASE})  # type: ignore[arg-type]
     return {name: len(variant["attempts"]) for name, variant in new["variants"].items()}, new["provenance"]["started"]
 
 
@@ -60,9 +61,9 @@ def test_take_over_grades_kept_attempts_again_and_drops_infra_errors() -> None:
     (made,) = new["variants"]["unfixed"]["attempts"]
     assert made["outcome"]["outcome"] == "reproduced", "however it was judged then"
     assert new["provenance"]["ended"] is None and "ended" in older()["provenance"]
-    assert documents.missing(new, plan()) == [("unfixed", 1), ("fix", 1)]
-    assert documents.missing(new, plan(repeat=1)) == [] and documents.missing(new, plan(repeat=0)) == []
-    assert documents.missing(new, plan(fix="skipped")) == [("unfixed", 1)]
+    assert missing_attempts(new, plan()) == [("unfixed", 1), ("fix", 1)]
+    assert missing_attempts(new, plan(repeat=1)) == [] and missing_attempts(new, plan(repeat=0)) == []
+    assert missing_attempts(new, plan(fix="skipped")) == [("unfixed", 1)]
 
 
 def test_take_over_with_another_fingerprint_machine_or_skip_keeps_nothing() -> None:

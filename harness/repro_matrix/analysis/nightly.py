@@ -25,7 +25,7 @@ from repro_matrix.analysis.regressions import ChangedCase, Requested
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.planning.cells import variants_of
-from repro_matrix.results import runs, shards
+from repro_matrix.results import runs
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.store import write_text
 from repro_matrix.runner.session import ask
@@ -171,7 +171,7 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     shard: set[str] | None = None
     if asked.settings.shard:
         try:
-            shard = {key for _, _, key in shards.read(folder).cells}
+            shard = {key for _, _, key in runs.read_manifest(folder).cells}
         except ResultsError:
             shard = None
     return Requested(variants, stacks, tuple(hardware), unstarted, shard, {row.stack for row in rows})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from repro_matrix.analysis import diff as diffs
-from repro_matrix.analysis.inputs import from_row, load_side
+from repro_matrix.analysis.inputs import Side, from_row, load_side
 from repro_matrix.cli import dry_run
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode, ReproError
@@ -20,8 +20,10 @@ from repro_matrix.report.terminal import columns, print_json, print_lines, print
 from repro_matrix.results import quarantine
 from repro_matrix.results.exit_code import bisect_exit, exit_code
 from repro_matrix.results.runs import results_folder
-from repro_matrix.results.summary import rows_of
+from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session, workspace
+from repro_matrix.runner.engine import Summary
+from repro_matrix.runner.session import Session
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +87,7 @@ def measure(
     expired = quarantine.expired(rows, entries, today)
     folder = results_folder(prepared.settings)
     written = write_run_page(folder) if page else None
-    changed = None
-    if before:  # with the same cells there: what was not selected now is not missing
-        now, keys = [from_row(row) for row in rows], {row.cell_id for row in rows}
-        changed = diffs.compare([row for row in before.rows if row.key in keys], now, need_common=False)
+    changed = _compare(before, rows) if before else None
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}
@@ -107,14 +106,27 @@ def measure(
         return ExitCode.INTERRUPTED
     if for_git:
         return bisect_exit(rows)
+    code = _exit_code(prepared, summary, rows, expired, changed)
+    if not args.json:
+        differences = len(changed.select(diffs.RESULTS)) if changed else 0
+        print(run_summary.describe_exit(code, rows, summary, differences))
+    return code
+
+
+def _compare(before: Side, rows: Sequence[Row]) -> diffs.Diff:
+    """Compare with the same cells of earlier results: what was not selected now is not missing."""
+    now, keys = [from_row(row) for row in rows], {row.cell_id for row in rows}
+    return diffs.compare([row for row in before.rows if row.key in keys], now, need_common=False)
+
+
+def _exit_code(
+    prepared: Session, summary: Summary, rows: Sequence[Row], expired: Sequence[str], changed: diffs.Diff | None
+) -> ExitCode:
+    """Print the stacks that could not be used and the expired entries of the quarantine; return the exit code."""
     missing = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
     missing |= prepared.unusable  # also stacks of single variants: their skip is not a declared requirement
     for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(missing)), *expired]:
         print(f"repro: {text}", file=sys.stderr)
     code = exit_code(rows, prepared.settings.min_cells, bool(missing or prepared.left_out))
     code = ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code
-    code = code or (ExitCode.USAGE if expired else ExitCode.OK)
-    if not args.json:
-        differences = len(changed.select(diffs.RESULTS)) if changed else 0
-        print(run_summary.describe_exit(code, rows, summary, differences))
-    return code
+    return code or (ExitCode.USAGE if expired else ExitCode.OK)

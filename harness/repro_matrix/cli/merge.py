@@ -11,7 +11,7 @@ from pathlib import Path
 
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.terminal import print_json
-from repro_matrix.results import runs, shards
+from repro_matrix.results import runs
 from repro_matrix.text import counted
 
 EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
@@ -41,12 +41,12 @@ def main(args: argparse.Namespace) -> int:
         raise ResultsError(f"{twice}: is given twice")
     if any(target.resolve().is_relative_to(place) for place in places):
         raise ResultsError(f"{target}: lies in a shard's own folder; --to takes one beside them")
-    parts = {name: shards.read(folder) for name, folder in folders.items()}
-    absent = shards.missing(parts)
+    parts = {name: runs.read_manifest(folder) for name, folder in folders.items()}
+    absent = runs.missing_shards(parts)
     lacking: dict[str, list[str]] = {}
     files: dict[Path, Path] = {}  # below the target -> where it is
     for name, part in parts.items():
-        found, left = shards.documents(folders[name], part)
+        found, left = runs.shard_documents(folders[name], part)
         if left:
             lacking[f"{part.shard}/{part.of}"] = left
         files |= {below: folders[name] / below for below in found}

@@ -28,26 +28,19 @@ class Regraded:
     notes: list[str] = field(default_factory=list)
 
 
-# Graded documents by their id: every probe of a search looks at the same ones.
-Graded = dict[int, tuple[Document, Outcomes]]
-
-
-def regrade(documents: Iterable[Document], cases: Mapping[str, Case], graded: Graded | None = None) -> Regraded:
+def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> Regraded:
     """Grade every document of a case of the catalogue by that case as it is now.
 
-    Documents in ``graded`` are not graded again; others are added to it. The documents are each other's history: an
-    older stack that reproduced makes a newer one's NOT_REPRODUCED a FIXED_UPSTREAM.
+    The documents are each other's history: an older stack that reproduced makes a newer one's NOT_REPRODUCED a
+    FIXED_UPSTREAM.
     """
     result = Regraded()
-    graded = {} if graded is None else graded
     cells: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
         if document["case"] not in cases:
             continue
         case, name = cases[document["case"]], document_name(document)
-        if id(document) not in graded:
-            graded[id(document)] = document, outcomes_of(document, case, cases)
-        outcomes = graded[id(document)][1]
+        outcomes = outcomes_of(document, case, cases)
         now = with_outcomes(document, outcomes)
         result.notes += [f"{name}: {text}" for text in _other_outcomes(document, outcomes)]
         result.documents.append(now)

@@ -324,12 +324,14 @@ def write_baseline(root: Path, cases: Mapping[str, Case]) -> None:
             (root / hardware / COMPRESSED).unlink()
 
 
-def append_cell(folder: Path, path: Path, document: Document, cases: Mapping[str, Case]) -> None:
+def append_cell(
+    folder: Path, path: Path, document: Document, cases: Mapping[str, Case], keys: Mapping[str, str]
+) -> None:
     """Add the rows of a graded document that was just stored at ``path``. A row that is missing or cut off is computed
-    by the next reader, so a folder that cannot be written is no error."""
+    by the next reader, so a folder that cannot be written is no error. ``keys``: of ``grading_keys``."""
     with suppress(OSError):
-        key = grading_keys(cases).get(document["case"], "")
-        rows = rows_of(document, cases, os.path.relpath(path, folder), evidence_state(path), key)
+        key, evidence = keys.get(document["case"], ""), os.path.relpath(path, folder)
+        rows = rows_of(document, cases, evidence, evidence_state(path), key)
         with open(folder / SUMMARY, "ab") as out:  # an empty line ends one that was cut off
             out.write(b"".join([b"\n", *(to_json(row) + b"\n" for row in rows)]))
 

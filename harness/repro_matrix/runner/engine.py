@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,16 +26,20 @@ from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Around, Document, Probe, Provenance
 from repro_matrix.records.document import Stack as StoredStack
 from repro_matrix.records.outcome import StoredOutcome
-from repro_matrix.results import document as documents
 from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store, stack_label
 from repro_matrix.runner.attempts import (
     GPU_FAILURE,
     Attempts,
     EndedAttempt,
+    add_attempt,
     fault,
+    missing_attempts,
+    new_document,
     plan_retry,
     resolve_repeated_error,
+    settle,
+    take_over,
     variant_of,
     with_infra_error,
 )
@@ -188,16 +193,16 @@ class Engine:
         if stack and stack.changed:
             described["changed"] = list(stack.changed[:20])
         started = cast(Provenance, now)
-        document = documents.new(plan, case, context.machine, described, started)
+        document = new_document(plan, case, context.machine, described, started)
         document["cell_id"], document["params"] = key, plan.cell.where
         document["hardware"].update(cast(Any, context.around))
         if stack and stack.probe and plan.profile.accelerator != "cpu":
             document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
         older = self.store.read(path) if resume else None
         if older is not None:
-            documents.take_over(document, older, plan, case, context.catalogue.cases)
+            take_over(document, older, plan, case, context.catalogue.cases)
             self._summary.reused += sum(len(variant["attempts"]) for variant in document["variants"].values())
-        missing = documents.missing(document, plan)
+        missing = missing_attempts(document, plan)
         return _Cell(plan, path, document, len(missing)), missing
 
     def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
@@ -322,7 +327,7 @@ class Engine:
         else:
             cell.left -= 1
         cases = self.context.catalogue.cases
-        documents.add_attempt(cell.document, task.variant, observation, cases[cell.plan.cell.case], cases)
+        add_attempt(cell.document, task.variant, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
         if observation["attempt"].get("cold_start_reason"):
             self._summary.cold[observation["attempt"]["cold_start_reason"].splitlines()[0]] += 1
@@ -336,16 +341,20 @@ class Engine:
         else:
             self._settle(cell)
 
+    @cached_property
+    def _grading_keys(self) -> dict[str, str]:
+        return summary.grading_keys(self.context.catalogue.cases)
+
     def _settle(self, cell: _Cell) -> None:
         """Grade a cell whose attempts have all ended, and store it."""
         cases, document = self.context.catalogue.cases, cell.document
         older = [past for past in self._past.get(document["cell_id"], ()) if _on_other_stack(past, document)]
         case, where = cases[cell.plan.cell.case], cell.plan.cell.where
-        documents.settle(document, case, older, time.time(), where)
+        settle(document, case, older, time.time(), where)
         self.store.save(cell.path, document)
         document["path"] = str(cell.path)  # not stored
         if (self.store.root / runs.MANIFEST).exists():  # a search writes no summary
-            summary.append_cell(self.store.root, cell.path, document, cases)
+            summary.append_cell(self.store.root, cell.path, document, cases, self._grading_keys)
         self.on_event(Event("cell", cell.plan, document=document))
 
 

@@ -31,7 +31,7 @@ from repro_matrix.planning import shards
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.results import provenance, runs
-from repro_matrix.results.shards import Manifest
+from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.summary import Row
 
 if TYPE_CHECKING:  # `repro list` needs the cells and nothing that launches
@@ -183,7 +183,7 @@ class Session:
     unavailable: dict[str, str]  # stack -> why it is not there
     # Of these, the ones that are there and whose torch cannot use the GPUs: their variants were selected.
     unusable: set[str] = field(default_factory=set)
-    shard: Manifest | None = None  # which shard of a selection this is
+    shard: ShardManifest | None = None  # which shard of a selection this is
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
@@ -312,12 +312,12 @@ def selected_by(line: Selection) -> list[str]:
 
 def _manifest(
     shard: shards.Shard, request: Request, settings: RunSettings, cells: Sequence[Cell], stacks: Mapping[str, Stack]
-) -> Manifest:
+) -> ShardManifest:
     names = sorted((cell.hardware, cell.stack, cell.key) for cell in cells)
     repeat = {cell.case: settings.repeat or request.catalogue.cases[cell.case].repeat for cell in cells}
     used = {name: dict(stacks[name].versions) for name in sorted({cell.stack for cell in cells} & stacks.keys())}
     selection = tuple(selected_by(request.selections[0]))
-    return Manifest(*shard, selection, repeat, tuple(names), *provenance.git_state(), used)
+    return ShardManifest(*shard, selection, repeat, tuple(names), *provenance.git_state(), used)
 
 
 def seconds_of(name: str, text: str | None) -> float | None:

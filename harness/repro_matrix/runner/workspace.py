@@ -24,7 +24,7 @@ from repro_matrix.launch import open_launcher
 from repro_matrix.launch.attempt import Launcher
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import provenance, runs, shards, summary
+from repro_matrix.results import provenance, runs, summary
 from repro_matrix.results.store import Store
 from repro_matrix.runner import canary
 from repro_matrix.runner.attempts import REFERENCES, Attempts, new_run_dir
@@ -176,7 +176,7 @@ def execute(
     store.open()
     try:
         if session.shard:
-            shards.write(store.root, session.shard)
+            runs.write_manifest(store.root, session.shard)
         with contextlib.ExitStack() as own:
             gpus = {gpu.uuid: gpu for profile in session.profiles for gpu in profile.gpus}
             place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
