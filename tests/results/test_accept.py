@@ -21,7 +21,7 @@ from repro_matrix.results.store import Store, portable
 SLUG = "fsdp2-mixed-dtensor"
 
 
-def test_own_folders_are_not_published_and_all_else_is() -> None:
+def test_portable_replaces_local_folders_only() -> None:
     attempt = cache_dir() / "state" / "runs" / "20261121-1-2-ab" / "20261121-1-2-ab-cd"
     saved, log, kit = (
         attempt / "work" / "checkpoint",
@@ -42,7 +42,7 @@ def measured(*outcomes: str, stack: str = "current", complete: bool = True) -> d
     return {"complete": complete, "stack": {"name": stack}, "variants": {"unfixed": {"attempts": attempts}}}
 
 
-def test_what_only_infrastructure_answered_is_not_published() -> None:
+def test_is_usable_needs_evidence_and_a_release() -> None:
     document = measured
     assert accept._is_usable(document("infra_error", "reproduced"))
     assert not accept._is_usable(document("reproduced", stack="current+transformers#0123456789ab")), (
@@ -52,7 +52,7 @@ def test_what_only_infrastructure_answered_is_not_published() -> None:
     assert not accept._is_usable(document("infra_error", "infra_error")) and not accept._is_usable(document())
 
 
-def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was() -> None:
+def test_portable_replaces_the_folder_of_another_checkout() -> None:
     document = {
         "command": ["python", "/disk/a/harness/repro_matrix/launch/worker/fork_server.py"],
         "file": "/disk/a/repros/repro_kit/run.py",
@@ -64,7 +64,7 @@ def test_a_measurement_of_another_checkout_says_as_little_of_whose_disk_it_was()
     assert portable(document) == shown
 
 
-def test_a_failure_that_was_never_seen_is_refused_and_a_control_has_none() -> None:
+def test_never_reproduced_refuses_failures_and_no_controls() -> None:
     known = catalogue.load().cases
     failure = known[SLUG]
     control = next(case for case in known.values() if case.kind != "failure")
@@ -76,7 +76,7 @@ def test_a_failure_that_was_never_seen_is_refused_and_a_control_has_none() -> No
     assert "none of 0 attempts" in refused(failure, [{"variants": {"fix": {"attempts": [reproduced]}}}])
 
 
-def test_a_table_of_which_nothing_is_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_removes_an_empty_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = SimpleNamespace(baseline=tmp_path / "baseline", expected=tmp_path / "deep" / "expected")
     found, none = publication({}, [], [], ""), SimpleNamespace(cases={})
     monkeypatch.setattr(accept, "project", SimpleNamespace(current=lambda: own))
@@ -96,7 +96,7 @@ def put(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_what_is_accepted_and_what_is_refused(
+def test_accept_publishes_complete_results_of_this_code_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = SimpleNamespace(

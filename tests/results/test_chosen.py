@@ -36,7 +36,7 @@ STORED = [
         (["stack=current"], [0, 1, 2]),
     ],
 )
-def test_a_named_axis_chooses(texts: list[str], places: list[int]) -> None:
+def test_select_by_axis_returns_its_documents(texts: list[str], places: list[int]) -> None:
     documents = [{**each, "stack": {**each["stack"], "name": "current"}} for each in STORED]
     assert select(documents, parse(texts)) == [documents[place] for place in places]
 
@@ -51,11 +51,11 @@ def test_a_named_axis_chooses(texts: list[str], places: list[int]) -> None:
         (["hardware=gpu"], "hardware=gpu: no stored cell"),
     ],
 )
-def test_what_nothing_stored_meets_is_an_error(texts: list[str], said: str) -> None:
+def test_select_without_a_match_is_an_error(texts: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         select(STORED, parse(texts))
     assert said in str(raised.value)
 
 
-def test_a_folder_without_cells_is_told_of_elsewhere() -> None:
+def test_select_from_an_empty_folder_returns_nothing() -> None:
     assert select([], parse(["ranks=4"])) == []

@@ -30,7 +30,7 @@ ENTRIES = st.builds(
 
 
 @given(st.lists(ENTRIES, min_size=1, max_size=3), st.data())
-def test_the_table_reads_back(entries: list[Expectation], data: Any) -> None:
+def test_expectations_text_reads_back(entries: list[Expectation], data: Any) -> None:
     said = WORDS | st.lists(WORDS, min_size=2, max_size=3)
     failure_ids = [data.draw(st.dictionaries(st.sampled_from(sorted(e.verdicts)), said)) for e in entries]
     entries = [e.model_copy(update={"failure_ids": seen}) for e, seen in zip(entries, failure_ids)]
@@ -62,14 +62,14 @@ GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured_at=[{"
         ("measured_at: [{torch: 2.13.0}]", "measured: []", "measured_at"),
     ],
 )
-def test_a_table_that_says_something_else_is_refused_by_its_name(old: str, new: str, said: str) -> None:
+def test_parse_expectations_invalid_table_is_refused(old: str, new: str, said: str) -> None:
     assert old in GOOD and table(GOOD)["some-case"]
     with pytest.raises(ConfigError, match=r"results/expected/some-case.yaml") as refused:
         table(GOOD.replace(old, new))
     assert said in str(refused.value)
 
 
-def test_a_cases_file_holds_no_expectations(tmp_path: Path) -> None:
+def test_catalogue_refuses_expectations_in_a_case_file(tmp_path: Path) -> None:
     shutil.copytree(CONF, tmp_path / "conf")
     shutil.copytree(EXPECTED, tmp_path / "results" / "expected")
     assert catalogue.load(tmp_path / "conf").cases["train-step"].expect

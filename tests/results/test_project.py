@@ -24,14 +24,14 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_in_this_checkout_results_and_expectations_are_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_project_in_this_checkout_is_the_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for place in (paths.ROOT, paths.ROOT / "tests", tmp_path):
         monkeypatch.chdir(place)
         here = project.current()
         assert (here.folder, here.results, here.file) == (paths.ROOT, paths.RESULTS, None) and here.is_shipped
 
 
-def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_adds_to_the_shipped_catalogue(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (team / "deep" / "er").mkdir(parents=True)
     monkeypatch.chdir(team / "deep" / "er")
     found = catalogue.load()
@@ -48,7 +48,7 @@ def test_a_repository_adds_its_own_beside_what_is_shipped(team: Path, monkeypatc
     assert runs.results_folder(compose_run([])).is_relative_to(team / "results" / "scratch")
 
 
-def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None:
+def test_torchrun_line_of_a_project_finds_kit_and_files(team: Path) -> None:
     found = catalogue.load()
     settings = {
         "case": "odd-batch",
@@ -71,7 +71,7 @@ def test_its_script_finds_the_kit_and_its_files_also_by_hand(team: Path) -> None
     assert "--case failures/case/odd-batch.yaml --variant unfixed --model failures/model/our-head.yaml" in words
 
 
-def test_pyproject_serves_as_well_and_not_both(team: Path) -> None:
+def test_project_in_pyproject_and_repro_toml_is_refused(team: Path) -> None:
     (team / "repro.toml").rename(team / "kept")
     (team / "pyproject.toml").write_text(
         '[tool.repro]\nconf = "failures"\nscripts = "failures/scripts"\nresults = "r"\n'
@@ -83,14 +83,14 @@ def test_pyproject_serves_as_well_and_not_both(team: Path) -> None:
         project.current()
 
 
-def test_a_pyproject_without_the_table_is_passed_by(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_ignores_a_pyproject_without_the_table(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (team / "part").mkdir()
     (team / "part" / "pyproject.toml").write_text("[project]\nname = 'part'\n")
     monkeypatch.chdir(team / "part")
     assert project.current().folder == team
 
 
-def test_what_is_above_the_repository_is_not_its_own(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_search_ends_at_the_repository(team: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (team / "other" / ".git").mkdir(parents=True)
     monkeypatch.chdir(team / "other")
     assert project.current().file is None
@@ -105,21 +105,21 @@ def test_what_is_above_the_repository_is_not_its_own(team: Path, monkeypatch: py
         ("conf = [", r"repro\.toml: not valid TOML"),
     ],
 )
-def test_bad_input_names_file_and_key(team: Path, text: str, said: str) -> None:
+def test_project_invalid_file_names_file_and_key(team: Path, text: str, said: str) -> None:
     (team / "repro.toml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         project.current()
 
 
 @pytest.mark.parametrize(("group", "name"), [("case", "train-step"), ("model", "qwen1.5-0.5b"), ("stack", "current")])
-def test_a_clash_of_names_names_both_files(team: Path, group: str, name: str) -> None:
+def test_catalogue_duplicate_name_names_both_files(team: Path, group: str, name: str) -> None:
     (team / "failures" / group).mkdir(exist_ok=True)
     shutil.copy(paths.CONF / group / f"{name}.yaml", team / "failures" / group)
     with pytest.raises(ConfigError, match=rf"failures/{group}/{name}.yaml: .*is also in {paths.CONF}/{group}/{name}"):
         catalogue.load()
 
 
-def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(team: Path) -> None:
+def test_catalogue_reads_project_expectations_and_refuses_duplicates(team: Path) -> None:
     table = "case: {}\nranges: [{{cells: [our-head/by-hand], measured_at: [{{torch: 2.13.0}}], reason: r}}]\n"
     table += "verdicts: {{drop-last: [FIXED]}}\n"
     folder = team / "results" / "expected"
@@ -133,7 +133,7 @@ def test_an_expectation_of_its_own_is_read_and_a_shipped_one_is_not_laid_over(te
     assert "odd-batch" in cases and "the expectations of train-step are also in" in str(cases.left_out["train-step"])
 
 
-def test_what_decides_an_answer_is_looked_at_in_the_users_repository(team: Path) -> None:
+def test_git_state_detects_changes_in_the_project(team: Path) -> None:
     import subprocess
 
     def git(*words: str) -> None:
@@ -149,7 +149,7 @@ def test_what_decides_an_answer_is_looked_at_in_the_users_repository(team: Path)
     assert provenance.git_state() == (commit, True)
 
 
-def test_what_git_cannot_or_may_not_say_is_no_clean_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_state_of_a_failing_git_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A status that failed was an empty one, and an edited script was published as the commit's."""
     import subprocess
 
@@ -183,7 +183,7 @@ def test_what_git_cannot_or_may_not_say_is_no_clean_tree(tmp_path: Path, monkeyp
     assert provenance._state(own, [own / "code"]) == (None, False), "no commit is known to be this code"
 
 
-def test_a_case_of_its_own_is_exported_as_a_shipped_one_is(team: Path) -> None:
+def test_export_variant_of_a_project_case(team: Path) -> None:
     from repro_matrix.authoring.export import export_variant
 
     text = export_variant("odd-batch", "drop-last").text

@@ -54,7 +54,7 @@ def after(held: list[Stored], found: Publication) -> list[Stored]:
 
 
 @given(LINES, LINES)
-def test_what_is_published_backs_all_that_is_expected_and_is_no_more(old: dict[str, str], new: dict[str, str]) -> None:
+def test_publication_supports_every_expectation_with_few_documents(old: dict[str, str], new: dict[str, str]) -> None:
     first = decide([], [cell(*item) for item in old.items()])
     published = after([], first)
     second = decide(published, [cell(*item) for item in new.items()])
@@ -78,7 +78,7 @@ def _entries(found: Publication) -> list[dict[str, Any]]:
     return [] if text is None else [e.model_dump() for e in Table.model_validate(yaml.safe_load(text)).expectations]
 
 
-def test_what_was_measured_again_and_says_the_same_is_left() -> None:
+def test_publication_skips_equal_results() -> None:
     old, new = cell("4.38.0"), cell("4.38.0")
     new["provenance"] = {**new["provenance"], "started": 5000.0}
     assert decide([old], [new]).same == [place(old)]
@@ -97,7 +97,7 @@ def test_what_was_measured_again_and_says_the_same_is_left() -> None:
         assert list(decide([old], [other]).written) == [place(old)]
 
 
-def test_a_stack_that_has_a_name_is_kept_between_two_releases_that_say_the_same() -> None:
+def test_publication_keeps_an_inner_named_stack() -> None:
     first, inner, last = (cell(f"4.{minor}.0") for minor in (38, 39, 40))
     assert decide([first, last], [inner]).inner == [place(inner)]
     named = {**inner, "stack": {**inner["stack"], "name": "torch2.2-tf4.39"}}
@@ -105,7 +105,7 @@ def test_a_stack_that_has_a_name_is_kept_between_two_releases_that_say_the_same(
     assert decide([first, named, last], [cell("4.41.0")]).dropped == [place(last)]
 
 
-def test_what_backs_nothing_is_left_out_and_taken_back() -> None:
+def test_publication_drops_documents_that_no_expectation_uses() -> None:
     """No expectation, no end of a range, no signature: also of a stack that has a name."""
     first, inner, last = (cell(f"4.{minor}.0", "NOT_REPRODUCED") for minor in (38, 39, 40))
     named = {**inner, "stack": {**inner["stack"], "name": "torch2.2-tf4.39"}}
@@ -129,7 +129,7 @@ def test_what_backs_nothing_is_left_out_and_taken_back() -> None:
     assert list(decide([], [sick]).written) == [place(sick)], "a control that fails: what says why nothing is expected"
 
 
-def test_a_stack_built_anew_replaces_what_it_answered_under_its_older_label() -> None:
+def test_publication_of_a_rebuilt_stack_replaces_the_older_label() -> None:
     old, other, new = cell("4.38.0"), cell("4.38.0", where="n/fsdp"), cell("4.38.0", "NOT_FIXED")
     new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
     found = decide([old, other], [new])
@@ -139,21 +139,21 @@ def test_a_stack_built_anew_replaces_what_it_answered_under_its_older_label() ->
     assert [decide([old], [one]).dropped for one in (fewer, relabelled)] == [[], []]
 
 
-def test_what_is_replaced_says_nothing_any_more() -> None:
+def test_publication_ignores_replaced_documents() -> None:
     """Its table spoke for both, and for a release that no document of it shows."""
     old, new = cell("4.38.0"), cell("4.38.0", "NOT_FIXED")
     new["stack"] = {**new["stack"], "label": "tf4.38.0-other"}
     assert "[FIXED]" not in str(decide([old], [new]).tables["some-case"])
 
 
-def test_a_version_map_does_not_overwrite_a_fuller_document() -> None:
+def test_publication_version_map_does_not_replace_a_fuller_document() -> None:
     old, new = cell("4.38.0"), cell("4.38.0", "NOT_FIXED")
     del new["variants"]["other-fix"]
     found = decide([old], [new])
     assert found.written == {} and "FIXED" in str(found.tables["some-case"])
 
 
-def test_every_changed_verdict_and_failure_that_was_met_is_told_with_the_old_one() -> None:
+def test_publication_lists_changed_verdicts_with_the_old_ones() -> None:
     expect = {
         "verdicts": {"fix": "FIXED", "other-fix": "NOT_FIXED"}, "failure_ids": {"other-fix": "some-case/norm"},
         "cells": ["m/fsdp"], "measured_at": [{}], "reason": "r",
@@ -177,7 +177,7 @@ def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("same_code")
-def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accept_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slug = "fsdp2-mixed-dtensor"
     stored = regrade(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]
     path = tmp_path / f"{place(stored)}.json"
@@ -201,9 +201,7 @@ def test_the_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("same_code")
-def test_a_plan_of_what_is_refused_is_shown_with_the_reasons_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accept_dry_run_groups_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of one attempt a variant it was a line of refusal for each variant, and no plan."""
     slug = "fsdp2-mixed-dtensor"
     stored = regrade(Store(BASELINE).documents(cases=[slug]), _cases()).documents[0]

@@ -31,12 +31,12 @@ def said(*documents: dict[str, Any]) -> list[tuple[str, str, str, Any]]:
     ]
 
 
-def test_one_measurement_holds_for_its_minor_release() -> None:
+def test_expectations_of_one_measurement_hold_for_its_minor_release() -> None:
     assert said(document("4.39.3", "FIXED")) == [("fix", "FIXED", ">=4.39,<4.40", ["4.39.3"])]
     assert said(document("5.0.0+cpu", "FIXED"))[0][2] == ">=5.0,<5.1"
 
 
-def test_neighbours_that_agree_are_one_range_that_names_its_two_ends() -> None:
+def test_expectations_of_equal_neighbors_are_one_range() -> None:
     line = [document(r, "FIXED") for r in ("4.38.0", "4.40.1", "4.43.1")]
     line += [
         document("4.37.2", "SIGNATURE_MISMATCH"),
@@ -51,17 +51,17 @@ def test_neighbours_that_agree_are_one_range_that_names_its_two_ends() -> None:
     ]
 
 
-def test_what_a_range_does_not_need_is_named_as_inner() -> None:
+def test_ranges_list_inner_measurements() -> None:
     line = [item for r in ("4.38.0", "4.38.1", "4.39.0") for item in measured(KNOWN, document(r, "FIXED"), r)]
     assert [(run.kept, run.inner) for run in ranges(line)] == [({"4.38.0", "4.39.0"}, {"4.38.1"})]
 
 
-def test_a_release_without_a_verdict_ends_a_range() -> None:
+def test_expectations_end_at_a_release_without_a_verdict() -> None:
     line = [document("4.38.0", "FIXED"), document("4.39.0", "INCONCLUSIVE"), document("4.40.0", "FIXED")]
     assert [item[2] for item in said(*line)] == [">=4.38,<4.39", ">=4.40,<4.41"]
 
 
-def test_other_stacks_and_cells_are_lines_of_their_own() -> None:
+def test_expectations_of_other_stacks_and_cells_are_separate() -> None:
     assert len(said(document("4.38.0", "FIXED"), document("4.40.0", "FIXED", torch="2.6.0"))) == 2
     cells = [document("4.38.0", "FIXED"), document("4.38.0", "FIXED", where="other/fsdp")]
     found = [item for d in cells for item in measured(KNOWN, d, d["params"])]
@@ -72,7 +72,7 @@ def test_other_stacks_and_cells_are_lines_of_their_own() -> None:
     assert ends == [(["m/fsdp"], ["4.38.0"]), (["other/fsdp"], ["4.38.1"])]
 
 
-def test_an_variant_with_a_stack_of_its_own_is_expected_apart() -> None:
+def test_expectations_of_a_variant_with_its_own_stack_are_separate() -> None:
     line = [document("4.38.0", "FIXED"), document("4.39.3", "FIXED", newer="DIFFERENT_FAILURE")]
     assert said(*line) == [
         ("fix", "FIXED", ">=4.38,<4.40", ["4.38.0", "4.39.3"]),
@@ -80,19 +80,19 @@ def test_an_variant_with_a_stack_of_its_own_is_expected_apart() -> None:
     ]
 
 
-def test_fixed_upstream_and_not_firing_are_one_expectation() -> None:
+def test_expectations_merge_fixed_upstream_and_not_reproduced() -> None:
     line = [document("4.44.0", "NOT_REPRODUCED"), document("4.45.0", "FIXED_UPSTREAM")]
     assert [item[1:3] for item in said(*line)] == [("NOT_REPRODUCED", ">=4.44,<4.46")]
 
 
-def test_an_entry_that_says_the_same_keeps_its_reason() -> None:
+def test_expectations_unchanged_entry_keeps_its_reason() -> None:
     line = [item for item in measured(KNOWN, document("4.38.0", "FIXED"), "p")]
     old = expectations(line, "first")
     line += measured(KNOWN, document("4.39.0", "NOT_FIXED"), "q")
     assert [entry.reason for entry in expectations(line, "second", old)] == ["first", "second"]
 
 
-def test_a_search_for_one_variant_is_no_measurement_of_the_cell() -> None:
+def test_is_whole_false_for_a_search_of_one_variant() -> None:
     assert is_whole(KNOWN, document("4.38.0", "FIXED")), "the variant on a stack of its own may be left out"
     assert not is_whole(KNOWN, {"variants": {"unfixed": {}}})
 
@@ -102,7 +102,7 @@ def test_a_search_for_one_variant_is_no_measurement_of_the_cell() -> None:
         st.sampled_from(["FIXED", "NOT_FIXED", "SIGNATURE_MISMATCH", "INCONCLUSIVE", None]), max_size=len(RELEASES)
     )
 )
-def test_each_measured_release_lies_in_one_range_and_that_says_what_was_measured(history: list[str | None]) -> None:
+def test_expectations_cover_each_measured_release_once(history: list[str | None]) -> None:
     probed = {release: verdict for release, verdict in zip(RELEASES, history) if verdict}
     entries = said(*(document(release, verdict) for release, verdict in probed.items()))
     for release, verdict in probed.items():

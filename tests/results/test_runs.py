@@ -33,7 +33,7 @@ def run(root: Path, *texts: str, state: str = runs.ENDED, cell: str | None = "ce
     return folder
 
 
-def test_each_run_has_its_folder_and_latest_is_the_last(tmp_path: Path) -> None:
+def test_begin_creates_a_folder_and_latest_points_at_it(tmp_path: Path) -> None:
     first, second = run(tmp_path, "case=a"), run(tmp_path, "case=b")
     assert first != second and first.is_dir()
     assert [each.folder for each in runs.listed(tmp_path)] == [first, second]
@@ -46,14 +46,14 @@ def test_each_run_has_its_folder_and_latest_is_the_last(tmp_path: Path) -> None:
     assert runs.of(tmp_path / "nowhere") == tmp_path / "nowhere"
 
 
-def test_a_latest_that_points_at_no_run_is_not_followed(tmp_path: Path) -> None:
+def test_of_ignores_latest_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "latest").symlink_to("other")
     assert runs.of(tmp_path) == tmp_path
 
 
 @given(count=st.integers(1, 8), kept=st.integers(1, 5), used=st.sets(st.integers(0, 7)))
-def test_the_last_runs_are_kept_and_those_in_use(
+def test_prune_keeps_the_last_runs_and_those_in_use(
     tmp_path_factory: pytest.TempPathFactory, count: int, kept: int, used: set[int]
 ) -> None:
     root = tmp_path_factory.mktemp("runs")
@@ -69,7 +69,7 @@ def test_the_last_runs_are_kept_and_those_in_use(
         store.close()
 
 
-def test_resume_takes_up_the_last_interrupted_selection(scratch: Path) -> None:
+def test_resumed_continues_the_last_interrupted_selection(scratch: Path) -> None:
     run(scratch, "case=a", state=runs.UNFINISHED)
     wanted = run(scratch, "case=b", "repeat=2", state=runs.UNFINISHED)
     run(scratch, "case=c")
@@ -79,7 +79,7 @@ def test_resume_takes_up_the_last_interrupted_selection(scratch: Path) -> None:
     assert going_on.resumed(["case=x"]) == (["case=x"], None), "a job that may run again resumes its first run, too"
 
 
-def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
+def test_resumed_ignores_a_run_in_use(scratch: Path) -> None:
     store = Store(runs.begin(scratch, ["case=a"]))
     store.open()
     with pytest.raises(ConfigError, match="no interrupted run"):
@@ -88,14 +88,14 @@ def test_a_run_that_is_still_at_work_is_not_taken_up(scratch: Path) -> None:
     assert going_on.resumed([])[0] == ["case=a"]
 
 
-def test_resume_without_a_run_says_so(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_without_an_interrupted_run_is_an_error(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["matrix", "--resume"]) == 2
     run(scratch, "case=a")
     assert cli.main(["matrix", "--resume"]) == 2
     assert "holds no interrupted run" in capsys.readouterr().err
 
 
-def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_with_results_option_stores_its_selection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = RunSettings(results=str(tmp_path / "mine"))
     cell: Any = Namespace(hardware="cpu", stack="current", key="a/m-ddp")
     prepared: Any = Namespace(settings=settings, catalogue=Namespace(cases={}))
@@ -110,7 +110,7 @@ def test_a_named_folder_knows_its_own_selection(tmp_path: Path, capsys: pytest.C
     assert "holds no results" in capsys.readouterr().err
 
 
-def test_going_on_is_said_and_what_is_given_anew_counts(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_new_overrides_replace_stored_ones(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = run(scratch, "case=b", "jobs=2", state=runs.UNFINISHED)
     assert going_on.resumed(["jobs=5"]) == (["case=b", "jobs=5"], wanted)
     assert capsys.readouterr().err == f"continuing {wanted}: case=b jobs=2\n"
@@ -122,7 +122,7 @@ def test_going_on_is_said_and_what_is_given_anew_counts(scratch: Path, capsys: p
     assert going_on.resumed(["case=c", f"results='{scratch}'"])[1] is None, "a folder that was named is its own"
 
 
-def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> None:
+def test_folder_records_how_the_run_ended(scratch: Path, tmp_path: Path) -> None:
     def state(folder: Path) -> str:
         found = runs.read(folder)
         assert found is not None
@@ -149,7 +149,7 @@ def test_whose_folder_it_is_and_how_it_ended(scratch: Path, tmp_path: Path) -> N
         assert Path(str(settings.results)).is_dir(), "what was there before is not taken back"
 
 
-def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
+def test_folder_without_measurements_is_removed(scratch: Path) -> None:
     before = run(scratch, "case=a")
     settings = RunSettings()
     with (
@@ -162,7 +162,7 @@ def test_a_run_that_measured_nothing_leaves_nothing(scratch: Path) -> None:
     assert runs.of(scratch).resolve() == before.resolve()
 
 
-def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
+def test_load_folder_reads_the_last_run(scratch: Path) -> None:
     from repro_matrix.analysis.inputs import load_folder, load_side
 
     run(scratch)
@@ -175,9 +175,7 @@ def test_readers_of_a_folder_of_runs_read_the_last(scratch: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.xdist_group("stack")
-def test_two_runs_overwrite_nothing_and_readers_follow(
-    scratch: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
-) -> None:
+def test_second_run_overwrites_nothing(scratch: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None) -> None:
     words = ["ddp-unfinished-reduction", "variants=[unfixed]", "hardware=cpu"]
     found = []
     for _ in range(2):

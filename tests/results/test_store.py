@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "results")
 
 
-def test_round_trip(store: Store) -> None:
+def test_save_and_read_return_the_same_document(store: Store) -> None:
     store.open()
     path = store.path_of("cpu", "torch2", "case/cell")
     store.save(path, document(1))
@@ -35,7 +35,7 @@ def test_round_trip(store: Store) -> None:
     assert [d["provenance"]["started"] for d in store.documents()] == [1]
 
 
-def test_an_older_measurement_is_kept_as_history(store: Store) -> None:
+def test_save_moves_an_older_measurement_to_history(store: Store) -> None:
     path = store.path_of("cpu", "torch2", "case/cell")
     store.save(path, document(1))
     store.save(path, document(2))
@@ -44,7 +44,7 @@ def test_an_older_measurement_is_kept_as_history(store: Store) -> None:
     assert sorted(d["provenance"]["started"] for d in store.documents(history=True)) == [1, 2]
 
 
-def test_two_runs_in_one_folder(store: Store) -> None:
+def test_open_twice_is_refused(store: Store) -> None:
     store.open()
     with pytest.raises(ResultsError, match="another run is writing here"):
         Store(store.root).open()
@@ -58,7 +58,7 @@ NEWER = '{"schema": 2, "variants": {}, "provenance": {"started": 1}}'
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01", NEWER])
-def test_who_only_reads_moves_nothing(tmp_path: Path, content: str) -> None:
+def test_documents_leaves_damaged_files_in_place(tmp_path: Path, content: str) -> None:
     path = tmp_path / "cpu" / "torch2" / "case" / "cell.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -89,9 +89,7 @@ def test_who_only_reads_moves_nothing(tmp_path: Path, content: str) -> None:
         (("stack",), None, "stack: "),
     ],
 )
-def test_a_damaged_document_is_named_with_the_place_inside_it(
-    store: Store, path: tuple[Any, ...], value: Any, said: str
-) -> None:
+def test_read_damaged_document_names_the_key(store: Store, path: tuple[Any, ...], value: Any, said: str) -> None:
     made = document(1)
     parent: Any = made
     for key in path[:-1]:
@@ -105,7 +103,7 @@ def test_a_damaged_document_is_named_with_the_place_inside_it(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01"])
-def test_damaged_document_is_moved_aside_not_deleted(store: Store, content: str) -> None:
+def test_save_moves_a_damaged_document_aside(store: Store, content: str) -> None:
     path = store.path_of("cpu", "torch2", "case/cell")
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -115,7 +113,7 @@ def test_damaged_document_is_moved_aside_not_deleted(store: Store, content: str)
     assert json.loads(path.read_text()) == document(1)
 
 
-def test_a_write_that_fails_leaves_the_old_document(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_on_a_full_disk_keeps_the_old_document(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     path = store.path_of("cpu", "torch2", "case/cell")
     store.save(path, document(1))
 
@@ -129,7 +127,7 @@ def test_a_write_that_fails_leaves_the_old_document(store: Store, monkeypatch: p
     assert not list(path.parent.glob("*.tmp")) and not list(path.parent.glob(".*.tmp"))
 
 
-def test_read_only_folder_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_read_only_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(self: Path, *args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
@@ -138,7 +136,7 @@ def test_read_only_folder_is_refused_before_anything_runs(tmp_path: Path, monkey
         Store(tmp_path / "x").open()
 
 
-def test_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_open_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(ResultsError):
         Store(tmp_path / "x").open()
@@ -151,7 +149,7 @@ def test_stack_label_is_readable_and_safe() -> None:
     assert "/" not in stores.stack_label({"torch": "a/b"}, "k" * 9)
 
 
-def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> None:
+def test_write_bytes_to_a_pipe_or_link_keeps_it(tmp_path: Path) -> None:
     """`report --output /dev/null`, asked by root, put a file in the place of the device."""
     pipe, seen = tmp_path / "pipe", []
     os.mkfifo(pipe)

@@ -53,7 +53,7 @@ def plans(stack: Stack, *texts: str, weights: Weights = Weights.hub) -> list[Cel
     return Planner(CATALOGUE, RunSettings(weights=weights), {"cpu": profile}, machine, stacks, {}).plan(cells)
 
 
-def test_a_model_is_downloaded_once_for_all_its_cells(stack: Stack, tmp_path: Path) -> None:
+def test_download_once_per_model(stack: Stack, tmp_path: Path) -> None:
     found = with_weights(plans(stack, "model=qwen1.5-0.5b", "strategy=ddp,fsdp,tp"), {"current": stack})
     assert [plan.skipped for plan in found] == [None] * 3
     assert (tmp_path / "asked").read_text(encoding="utf-8").split() == ["Qwen/Qwen1.5-0.5B"]
@@ -67,12 +67,12 @@ def test_a_model_is_downloaded_once_for_all_its_cells(stack: Stack, tmp_path: Pa
         ("Qwen/Qwen-7B", "OSError: no such repository"),
     ],
 )
-def test_what_cannot_be_had_says_why(name: str, said: str, stack: Stack) -> None:
+def test_download_failure_gives_the_reason(name: str, said: str, stack: Stack) -> None:
     problem = download(stack, name)
     assert problem and problem.startswith(f"weights=hub: {name}") and said in problem
 
 
-def test_it_is_a_skip_and_random_weights_ask_nobody(stack: Stack, tmp_path: Path) -> None:
+def test_with_weights_failure_skips_hub_cells_only(stack: Stack, tmp_path: Path) -> None:
     found = with_weights(plans(stack, "model=qwen-14b", "strategy=ddp"), {"current": stack})
     assert found[0].skipped and "LocalEntryNotFoundError" in found[0].skipped
     (tmp_path / "asked").unlink()

@@ -59,7 +59,7 @@ def names(result: pytest.RunResult) -> list[str]:
     return [line.split()[0] for line in result.outlines if line.startswith("repro::")]
 
 
-def test_names_are_readable_and_the_same_whatever_else_is_selected(run: Any) -> None:
+def test_plugin_node_ids_do_not_depend_on_the_selection(run: Any) -> None:
     every = names(run("--collect-only", "-q"))
     assert f"{AT}::freeze" in every and f"{AT}::bucket-view" in every and f"{AT}::unfixed" not in every
     assert names(run("--collect-only", "-q", "-k", "freeze or touch")) == [f"{AT}::freeze", f"{AT}::touch"]
@@ -68,7 +68,7 @@ def test_names_are_readable_and_the_same_whatever_else_is_selected(run: Any) -> 
     assert ASKED == []
 
 
-def test_lf_takes_what_failed_last_and_x_stops_there(run: Any) -> None:
+def test_plugin_last_failed_and_exitfirst(run: Any) -> None:
     SEEN["freeze"] = SEEN["touch"] = ("NOT_FIXED", "unexpected")
     result = run("-v", "-k", "freeze or touch or find-unused")
     shown = [line.split()[0] for line in result.outlines if " PASSED" in line or " FAILED" in line]
@@ -83,7 +83,7 @@ def test_lf_takes_what_failed_last_and_x_stops_there(run: Any) -> None:
     run("-x", "-k", "find-unused or freeze or touch").assert_outcomes(passed=1, failed=1)
 
 
-def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> None:
+def test_plugin_expected_failure_is_strict_xfail(run: Any) -> None:
     SEEN["bucket-view"] = ("NOT_FIXED", "expected")
     result = run("-rx", "-k", "bucket-view")
     result.assert_outcomes(xfailed=1)
@@ -94,21 +94,21 @@ def test_a_fix_that_is_expected_to_fail_is_xfail_and_strictly_so(run: Any) -> No
     run("-k", "bucket-view").assert_outcomes(failed=1)
 
 
-def test_what_a_run_would_not_be_green_for_is_no_passing_test(run: Any) -> None:
+def test_plugin_problem_of_a_run_fails_the_test(run: Any) -> None:
     WRONG["freeze"] = "1 attempt of unfixed gave no answer"
     result = run("-k", "freeze or touch")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*by hand: torchrun freeze*"])
 
 
-def test_a_quarantined_difference_is_neither_a_failure_nor_a_pass(run: Any) -> None:
+def test_plugin_quarantined_difference_is_xfail(run: Any) -> None:
     SEEN["freeze"] = ("NOT_FIXED", "quarantined")
     result = run("-rx", "-k", "freeze or touch")
     result.assert_outcomes(passed=1, xfailed=1)
     result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of freeze (quarantined: #12 (ada))"])
 
 
-def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
+def test_results_of_lists_problems_of_the_run() -> None:
     passed, lost = observation(ok(0), ok(1)), observation(infra_error={"kind": "port", "message": "taken"})
     today = date(2026, 11, 22)
 
@@ -134,14 +134,14 @@ def test_a_row_says_what_else_a_run_would_not_be_green_for() -> None:
     assert row.state == "quarantined" and "ada" in str(row.quarantine)
 
 
-def test_what_is_left_out_is_counted_against_what_there_is(run: Any) -> None:
+def test_plugin_counts_deselected_tests(run: Any) -> None:
     result = run("-k", "nothing-of-that-name")
     every = len(names(run("--collect-only", "-q")))
     result.stdout.fnmatch_lines([f"collected {every} items / {every} deselected / 0 selected"])
     run("-k", "freeze").stdout.fnmatch_lines([f"collected {every} items / {every - 1} deselected / 1 selected"])
 
 
-def test_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pytester) -> None:
+def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pytester) -> None:
     SEEN["touch"] = ("INCONCLUSIVE", "no_expectation")
     run("-k", "freeze or touch", "--junitxml=out.xml").assert_outcomes(passed=1, failed=1)
     cases = list(ET.parse(pytester.path / "out.xml").iter("testcase"))
@@ -151,13 +151,13 @@ def test_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pytester) 
     assert cases[1].find("failure") is not None
 
 
-def test_what_cannot_be_understood_is_a_usage_error(pytester: pytest.Pytester) -> None:
+def test_plugin_unknown_case_is_a_usage_error(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--repro", "case=ddp-unfinishd-reduction", "-n", "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "did you mean 'ddp-unfinished-reduction'" in result.stderr.str()
 
 
-def test_a_file_with_an_error_is_a_test_that_fails(
+def test_plugin_invalid_file_is_a_failing_test(
     run: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = pytester.path / "more" / "case"
@@ -173,7 +173,7 @@ def test_a_file_with_an_error_is_a_test_that_fails(
     run("-k", "freeze").assert_outcomes(passed=1)  # whoever does not ask for it is not told
 
 
-def test_a_run_in_which_all_was_skipped_is_not_green(pytester: pytest.Pytester, run: Any) -> None:
+def test_plugin_all_skipped_exits_with_5(pytester: pytest.Pytester, run: Any) -> None:
     words = ("--repro", f"case={CASE} ranks=1 repeat=1", "-n", "0", "-k", "freeze or touch")
     result = pytester.runpytest_inprocess(*words)
     result.assert_outcomes(skipped=2)
@@ -183,7 +183,7 @@ def test_a_run_in_which_all_was_skipped_is_not_green(pytester: pytest.Pytester, 
 
 
 @pytest.mark.parametrize(("text", "told"), [("case='train-step", "No closing quotation"), (" ", "nothing is selected")])
-def test_words_that_select_nothing_are_a_usage_error(text: str, told: str, pytester: pytest.Pytester) -> None:
+def test_plugin_empty_selection_is_a_usage_error(text: str, told: str, pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--repro", text, "-n", "0", "--collect-only")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert told in result.stderr.str()
@@ -194,7 +194,7 @@ def prepared_measurement(tmp_path: Path, *variants: str) -> Measurement:
     return Measurement(session.prepare(texts, build_stacks=False), texts, (), wanted={0: list(variants)})
 
 
-def test_one_run_measures_the_selected_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measurement_runs_selected_variants_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched: list[Any] = []
 
     def execute(prepared: Any, tell: Any, stop: threading.Event, *, on_warning: Any) -> Summary:
@@ -214,7 +214,7 @@ def test_one_run_measures_the_selected_variants(monkeypatch: pytest.MonkeyPatch,
     measurement.close()
 
 
-def test_a_run_that_fails_fails_its_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measurement_error_is_raised_in_each_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def execute(*given: Any, **more: Any) -> Summary:
         raise MeasureError("another run is writing here")
 
@@ -225,7 +225,7 @@ def test_a_run_that_fails_fails_its_tests(monkeypatch: pytest.MonkeyPatch, tmp_p
     measurement.close()
 
 
-def test_n_is_ignored(pytester: pytest.Pytester, run: Any) -> None:
+def test_plugin_ignores_xdist_workers(pytester: pytest.Pytester, run: Any) -> None:
     words = ("--repro", f"case={CASE} repeat=1", "-n", "2", "-k", "freeze or touch")
     pytester.runpytest_inprocess(*words).assert_outcomes(passed=2)
     assert len(set(ASKED)) == 1, "in this process"
