@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +308,31 @@ def test_run_exit_codes(
     assert data["error_at"] == ("/home/a/train.py:3" if observation is FAILED else None)
     assert cli.main([*line, "--bisect-exit", "--resume"]) == bisect_code
     assert len(launched) == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_run_interrupted_before_a_result_exits_130(
+    repeat: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(attempt: Any, stop: Any) -> Json:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(60)
+        return of_attempt(seen(rank(0), interrupted=True), attempt)
+
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print(1)\n")
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: SimpleNamespace(launch=launch))
+    assert cli.main(["run", "./train.py", f"repeat={repeat}", "results=out"]) == 130
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and ("--resume" in err) == (repeat > 1)
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"), [(hang(15), "not ended after 15 s"), (log("^bad"), "a line that matches '^bad'")]
+)
+def test_failure_is_described_in_words(failure: Failure, words: str) -> None:
+    assert words in failure.text
 
 
 def test_script_report_names_error_and_missing_rank() -> None:

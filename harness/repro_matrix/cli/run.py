@@ -11,7 +11,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.adhoc import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
-from repro_matrix.errors import ConfigError, ReproError, unknown
+from repro_matrix.errors import ConfigError, ExitCode, ReproError, unknown
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results.summary import error_at
 from repro_matrix.runner import session, workspace
@@ -66,10 +66,13 @@ def run_script(args: argparse.Namespace) -> int:
     if plan.skipped:
         raise ConfigError(f"{case.title} cannot run here: {plan.skipped}")
     stop = threading.Event()
-    with workspace.interruptible(stop, log, workspace.RESUMED):
+    stored = workspace.RESUMED if (settings.repeat or 1) > 1 else "there is no result yet"
+    with workspace.interruptible(stop, log, stored):
         summary = workspace.execute(prepared, lambda event: None, stop, resume=args.resume, on_warning=log)
     if summary.problem:
         raise ReproError(summary.problem)
+    if not summary.documents:  # interrupted; said when it was
+        return ExitCode.INTERRUPTED
     document = summary.documents[0]
     attempts = document["variants"][VARIANT]["attempts"]
     outcomes = {made["outcome"]["outcome"] for made in attempts}
@@ -85,7 +88,7 @@ def run_script(args: argparse.Namespace) -> int:
             print(f"  its fixes: `repro show {slug}`; live: `repro run {slug}`")
         print(f"on stack {spec}; result: {document['path']}")
     if summary.interrupted:
-        return 130
+        return ExitCode.INTERRUPTED
     failed = {"reproduced"} if case.failure else {"other_failure"}
     if args.bisect_exit:
         return 1 if outcomes & failed else 0 if outcomes == {"passed"} else 125

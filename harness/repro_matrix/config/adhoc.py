@@ -39,7 +39,7 @@ class AdhocCase(Case):
     path: Path | None = None  # the script; None: a module
     plain: bool = False  # no launcher: the command's one process is rank 0
     single: bool = False  # it may be one process without a rank
-    failure: str = ""  # the failure as the user wrote it; "": any failure
+    failure: str = ""  # the failure in words; "": any failure
     log: str = ""  # the lines to keep from the ranks' logs
     metric: Metric | None = None
 

@@ -51,7 +51,7 @@ _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P
 class Failure:
     """What counts as the failure. Without signatures and metric: any failure."""
 
-    text: str = ""  # as the user wrote it
+    text: str = ""  # in words, for reports
     signatures: tuple[Signature, ...] = ()
     log: str = ""
     metric: Metric | None = None
@@ -101,7 +101,8 @@ def error(text: str) -> Failure:
 def log(text: str) -> Failure:
     if re.search(_regex("--log", text), ""):
         raise ConfigError(f"--log {text!r}: it matches an empty line. Write a part of the line.")
-    return Failure(text, (_signature(kind="log", message=text),), log=text, option=("--log", text))
+    signature = _signature(kind="log", message=text)
+    return Failure(f"a line that matches {text!r}", (signature,), log=text, option=("--log", text))
 
 
 def exit_code(code: int) -> Failure:
@@ -112,7 +113,8 @@ def exit_code(code: int) -> Failure:
 
 
 def hang(seconds: float) -> Failure:
-    return Failure(f"{seconds:g} s", (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}"))
+    text = f"it has not ended after {seconds:g} s"
+    return Failure(text, (_signature(kind="hang"),), hang_s=seconds, option=("--hang", f"{seconds:g}"))
 
 
 def metric(text: str) -> Failure:
