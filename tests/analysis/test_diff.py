@@ -100,6 +100,7 @@ def test_compare_slower_machine_is_taken_out_of_each_variant() -> None:
     diff = between(cell(steady), cell(later))
     assert [(c.variant, c.kind) for c in diff.changes] == [("a4", "slower")] and diff.exit_code == 0
     assert 2.9 < diff.time_ratio < 3.1 and 2.9 < (diff.changes[0].factor or 0) < 3.1
+    assert any("SLOWER" in line and f"{diff.time_ratio:.2f}" in line for line in diffs.describe_diff(diff))
     single = between(cell({"a": variant(wall_s=(1.0,), kinds={"passed": 1})}), cell({"a": variant(wall_s=(9.0,))}))
     assert single.changes == () and single.noise_unknown == 1
 

@@ -50,7 +50,8 @@ KINDS = {
 _ORDER = {kind: index for index, kind in enumerate(KINDS)}
 RESULTS = frozenset(list(KINDS)[:10])  # the other kinds concern coverage, time and memory
 LESS = frozenset({"not_measured", "cell_removed"})
-COST = frozenset({"slower", "faster", "more_memory", "less_memory"})
+TIMES = frozenset({"slower", "faster"})
+COST = TIMES | {"more_memory", "less_memory"}
 MIN_ATTEMPTS = 2  # of each side; with fewer, the noise is unknown
 MIN_RATIO = math.log(1.1)  # smaller differences are never reported
 
@@ -333,7 +334,7 @@ def describe_row(row: VariantResult | None) -> str:
 
 def describe_cost(change: Change) -> str:
     """Return ``1.80 times: 0.61-0.66 -> 1.10-1.21 s``."""
-    time = change.kind in ("slower", "faster")
+    time = change.kind in TIMES
     sides = [row.wall_s if time else row.peak_mb for row in (change.before, change.after) if row]
     unit, digits = ("s", 2) if time else ("MiB", 0)
     ranges = [f"{min(side):.{digits}f}-{max(side):.{digits}f}" for side in sides]
@@ -351,7 +352,10 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
             groups.setdefault((change.row.case, *(texts if change.variant else ())), []).append(change)
         if not groups:
             continue
-        yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind].meaning})")
+        meaning = KINDS[kind].meaning
+        if kind in TIMES and abs(diff.time_ratio - 1) >= 0.1:
+            meaning += f"; relative to the overall factor of {diff.time_ratio:.2f}"
+        yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({meaning})")
         listed = list(groups.items())
         labels = ("",) if kind in COST else ("before: ", "now:    ")
         for key, group in listed if everything else listed[:SHOWN]:
@@ -375,7 +379,7 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
         f"{counted(diff.cells, 'cell')} on both sides: {counted(same, 'variant')} unchanged, {changed} changed",
     )
     if abs(diff.time_ratio - 1) >= 0.1:
-        yield f"Overall the second side took {diff.time_ratio:.2f} times as long; times above are relative to that."
+        yield f"Overall the second side took {diff.time_ratio:.2f} times as long."
     if diff.noise_unknown:
         variants = counted(diff.noise_unknown, "variant")
         yield f"Time and memory of {variants} not compared: with one attempt the noise is unknown. Use repeat=3."
