@@ -77,6 +77,9 @@ EXCEPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "another type": ({}, exception("ValueError"), False),
     "another message": ({}, exception(message="size mismatch elsewhere"), False),
     "another package": ({}, exception(frames=[SCRIPT, TORCH]), False),
+    "raised in torch": ({"package": "torch"}, exception(frames=[SCRIPT, TORCH]), True),
+    "raised again by torch for a DataLoader's worker": (
+        {"package": "torch"}, exception(frames=[SCRIPT, TORCH, frame("torch._utils", "reraise")]), False),
     "raised by the script": ({}, exception(frames=[SCRIPT]), False),
     "raised by a callback of the script": ({}, exception(frames=[SCRIPT, NORM, SCRIPT]), False),
     "raised by generated code": ({}, exception(frames=[SCRIPT, frame("", "<module>", "<string>")]), False),

@@ -109,6 +109,10 @@ def _exception(signature: Signature, rank: Rank, patterns: Patterns, failures: F
     return None
 
 
+# Functions of torch that raise what other code failed with: a DataLoader's worker, a future's callback.
+_RERAISERS = frozenset({("torch._utils", "reraise"), ("torch.futures", "wait"), ("torch.futures", "value")})
+
+
 def _is_raised(signature: Signature, raised: RaisedException, patterns: Patterns) -> bool:
     if signature.type not in raised.names:
         return False
@@ -116,7 +120,10 @@ def _is_raised(signature: Signature, raised: RaisedException, patterns: Patterns
         return False
     frame = raised.innermost
     if signature.package is not None and (  # None: of a user's script, which may raise its failure itself
-        frame is None or frame.is_project or not any(in_package(name, signature.package) for name in frame.modules)
+        frame is None
+        or frame.is_project
+        or not any(in_package(name, signature.package) for name in frame.modules)
+        or any((name, frame.function) in _RERAISERS for name in frame.modules)
     ):
         return False
     return all(_has_frame(wanted, raised.frames) for wanted in signature.frames)
