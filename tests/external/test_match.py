@@ -263,6 +263,40 @@ def test_match_without_labels_takes_the_rank_from_torchrun(tmp_path: Path, capsy
     assert "rank 3 (ended first, torchrun reports)" in out and "rank 3: SIGSEGV" in out
 
 
+WATCHDOG = (
+    "[rank3]:[E1123 10:11:12.1 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "rank"),
+    [
+        (WATCHDOG, "collective timeout", 3),
+        ("terminate called after throwing an instance of 'c10::DistBackendError'", "signal", None),
+        ("[rank1]: terminate called after throwing an instance of 'c10::DistBackendError'", "signal", 1),
+        ("E1123 api.py:826] failed (exitcode: -6) local_rank: 0 (pid: 7) of binary: /usr/bin/python", "signal", None),
+        ("train.py FAILED", "exit code", None),
+        ("train.py FAILED exitcode -6", "signal", None),
+        ("  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 7)", "exit code", 2),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
+         "out of memory", None),
+        ("srun: error: node1: task 3: Out Of Memory", "out of memory", 3),
+        ("srun: error: node1: task 3: Segmentation fault (core dumped)", "signal", 3),
+        ("srun: error: task 0: Exited with exit code 1", "exit code", 0),
+    ],
+)  # fmt: skip
+def test_match_of_an_end_without_a_traceback_is_a_failure(
+    line: str, kind: str, rank: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(f"step 1 loss 2.0\n{line}\n")
+    code, out, _ = run(capsys, str(log))
+    assert code == 1 and f"{'unknown rank' if rank is None else f'rank {rank}'}: {kind}" in " ".join(out.split())
+    code, out, _ = run(capsys, str(log), "--json")
+    assert [(each["kind"], each["rank"]) for each in json.loads(out)[0]["endings"]] == [(kind, rank)] and code == 1
+
+
 WELL = ("\n".join(UNIFORM) + "\n").encode()
 
 

@@ -57,6 +57,7 @@ def test_recognize_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) ->
 def test_recognize_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"])
     assert found.names == [] and found.failures == []
+    assert scan(entry["log"].split("\n"), CATALOGUE).endings == []
 
 
 @cache

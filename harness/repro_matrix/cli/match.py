@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 EPILOG = """\
-exit codes: 0 a known failure was recognized; 1 failures, but none is known; 2 usage (no such file, not a log);
+exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log);
 3 no failure. For several logs, the lowest of their codes.
 """
 
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     for path in args.logs or ["-"]:
         seen = scan(lines(path), known)
         answer = recognize(seen, known)
-        codes.add(0 if answer.names else 1 if answer.failures else 3)
+        codes.add(0 if answer.names else 1 if answer.failures or seen.endings else 3)
         if args.json:
             found.append(log_json(path, seen, answer, cases.cases))
         else:

@@ -128,7 +128,7 @@ class Ended:
 
     ranks: dict[int, int | str] = field(default_factory=dict)
     root: int | None = None
-    _rank: int | None = None
+    rank: int | None = None  # that the summary describes at this line
     _root_next: bool = False
 
     @property
@@ -140,11 +140,34 @@ class Ended:
         self._root_next = self._root_next or "Root Cause" in text
         found = _SUMMARY.match(text)
         if found and found["key"] == "rank" and found["number"]:
-            self._rank = int(found["number"])
+            self.rank = int(found["number"])
             if self._root_next:
-                self.root, self._root_next = self._rank, False
-        elif found and self._rank is not None:
-            self.ranks[self._rank] = found["signal"] or int(found["number"])
+                self.root, self._root_next = self.rank, False
+        elif found and self.rank is not None:
+            self.ranks[self.rank] = found["signal"] or int(found["number"])
+
+
+# --- processes that ended without a traceback
+
+_ENDING = re.compile(
+    r"(?P<collective_timeout>Watchdog caught collective operation timeout|Some NCCL operations have failed or timed out"
+    r"|Heartbeat monitor timed out)"
+    r"|(?P<out_of_memory>(?i:(?:slurmstepd|srun): error: .*(?:oom.kill|out of memory)|out of memory: killed process))"
+    r"|(?P<signal>^terminate called after throwing|\(core dumped\)|\bexited on signal \d|\bexitcode *:? *-\d"
+    r"|^srun: error: .*: (?:Aborted|Bus error|Floating point exception|Illegal instruction|Killed|Segmentation fault))"
+    r"|(?P<exit_code>\bexitcode *:? *[1-9]|^srun: error: .*: Exited with exit code|^\S+\.py FAILED$)"
+)
+_ENDED_RANK = re.compile(r"\[Rank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)")
+MAX_ENDINGS = 300
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A line that reports the end of a process, not its cause."""
+
+    line: int
+    rank: int | None
+    kind: str  # "collective timeout", "out of memory", "signal", "exit code"
 
 
 # --- the scan
@@ -153,7 +176,9 @@ class Ended:
 _NAMES = (*UPSTREAM, *TRAINERS, "DeepSpeed", "PEFT")
 WORDS = (
     HEADER, '", line ', "Error", "Exception", "Fatal Python error", "Root Cause", "exitcode", "rank  ", "traceback :",
-    "/lib/python3", "Python 3.", "Python version", *(word for name in _NAMES for word in {name, name.capitalize()}),
+    "Watchdog caught", "NCCL operations", "Heartbeat monitor", "terminate called", "core dumped", "on signal",
+    "FAILED", "srun: error", "slurmstepd: error", "illed process", "/lib/python3", "Python 3.", "Python version",
+    *(word for name in _NAMES for word in {name, name.capitalize()}),
 )  # fmt: skip
 
 
@@ -178,6 +203,7 @@ class Scanned:
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
     ended: Ended = field(default_factory=Ended)
+    endings: list[Ending] = field(default_factory=list)  # the first of each rank and kind
 
 
 class Catalogue:
@@ -230,6 +256,15 @@ def _note(found: Scanned, line: Line, known: Catalogue) -> None:
     if '", line ' in text or HEADER in text:
         return
     found.ended.read(text)
+    ending = _ENDING.search(text)
+    if ending and len(found.endings) < MAX_ENDINGS:
+        stated = _ENDED_RANK.search(text)
+        rank = int(stated[stated.lastindex or 1]) if stated else line.rank
+        if rank is None and _SUMMARY.match(text):
+            rank = found.ended.rank
+        kind = str(ending.lastgroup).replace("_", " ")
+        if not any((each.rank, each.kind) == (rank, kind) for each in found.endings):
+            found.endings.append(Ending(line.number, rank, kind))
     found.versions.read(text, line.number)
     if len(found.notes) < MAX_NOTES and known.in_line(text):
         warning = _WARNING.match(text)

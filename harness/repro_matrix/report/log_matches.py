@@ -29,6 +29,7 @@ def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]
         "versions_unclear": seen.versions.unclear,
         "ended": {str(rank): _how(how) for rank, how in seen.ended.ranks.items()},
         "root_cause_rank": seen.ended.root,
+        "endings": [asdict(ending) for ending in seen.endings],
         "stored": {name: asdict(stored(cases[name], versions)) for name in answer.names},
     }
 
@@ -66,7 +67,10 @@ def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case
         more = f" and {len(echoes) - 4} more" if len(echoes) > 4 else ""
         out += wrap(f"Follow from another process's failure: {', '.join(echoes[:4])}{more}", "  ", 4, width)
         out += [] if causes else ["  That failure is not in this log: see the logs of the other ranks."]
-    if not answer.failures and not answer.remarks:
+    if seen.endings and not causes:
+        endings = [f"{_rank_name(each.rank)}: {each.kind} (line {each.line})" for each in seen.endings[:SHOWN]]
+        out += wrap(f"The log shows a failure, but not its cause: {', '.join(endings)}", "  ", 4, width)
+    elif not answer.failures and not answer.remarks:
         out.append("  no failure in this log")
     signals = [f"rank {rank}: {_how(how)}" for rank, how in sorted(seen.ended.signals.items())[:SHOWN]]
     return [*out, *(wrap(f"The launcher reports: {', '.join(signals)}", "  ", 4, width) if signals else [])]
@@ -102,6 +106,10 @@ def _who(failure: Failure, seen: Scanned) -> str:
     if seen.ended.root is not None:
         return f"rank {seen.ended.root} (ended first, torchrun reports)"
     return error.label or "unknown rank"
+
+
+def _rank_name(rank: int | None) -> str:
+    return "unknown rank" if rank is None else f"rank {rank}"
 
 
 def _stored_lines(case: Case, seen: Scanned, width: int) -> Iterator[str]:
