@@ -166,6 +166,23 @@ def test_words_of_a_pattern_are_in_every_match(pattern: str, text: str) -> None:
     assert all(len(word) >= 4 for _, words in CATALOGUE.patterns for word in words)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "certain", "possible"),
+    [
+        ("/site-packages/", "/dist-packages/", True, True),
+        ("ValueError: ", "builtins.ValueError: ", True, True),
+        ("/venv/lib/python3.11/site-packages/", "/home/me/proj/", False, True),  # perhaps a checkout of torch
+        ("/venv/lib/python3.11/site-packages/", "", False, True),
+        ("/venv/lib/python3.11/site-packages/torch/", "/home/me/proj/", False, False),
+        ("ValueError: ", "mylib.errors.ValueError: ", False, False),
+    ],
+)
+def test_recognize_needs_an_installed_package_and_the_type(old: str, new: str, certain: bool, possible: bool) -> None:
+    found = answer([line.replace(old, new) if old[0] == "/" or line.startswith(old) else line for line in UNIFORM])
+    perhaps = any(failure.perhaps for failure in found.failures)
+    assert (bool(found.names), bool(found.names) or perhaps) == (certain, possible) and found.causes
+
+
 @given(st.lists(st.text(max_size=60), max_size=8))
 def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> None:
     found = answer([*noise, *UNIFORM])

@@ -19,9 +19,10 @@ from packaging.specifiers import SpecifierSet
 
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import AmbiguousWith, Case, Signature
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.external.log_scan import Catalogue, Note, Scanned
 from repro_matrix.external.tracebacks import Error
-from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names
+from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names, origin_of
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.records.attempt import Attempt as AttemptLeft
@@ -135,15 +136,17 @@ def _rank(index: int, error: Error) -> RankLeft:
 
 def completed(record: Mapping[str, Any]) -> Exception_:
     """Return an exception with the bases of its type, and without the kit's frames, which records leave out."""
-    kind = str(record["type"])
+    kind, module = str(record["type"]), str(record["module"])
     python = getattr(builtins, kind, None)
     bases = _BASES.get(kind, [])
     if isinstance(python, type) and issubclass(python, BaseException):
         bases = [base.__name__ for base in python.__mro__[1:-1]]
+    if bases and module and module.partition(".")[0] not in ("builtins", *UPSTREAM):
+        kind, module, bases = f"{module}.{kind}", "", []  # mylib.ValueError only has the name of Python's
     cause = record.get("cause")
     frames: list[Frame] = [frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])]
     return {
-        "type": kind, "module": record["module"], "bases": bases, "message": record["message"],
+        "type": kind, "module": module, "bases": bases, "message": record["message"],
         "cause": completed(cause) if cause else None, "frames": frames,
     }  # fmt: skip
 
@@ -183,7 +186,10 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
         return bool(match_attempt(signature, attempt, find_failures(attempt), ",".join(signature.messages)))
 
     if matches(signature, error):
-        return ("lines of several tracebacks stand among each other",) if error.mixed else ()
+        missing = ["lines of several tracebacks stand among each other"] if error.mixed else []
+        if error.record and not matches(signature, replace(error, record=_located(error.record))):
+            missing.append("its files do not lie in an installed package")
+        return tuple(missing)
     if error.whole and not error.mixed:
         return None
     unframed = signature.model_copy(update={"frames": []})
@@ -195,6 +201,18 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
     if signature.frames and matches(unframed, error):
         return ("the frames that would tell are cut off",)
     return None
+
+
+def _located(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an exception whose frames count as a package's only where their path shows that it is installed."""
+    frames = [
+        frame
+        if frame["file"].startswith("<") or "/modules/transformers_modules/" in frame["file"]
+        else {**frame, "code_location": origin_of(frame["file"], {})}
+        for frame in record["frames"]
+    ]
+    cause = record.get("cause")
+    return {**record, "frames": frames, "cause": _located(cause) if cause else None}
 
 
 _STRATEGIES = (
