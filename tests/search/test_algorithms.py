@@ -102,8 +102,8 @@ def test_bisect_flaky_errors_are_rare() -> None:
     rng, wrong, rate = random.Random(7), 0, 0.3
     for _ in range(400):
         first_bad, count = rng.randrange(1, 64), 64
-        fired = max(1, sum(rng.random() < rate for _ in range(20)))
-        repeats = repeats_for(fired, 20)
+        reproductions = max(1, sum(rng.random() < rate for _ in range(20)))
+        repeats = repeats_for(reproductions, 20)
 
         def probe(index: int, bad: int = first_bad, repeats: int = repeats) -> Side:
             return BAD if index >= bad and any(rng.random() < rate for _ in range(repeats)) else GOOD
@@ -114,10 +114,10 @@ def test_bisect_flaky_errors_are_rare() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fired", "launches", "least_", "most"), [(5, 5, 1, 1), (1, 1, 1, 1), (9, 10, 2, 4), (1, 20, 80, 100)]
+    ("reproductions", "launches", "least_", "most"), [(5, 5, 1, 1), (1, 1, 1, 1), (9, 10, 2, 4), (1, 20, 80, 100)]
 )
-def test_repeats_for_follows_the_measured_rate(fired: int, launches: int, least_: int, most: int) -> None:
-    assert least_ <= repeats_for(fired, launches) <= most
+def test_repeats_for_follows_the_measured_rate(reproductions: int, launches: int, least_: int, most: int) -> None:
+    assert least_ <= repeats_for(reproductions, launches) <= most
     with pytest.raises(ValueError, match="at least once"):
         repeats_for(0, launches)
 

@@ -71,9 +71,9 @@ def test_answer_of_a_variant_that_was_not_launched_has_the_reason() -> None:
 def test_answer_of_a_failure_does_not_depend_on_the_first_rank(rank: int, size: int) -> None:
     """Each rank's message has the size of its own shard."""
     recognized = [known("a", message="The size of tensor a (342)")]
-    fired = attempt("reproduced", f"The size of tensor a ({size})", recognized=recognized)
-    fired["outcome"]["primary"]["rank"] = rank
-    assert answer_of("a", variant(fired)).whole == "reproduced: ValueError: The size of tensor a (342)"
+    reproduced = attempt("reproduced", f"The size of tensor a ({size})", recognized=recognized)
+    reproduced["outcome"]["primary"]["rank"] = rank
+    assert answer_of("a", variant(reproduced)).whole == "reproduced: ValueError: The size of tensor a (342)"
 
 
 # -- probes

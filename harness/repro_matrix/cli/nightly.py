@@ -16,7 +16,7 @@ of a job; see docs/guides/nightly.md. The run is added to DIR/nights.jsonl, and 
 For a stack whose lock differs from the one of the last passing run, `repro bisect` searches between the two locks,
 for --bisect-time in all; probes are stored, so that the next run continues. Each changed case gets a Markdown file in
 --issues, with a title line and a last line `change=DIGEST`; `gh issue create` posts it. --acknowledged: a file with
-such lines of changes that somebody has dealt with, e.g. the texts of closed issues; these do not count.
+such lines of handled changes, e.g. the texts of closed issues; these do not count.
 
 exit codes: 1 a result changed and is neither quarantined nor acknowledged, or a quarantine entry has expired; else the
 exit code of the runs (--run-exit-code); else 3 a file cannot be read, or results of the last passing run are missing"""
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--lock", type=_lock, action="append", default=[], metavar="STACK=FILE", help=help_text)
     add("--bisect-time", default="0s", metavar="TIME", help="time for all bisections, e.g. 30m (default: none)")
     add("--issues", metavar="DIR", help="where to write issues (default: DIR/issues of --history)")
-    add("--acknowledged", metavar="FILE", help="changes that somebody has dealt with")
+    add("--acknowledged", metavar="FILE", help="changes that are handled and do not count")
     add("--page", default="", metavar="URL", help="the address of tonight's report")
 
 

@@ -95,7 +95,7 @@ def files(group: str, conf: Path = CONF) -> dict[str, Path]:
 
 
 def misnamed(group: str, conf: Path = CONF) -> list[Path]:
-    """Files that nobody reads for their ending."""
+    """Return the files with the ending .yml, which are not read."""
     return [path for folder in conf_folders(conf) for path in sorted((folder / group).glob("*.yml"))]
 
 

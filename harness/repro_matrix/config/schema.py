@@ -205,7 +205,7 @@ class Launch(Strict):
     imports: list[str] = []  # what a fork server imports ahead for this case
     cold_start_reason: str | None = None  # why this case must start from a fresh interpreter
     process_group: bool = True  # False: the script (Trainer, deepspeed) initialises torch.distributed itself
-    backend: Literal["fake"] | None = None  # of the group; fake: reaches nobody (simulated); default: the hardware's
+    backend: Literal["fake"] | None = None  # of the group; fake: no communication (simulated); default: the hardware's
     normal_exit: bool = False  # True: let the interpreter end normally; how the process ends is what is tested
     env: dict[str, str] = {}
 
@@ -295,7 +295,7 @@ class Case(Strict):
         if self.simulated and self.accelerator != "cpu":
             raise ValueError("a simulated case takes no GPU: it needs accelerator: cpu")
         if bool(self.simulated) != (self.launch.backend == "fake"):
-            raise ValueError("launch.backend: fake and simulated go together: its ranks reach nobody")
+            raise ValueError("launch.backend: fake and simulated go together: its ranks do not communicate")
         if self.launch.world_size < self.min_ranks:
             raise ValueError(f"launch.world_size {self.launch.world_size} is below min_ranks {self.min_ranks}")
         for name, variant in self.variants.items():

@@ -86,7 +86,7 @@ def totals(prepared: Session, summary: Summary, rows: Sequence[Row]) -> dict[str
         **{key: getattr(summary, key) for key in ("attempts", "reused", "interrupted", "problem", "gpu_notes")},
         "cpu_s": round(summary.cpu_s, 1),
         "wall_s": round(summary.wall_s, 1),
-        "cold": dict(summary.cold),
+        "torchrun_reasons": dict(summary.torchrun_reasons),
         "changed": prepared.changed(),
         "results": str(results_folder(prepared.settings)),
         "verdicts": count_verdicts(rows),
@@ -124,7 +124,10 @@ def lines(
     if summary.not_started:
         names = ", ".join(dict.fromkeys(cell.case for cell in summary.not_started))
         texts.append(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {names}")
-    texts += [f"{counted(count, 'attempt')} used torchrun: {reason}" for reason, count in summary.cold.most_common()]
+    texts += [
+        f"{counted(count, 'attempt')} used torchrun: {reason}"
+        for reason, count in summary.torchrun_reasons.most_common()
+    ]
     unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:

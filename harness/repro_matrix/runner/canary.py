@@ -38,7 +38,7 @@ PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
 
 
 def catalogue(of: Catalogue, imports: Sequence[str] = ()) -> Catalogue:
-    """Return the canary cases with the run's stacks and hardware. ``imports``: of their warm server."""
+    """Return the canary cases with the run's stacks and hardware. ``imports``: of their fork server."""
     raws = {path.stem: read_yaml(path) for path in sorted((CONF / "canary").glob("*.yaml"))}
     for raw in raws.values() if imports else ():
         raw["launch"]["imports"] = list(imports)

@@ -76,7 +76,7 @@ class Summary:
     reused: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
-    cold: Counter[str] = field(default_factory=Counter)  # why attempts of the warm launcher started from cold
+    torchrun_reasons: Counter[str] = field(default_factory=Counter)  # why attempts did not use the fork server
     interrupted: bool = False
     not_started: list[Cell] = field(default_factory=list)  # when the time limit was reached
     gpu_notes: list[str] = field(default_factory=list)  # GPUs that were not used, and why
@@ -330,7 +330,7 @@ class Engine:
         add_attempt(cell.document, task.variant, observation, cases[cell.plan.cell.case], cases)
         self._summary.attempts += 1
         if observation["attempt"].get("cold_start_reason"):
-            self._summary.cold[observation["attempt"]["cold_start_reason"].splitlines()[0]] += 1
+            self._summary.torchrun_reasons[observation["attempt"]["cold_start_reason"].splitlines()[0]] += 1
         self._summary.cpu_s += observation["attempt"]["cpu_s"] or 0.0
         shown = cell.document["variants"][task.variant]["attempts"][-1]["outcome"]
         self.on_event(

@@ -128,17 +128,19 @@ def bisect(
     return _boundary(trail.answers, low, high)
 
 
-def repeats_for(fired: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
-    """Return how often to launch a point before it counts as passing, when a bad one failed ``fired`` of ``launches``.
+def repeats_for(reproductions: int, launches: int, *, miss: float = 0.01, most: int = 100) -> int:
+    """Return how often to launch a point before it counts as passing, after ``reproductions`` in ``launches``.
 
     One failure is proof. One passing launch of a flaky failure is not: repeat until a bad point would have passed with
     probability ``miss`` at most. A point that always failed is not known to be flaky: one launch is enough.
     """
-    if not 0 < fired <= launches:
-        raise ValueError(f"reproduced {fired} of {launches} launches: a known bad point has reproduced at least once")
-    if fired == launches:
+    if not 0 < reproductions <= launches:
+        raise ValueError(
+            f"reproduced {reproductions} of {launches} launches: a known bad point has reproduced at least once"
+        )
+    if reproductions == launches:
         return 1
-    rate = fired / (launches + 1)  # conservative: few launches prove little
+    rate = reproductions / (launches + 1)  # conservative: few launches prove little
     return min(most, max(2, math.ceil(math.log(miss) / math.log(1 - rate))))
 
 

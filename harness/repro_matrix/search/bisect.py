@@ -75,7 +75,7 @@ class Bisector:
             point = self.prober.probe(target, self.repeats)  # one passing attempt of a flaky failure is no proof
             answer = point.variants[self.variant]
         if answer.flaky:
-            self.repeats = max(self.repeats, algorithms.repeats_for(answer.fired, answer.counted))
+            self.repeats = max(self.repeats, algorithms.repeats_for(answer.reproductions, answer.counted))
         return point
 
     def roles(self, good: Target, bad: Target, any_change: bool = False) -> Roles:

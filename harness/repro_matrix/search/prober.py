@@ -50,8 +50,8 @@ class Answer:
 
     label: str | None
     detail: str
-    fired: int = 0
-    counted: int = 0  # attempts with evidence, of which ``fired`` reproduced the failure
+    reproductions: int = 0
+    counted: int = 0  # attempts with evidence, of which ``reproductions`` reproduced the failure
     error_at: str | None = field(default=None, compare=False)  # file:line of the first failure
     infra_error: InfraErrorKind | None = field(default=None, compare=False)
     torchrun: str | None = field(default=None, compare=False)  # the command to run it manually
@@ -63,13 +63,13 @@ class Answer:
 
     @property
     def flaky(self) -> bool:
-        return 0 < self.fired < self.counted
+        return 0 < self.reproductions < self.counted
 
     def __str__(self) -> str:
         """Return the answer as a report shows it."""
         if self.label != REPRODUCED:
             return self.label or f"unknown: {self.detail}"
-        times = f" {self.fired}/{self.counted}" if self.counted > 1 else ""
+        times = f" {self.reproductions}/{self.counted}" if self.counted > 1 else ""
         return f"{REPRODUCED}{times}: {self.detail}"
 
 
@@ -90,7 +90,7 @@ def answer_of(case: str, variant: Variant | None) -> Answer:
         None, failure_text(case, outcomes), names.count(REPRODUCED), counted, error_at(attempts),
         torchrun=attempts[0]["observation"]["attempt"].get("torchrun"),
     )  # fmt: skip
-    if evidence.fired:
+    if evidence.reproductions:
         return replace(evidence, label=REPRODUCED)
     for outcome in outcomes:
         if outcome["outcome"] not in (PASSED, OTHER):

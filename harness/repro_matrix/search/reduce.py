@@ -95,13 +95,13 @@ class Reduction(CellRunner):
                 answer = self._probe(config, max(CONFIRMED, self.repeat)).answer if done else None
             except NoMoreProbes as ended:
                 self.ended, answer = ended, None
-            wanted = repeats_for(answer.fired, answer.counted) if answer and answer.flaky else 1
+            wanted = repeats_for(answer.reproductions, answer.counted) if answer and answer.flaky else 1
             if answer is None or self.repeat >= wanted:
                 return config, first
             self.repeat = wanted  # one passing attempt proves nothing: start again with more
             self.notes.append(
-                f"The failure is flaky: {answer.fired} of {answer.counted} attempts. Configurations that passed were "
-                f"launched {wanted} times."
+                f"The failure is flaky: {answer.reproductions} of {answer.counted} attempts. "
+                f"Configurations that passed were launched {wanted} times."
             )
             self.say(self.notes[-1])
 
@@ -140,7 +140,7 @@ class Reduction(CellRunner):
             "kind": "reduced", "failure": first.answer.detail, "lines": None, **data,
             "stack": {"name": self.stack.name, "versions": dict(self.stack.versions)},
             "error_at": final.answer.error_at, "document": final.document,
-            "confirmed": f"{final.answer.fired} of {final.answer.counted}",
+            "confirmed": f"{final.answer.reproductions} of {final.answer.counted}",
             "needs": [each["name"] for each in varied if each["needed"]], "varied": varied, "unsure": self.unsure,
             "minimal": dict(zip(names, config)),
             "done": self.ended is None and not self.unsure, "notes": self.notes,

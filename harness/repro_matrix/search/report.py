@@ -96,7 +96,7 @@ def _end(point: Point, variant: str, prober: Prober) -> Data:
     pinned = sorted(f"{name}=={version}" for name, (_, version) in point.moved.items() if version)
     return {
         "name": target.name, "stack": target.spec, "answer": answer.label, "error_at": answer.error_at,
-        "text": f"{answer.label}: {answer.detail}", "times": f"{answer.fired} of {answer.counted}",
+        "text": f"{answer.label}: {answer.detail}", "times": f"{answer.reproductions} of {answer.counted}",
         "document": point.document,
         "moved": {name: list(change) for name, change in point.moved.items() if name not in replaced},
         "run": None if target.make else shlex.join(prober.command(target.spec, variant)),

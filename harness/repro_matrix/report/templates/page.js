@@ -54,7 +54,7 @@
     document.getElementById("open").addEventListener("click", () => {
       for (const cell of cells) if (!cell.hidden) cell.open = true;
     });
-    apply();
+    if (!location.hash.includes("=")) apply();
   }
   addEventListener("hashchange", followAddress);
   followAddress();
