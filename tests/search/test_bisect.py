@@ -100,6 +100,8 @@ def test_bisect_another_error_is_unknown_unless_the_good_end_shows_it(world: Wor
     world.history = lambda versions, variant: "reproduced" if before(versions, "4.42") else "no such key"
     data = bisect(world, capsys, "stack=base", *DOWNWARD)
     assert ends(data)[0] == "4.42.0" and data["stages"][0]["good"]["answer"] == NO_SUCH_KEY
+    sentence = data["stages"][0]["sentence"]
+    assert "4.41.1 is the last release with this failure" in sentence and "4.42.0 fails differently: Key" in sentence
 
 
 def test_bisect_any_change_takes_two_answers_and_escapes_their_text(world: World, capsys: Capsys) -> None:

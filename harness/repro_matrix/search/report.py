@@ -114,9 +114,14 @@ def _portable(line: str) -> str:
 def _sentence(kind: str, found: Bisection, older_is_good: bool) -> str:
     """Return the result in a line, with no more than was measured."""
     good, bad = found.good.target.name, found.bad.target.name
+    label = found.good.variants[found.variant].label or ""
+    other = "" if found.roles.exact or label == PASSED else f"fails differently: {label.partition(': ')[2] or label}"
     if not found.exact:
         between = len(found.unknown) + len(found.unprobed)
-        return f"the change lies between {good} (good) and {bad} (bad); {between} {kind}s between them are unknown"
+        better = other or "good"
+        return f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between them are unknown"
+    if other:
+        return f"{bad} is the {'first' if older_is_good else 'last'} {kind} with this failure; {good} {other}"
     if older_is_good:
         return f"{bad} is the first bad {kind}, {good} the last good one"
     return f"{good} is the first good {kind}, {bad} the last bad one"
