@@ -309,7 +309,8 @@ def test_match_of_an_end_without_a_traceback_is_a_failure(
     log = tmp_path / "a.log"
     log.write_text(f"step 1 loss 2.0\n{line}\n")
     code, out, _ = run(capsys, str(log))
-    assert code == 1 and f"{'unknown rank' if rank is None else f'rank {rank}'}: {kind}" in " ".join(out.split())
+    assert code == 1 and "no failure" not in out
+    assert f"{'unknown rank' if rank is None else f'rank {rank}'}: {kind}" in " ".join(out.split())
     code, out, _ = run(capsys, str(log), "--json")
     assert [(each["kind"], each["rank"]) for each in json.loads(out)[0]["endings"]] == [(kind, rank)] and code == 1
 

@@ -66,9 +66,15 @@ def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case
     if echoes:
         more = f" and {len(echoes) - 4} more" if len(echoes) > 4 else ""
         out += wrap(f"Follow from another process's failure: {', '.join(echoes[:4])}{more}", "  ", 4, width)
-        out += [] if causes else ["  That failure is not in this log: see the logs of the other ranks."]
+        out += [] if causes or seen.endings else ["  That failure is not in this log: see the logs of the other ranks."]
     if seen.endings and not causes:
-        endings = [f"{_rank_name(each.rank)}: {each.kind} (line {each.line})" for each in seen.endings[:SHOWN]]
+        stated = {each.kind for each in seen.endings if each.rank is not None}
+        kinds = stated | {"exit code"} if stated else stated  # a launcher repeats it without the rank
+        endings = [
+            f"{_rank_name(each.rank)}: {each.kind} (line {each.line})"
+            for each in seen.endings
+            if each.rank is not None or each.kind not in kinds
+        ][:SHOWN]
         out += wrap(f"The log shows a failure, but not its cause: {', '.join(endings)}", "  ", 4, width)
     elif not answer.failures and not answer.remarks:
         out.append("  no failure in this log")
