@@ -160,6 +160,27 @@ def test_job_with_an_unreadable_result_still_writes_all_formats(tmp_path: Path) 
             run(text, tmp_path, own)
 
 
+def test_job_with_a_problem_of_the_machine_measures_and_fails_at_the_end(tmp_path: Path) -> None:
+    repro = tmp_path / ".venv" / "bin" / "repro"
+    repro.parent.mkdir(parents=True)
+    (tmp_path / "Makefile").write_text("setup:\n\t@true\n")
+    night = tmp_path / "kept" / "results" / "n"
+    own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NIGHT": "n", "KEPT": "kept", "FLOATING": "",
+           "BISECT": "0s", "CI_JOB_URL": "", "PAGE": ""}  # fmt: skip
+    set_up = [text for text in steps().values() if "repro doctor" in text]
+    compare = [text for text in steps().values() if "--run-exit-code" in text]
+    assert len(set_up) == len(compare) == 2, "GitHub's and GitLab's"
+    for first, last in zip(set_up, compare):
+        for code in (3, 0):
+            repro.write_text(f'#!/bin/sh\ntest "$1" != doctor || exit {code}\necho "$@" > asked\n')
+            repro.chmod(0o755)
+            run(first, tmp_path, own)
+            (night / "pinned").mkdir(exist_ok=True)
+            (night / "pinned.code").write_text("0\n")
+            run(last, tmp_path, own)
+            assert f"--run-exit-code {code} " in (night / "asked").read_text()
+
+
 def test_collect_step_removes_the_files_of_earlier_runs(tmp_path: Path) -> None:
     (tmp_path / "nightly-out" / "floating").mkdir(parents=True)
     (tmp_path / "kept" / "results" / "n").mkdir(parents=True)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok, summary_rows
 from repro_matrix.cli import main as cli
+from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
 from repro_matrix.report import run_summary
 from repro_matrix.results import quarantine
@@ -21,6 +22,7 @@ from repro_matrix.results.summary import Row
 
 TODAY = date(2026, 11, 22)
 OK = observation(ok(0), ok(1))
+REAL = "ddp-ready-once/qwen1.5-0.5b-ddp"
 KEY = "fsdp-generate/qwen2-0.5b-fsdp"
 
 
@@ -77,6 +79,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("quarantined: [{cell: x, owner: a, until: 2026-01-01}]", "quarantined.0.reason"),
         ("quarantined: [{cell: x, owner: a, until: 2026-01-01, reason: r, untill: 1}]", "did you mean 'until'"),
         ("quarantined: [{cell: x, owner: a, until: never, reason: r}]", "quarantined.0.until"),
+        ("quarantined: [{cell: x, owner: a, until: 2999-01-01, reason: r}]", "quarantined.0.until: x: 2999-01-01"),
         ("quarantine: []", "did you mean 'quarantined'"),
         ("quarantined: [", "not valid YAML"),
         ("quarantined: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]", "given twice"),
@@ -89,6 +92,20 @@ def test_read_wrong_file_names_it_and_its_key(file: Path, text: str, key: str) -
     with pytest.raises(ConfigError, match=r"quarantine\.yaml") as error:
         quarantine.read()
     assert key in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "exists"),
+    [("", True), ("-ranks=4", True), ("-scale=full", True), ("-ranks=4-steps=3", True), ("-env.A=1", True),
+     ("-rank=4", False), ("-scale=ful", False), ("-ranks", False), ("-hardware=cpu", False), ("-seed=0", False)],
+)  # fmt: skip
+def test_check_accepts_only_settings_that_a_cell_id_can_have(suffix: str, exists: bool) -> None:
+    try:
+        quarantine.check([entry(cell=REAL + suffix)], catalog.load())
+    except ConfigError as error:
+        assert not exists and REAL + suffix in str(error)
+    else:
+        assert exists
 
 
 def test_run_with_an_entry_for_an_unknown_cell_is_an_error(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,11 @@ quarantined.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import date
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -18,10 +19,14 @@ from pydantic import Field, model_validator
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue, parse, read_yaml
 from repro_matrix.config.selection import Selection
+from repro_matrix.config.selection import parse as parse_overrides
+from repro_matrix.config.settings import compose_run
 from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, nearest
-from repro_matrix.planning.cells import enumerate_cells
+from repro_matrix.planning.cells import Cell, enumerate_cells, overrides_of
 from repro_matrix.results.summary import Row
+
+AT_MOST = timedelta(days=366)  # ahead of today
 
 
 class Quarantine(Strict):
@@ -63,22 +68,45 @@ def file() -> Path:
 def read() -> Sequence[Quarantine]:
     """Return the entries; none where there is no file. Raise ConfigError naming the file and the key."""
     path = file()
-    return parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
+    entries = parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
+    latest = datetime.now(timezone.utc).date() + AT_MOST
+    for number, entry in enumerate(entries):
+        if entry.until > latest:
+            raise ConfigError(f"{path}: quarantined.{number}.until: {entry.cell}: {entry.until} is more than a year "
+                              f"ahead. Use {latest} or earlier.")  # fmt: skip
+    return entries
 
 
 def check(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
     """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest one."""
     entries = list(entries)
-    known = [cell.key for cell in enumerate_cells(catalogue, Selection())] if entries else []
+    cells = enumerate_cells(catalogue, Selection()) if entries else []
+    known = [cell.key for cell in cells]
     for entry in entries:
         case = entry.cell.partition("/")[0]
-        # The name of another size, scale or flag of a known cell continues with -name=value.
-        if not any(entry.cell == key or entry.cell.startswith(f"{key}-") for key in known):
+        if not any(_is_of(entry.cell, cell, catalogue) for cell in cells):
             near = [key for key in known if key.startswith(f"{case}/")] or known
             raise ConfigError(f"{file()}: no cell {entry.cell!r}{nearest(entry.cell, near)}")
         variants = catalogue.cases[case].variants
         if entry.variant is not None and entry.variant not in variants:
             raise ConfigError(f"{file()}: {entry.cell}: no variant {entry.variant!r}{nearest(entry.variant, variants)}")
+
+
+def _is_of(name: str, cell: Cell, catalogue: Catalogue) -> bool:
+    """Whether it is the id of this cell, or of one with other settings or flags: the id, then ``-name=value...``."""
+    if not name.startswith(f"{cell.key}-"):
+        return name == cell.key
+    if re.search(r"-[0-9a-f]{8}$", name):  # a hash replaces characters that a path cannot have: it cannot be read back
+        return True
+    words = re.split(r"-(?=[\w.]+=)", name.removeprefix(f"{cell.key}-"))
+    flags = catalogue.cases[cell.case].flags
+    words = [f"flags.{word}" if word.partition("=")[0] in flags else word for word in words]
+    try:
+        line = parse_overrides([f"case={cell.case}", f"model={cell.model}", f"strategy={cell.strategy}", *words])
+        overrides = overrides_of(compose_run(line.run), line.patches)
+        return name in {each.key for each in enumerate_cells(catalogue, line, overrides)}
+    except ConfigError:
+        return False
 
 
 def mark_rows(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -> list[Row]:
