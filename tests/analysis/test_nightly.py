@@ -27,7 +27,8 @@ from repro_matrix.cli import main as cli
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
 from repro_matrix.results import quarantine, runs
-from results_by_hand import BOOM, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
+from repro_matrix.results.summary import load_rows
+from results_by_hand import BOOM, FAILED, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
 
 Rows = list[VariantResult]
 A, B = cell({"unfixed": REPRODUCED, "fix": HOLDS}), cell({"unfixed": REPRODUCED}, key="c/n", axes=("model=n",))
@@ -114,8 +115,8 @@ def missing(tonight: Rows, requested: Requested = ALL, *history_: NightlyRun) ->
         (A, [("c/n", "", "")]),
         ([A[0], *B], [("c/m", "fix", "")]),
         ([*cell({"unfixed": REPRODUCED, "fix": variant(kinds={})}), *B], [("c/m", "fix", "")]),
-        ([*cell({"unfixed": REPRODUCED, "fix": SKIPPED}), *B], []),
-        ([*cell({"unfixed": REPRODUCED, "fix": variant(kinds={}, text="a GPU failed")}), *B], []),
+        ([*cell({"unfixed": REPRODUCED, "fix": SKIPPED}), *B], [("c/m", "fix", "")]),
+        ([*cell({"unfixed": REPRODUCED, "fix": variant(kinds={}, text="a GPU failed")}), *B], [("c/m", "fix", "")]),
         ([*(replace(row, hardware="gpu1-shared") for row in A), *B], [("c/m", "", "")]),
         ([*(replace(row, stack="other") for row in A), *B], [("c/m", "", "")]),
     ],
@@ -158,6 +159,20 @@ def test_find_missing_looks_further_back_than_the_last_run() -> None:
     assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
     assert missing(A, replace(ALL, shard={"c/m"}), BOTH, between) == []
     assert missing(A, Requested(VARIANTS), BOTH, between) == [], "without a request: only the last run counts"
+
+
+def test_find_missing_a_skip_counts_unless_the_passing_run_had_it() -> None:
+    tonight = cell({"unfixed": SKIPPED, "fix": SKIPPED}, started=3.0)
+    assert missing(tonight, ALL, PASSING) == [("c/m", "unfixed", ""), ("c/m", "fix", "")]
+    (text,) = describe_missing(find_missing(tonight, [PASSING], [ALL]))
+    assert str(SKIPPED.skipped) in text
+    assert missing(tonight, replace(ALL, variants={}), PASSING) == [
+        ("c/m", "unfixed", "not requested"), ("c/m", "fix", "not requested")
+    ]  # fmt: skip
+    between = make_run("between", [replace(row, started=2.0) for row in tonight], 0)
+    assert missing(tonight, ALL, PASSING, between) == []
+    other = make_run("other", [replace(row, started=2.0, skipped="no network") for row in tonight], 0)
+    assert len(missing(tonight, ALL, PASSING, other)) == 2
 
 
 def test_describe_missing_names_a_few_and_the_other_hardware() -> None:
@@ -295,18 +310,56 @@ def test_nightly_quarantined_difference_passes_until_it_expires(results: Path, n
     today = datetime.now(timezone.utc).date()
 
     def run(name: str, started: float, variants: dict[str, Any], days: int = 1) -> tuple[int, str]:
-        entry = {"cell": "some-case/m-fsdp", "variant": "unfixed", "owner": "ada", "reason": "issue 12"}
+        entry = {"cell": KEY, "variant": "unfixed", "owner": "ada", "reason": "issue 12"}
         until = (today + timedelta(days)).isoformat()
         (results / "quarantine.yaml").write_text(json.dumps({"quarantined": [{**entry, "until": until}]}))
-        return night(name, variants, started)
+        return night(name, variants, started, case=CASE, cell_id=KEY)
 
     code, text = run("mon", 1.0, {"unfixed": FIRED})
-    assert code == 0 and "quarantined: some-case/m-fsdp" in text and "ada" in text
-    code, text = run("tue", 2.0, {"unfixed": PASSED})
+    assert code == 0 and f"quarantined: {KEY}" in text and "ada" in text
+    code, text = run("tue", 2.0, {"unfixed": FAILED})
     assert code == 0 and "since mon" in text
     assert "quarantined:" not in run("wed", 3.0, {"unfixed": "needs 2 GPUs"})[1]
     code, text = run("thu", 4.0, {"unfixed": FIRED}, days=-1)
     assert code == 1 and "quarantined:" not in text and "ada" in text
+
+
+def test_nightly_quarantine_entry_for_an_unknown_cell_is_an_error(results: Path, night: Night) -> None:
+    entry = {"cell": f"{KEY}-rank=4", "owner": "ada", "until": "2026-01-01", "reason": "r"}
+    (results / "quarantine.yaml").write_text(json.dumps({"quarantined": [entry]}))
+    code, text = night("mon", {"unfixed": FIRED})
+    assert code == 2 and "-rank=4" in text and not (results / "history").exists()
+
+
+def test_nightly_without_a_passing_run_says_that_nothing_was_compared(night: Night) -> None:
+    code, text = night("mon", {"unfixed": FIRED}, 1.0)
+    assert code == 0 and "nothing was compared" in text and "nothing changed" not in text
+    code, text = night("tue", {"unfixed": FIRED}, 2.0)
+    assert code == 0 and "nothing changed" in text and "nothing was compared" not in text
+
+
+def test_nightly_of_a_folder_of_runs_reads_the_last_one(results: Path, night: Night) -> None:
+    for name, variants, started in (("2026-01-01", PASSED, 1.0), ("2026-01-02", FIRED, 2.0)):
+        write(results / "scratch" / name, {"unfixed": variants}, started)
+        runs.note(results / "scratch" / name, [], runs.ENDED)
+    write(results / "scratch" / "own-script", {"unfixed": PASSED}, 3.0, cell_id="some-case/other")
+    assert night("scratch")[0] == 0
+    (run,) = history.load_history(results / "history", [])
+    assert [(row.key, row.started, list(row.kinds)) for row in run.rows] == [("some-case/m-fsdp", 2.0, ["reproduced"])]
+
+
+@pytest.mark.parametrize(
+    ("texts", "state", "left", "expected"),
+    [([], runs.UNFINISHED, None, 3), ([], runs.ENDED, ["cpu s c/n"], 3), ([], runs.ENDED, [], 0),
+     (["time_limit=60m"], runs.ENDED, ["cpu s c/n"], 0), (["time_limit=60m"], runs.UNFINISHED, [], 3)],
+)  # fmt: skip
+def test_nightly_run_that_did_not_end_does_not_pass(
+    results: Path, night: Night, texts: list[str], state: str, left: list[str] | None, expected: int
+) -> None:
+    write(results / "mon", {"unfixed": FIRED})
+    runs.note(results / "mon", texts, state, left)
+    code, text = night("mon")
+    assert code == expected and ("did not end" in text) == bool(expected) and codes(results) == [("mon", expected)]
 
 
 def test_nightly_late_run_is_compared_with_the_runs_before_it(results: Path, night: Night) -> None:
@@ -344,6 +397,19 @@ def test_nightly_unreadable_file_is_exit_3(results: Path, night: Night) -> None:
     bad.write_text("{")
     code, text = night("mon")
     assert code == 3 and "x.json" in text
+
+
+def test_nightly_deleted_evidence_is_exit_3(results: Path, night: Night) -> None:
+    write(results / "mon", {"unfixed": FIRED})
+    load_rows(results / "mon", write=True)
+    (deleted,) = (results / "mon").rglob("m-fsdp.json")
+    deleted.unlink()
+    for name in ("diff", "nightly"):
+        code, text = night("mon") if name == "nightly" else (cli.main(["diff", *[str(results / "mon")] * 2]), "")
+        assert code == 3 and (name == "diff" or "m-fsdp.json: missing" in text)
+    write(results / "mon", {"unfixed": FIRED}, cell_id="some-case/other")
+    code, text = night("mon")
+    assert code == 3 and "m-fsdp.json: missing" in text and codes(results) == [("mon", 3)]
 
 
 @pytest.mark.parametrize(

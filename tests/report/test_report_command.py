@@ -86,6 +86,17 @@ def test_report_of_damaged_evidence_reports_the_rest_and_is_not_green(
     assert "other.json" in (folder / "report.html").read_text(encoding="utf-8")
 
 
+def test_report_of_deleted_evidence_names_the_cell_each_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = store(folder, "other", model="n")
+    assert main(["report", str(folder)]) == 0
+    for path in (other, *folder.rglob("cell.json")):  # one of two, then the last one
+        path.unlink()
+        for _ in range(2):
+            capsys.readouterr()
+            assert main(["report", str(folder), "--format", "markdown"]) == 3
+            assert f"{path}: missing" in " ".join(capsys.readouterr().err.split())
+
+
 def test_report_names_a_case_that_the_catalogue_does_not_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "cpu" / "stack" / "of-another-team" / "cell.json"
     path.parent.mkdir()

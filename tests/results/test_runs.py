@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.errors import ConfigError, ResultsError
+from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace as going_on
@@ -169,7 +169,7 @@ def test_load_folder_reads_the_last_run(scratch: Path) -> None:
     run(scratch, cell="later")
     told = load_folder(runs.of(scratch)).notes
     assert told and all("later.json" in note for note in told)
-    with pytest.raises(ResultsError, match=r"later.json"):
+    with pytest.raises(MeasureError, match=r"later.json"):
         load_side(str(scratch))  # the document is empty: the file that is named is the last run's
 
 

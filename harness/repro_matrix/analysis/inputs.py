@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from repro_matrix.config import catalog, project, selection
 from repro_matrix.config.vocabulary import RELEVANT
-from repro_matrix.errors import ConfigError, ResultsError, nearest, unknown
+from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.records.document import Document, DocumentPath
 from repro_matrix.results import runs
@@ -107,7 +107,7 @@ class Side:
 def load_side(name: str) -> Side:
     """Load a folder or file of results, else a stack of the baseline, by its name or its folder's.
 
-    Raises ResultsError: it is neither, or contains no result.
+    Raises ResultsError: it is neither, or contains no result; MeasureError: none of its results can be read.
     """
     path = runs.of(Path(name).expanduser())
     file = Path(DocumentPath.parse(str(path)).file)
@@ -116,7 +116,8 @@ def load_side(name: str) -> Side:
         if not file.is_dir():  # one file, or one line of a file
             side.rows = [row for row in side.rows if row.path == str(path) or row.path.startswith(f"{path}:")]
         if not side.rows:
-            raise ResultsError(f"{name}: contains no results" + "".join(f": {note}" for note in side.notes[:1]))
+            error = MeasureError if side.unreadable else ResultsError
+            raise error(f"{name}: contains no results" + "".join(f": {note}" for note in side.notes[:1]))
         return side
     if os.sep in name or name.startswith(("~", ".")):
         raise ResultsError(f"{name}: no such folder of results")

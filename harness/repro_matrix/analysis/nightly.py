@@ -23,7 +23,7 @@ from repro_matrix.analysis import history, regressions
 from repro_matrix.analysis.inputs import Side, VariantResult
 from repro_matrix.analysis.regressions import ChangedCase, Requested
 from repro_matrix.config import catalog
-from repro_matrix.errors import ConfigError, ExitCode, ResultsError
+from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsError
 from repro_matrix.planning.cells import variants_of
 from repro_matrix.results import runs
 from repro_matrix.results.quarantine import Quarantine
@@ -31,6 +31,7 @@ from repro_matrix.results.store import write_text
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
+NOTHING_COMPARED = "nothing was compared: no passing run in the history measured any of these results"
 NOT_BISECTED = ("became_flaky", "became_steady", "text_changed")
 
 
@@ -63,10 +64,17 @@ class Report:
 
 
 def finish(night: Nightly) -> Report:
-    """Compare the run with the history and add it. Raises ResultsError: no results, or results of several commits."""
+    """Compare the run with the history and add it.
+
+    Raises ResultsError: no results, or results of several commits; MeasureError: no result can be read.
+    """
     rows = [row for side in night.sides for row in side.rows]
+    unreadable = [note for side in night.sides for note in side.unreadable]
     if not rows:
-        raise ResultsError(f"{', '.join(map(str, night.folders))}: no results: nothing was measured or uploaded")
+        folders = ", ".join(map(str, night.folders))
+        if unreadable:
+            raise MeasureError(f"{folders}: no results: {counted(len(unreadable), 'file')} could not be read")
+        raise ResultsError(f"{folders}: no results: nothing was measured or uploaded")
     regressions.check_one_commit(rows)
     active = [entry for entry in night.quarantine if entry.until >= night.today]
     expired = [entry for entry in night.quarantine if entry not in active and entry.cell in {row.key for row in rows}]
@@ -90,8 +98,8 @@ def finish(night: Nightly) -> Report:
         compared = regressions.compare_to_last_passing(
             rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active)
         )
-        unreadable = [note for side in night.sides for note in side.unreadable]
         requested = [load_requested(folder, side.rows) for folder, side in zip(night.folders, night.sides)]
+        unfinished = [folder for folder in night.folders if not _is_finished(folder)]
         missing = regressions.find_missing(rows, earlier, requested, unreadable)
         unexcused = [each for each in missing if not each.excuse]
         changed: dict[str, list[ChangedCase]] = {}
@@ -103,17 +111,27 @@ def finish(night: Nightly) -> Report:
         code = ExitCode.DIFFERS if reasons else night.run_exit_code
         if not reasons and night.run_exit_code:
             reasons = ["the exit code of the runs"]
-        if not code and (unreadable or unexcused):
+        if not code and (unfinished or unreadable or unexcused):
             code = ExitCode.INCOMPLETE
-            reasons = [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
+            reasons = [f"{folder}: the run did not end. `repro matrix --resume` continues it" for folder in unfinished]
+            reasons += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
             reasons += [f"{regressions.count_missing(unexcused)} missing"] if unexcused else []
         history.store_run(night.folder, history.make_run(run_id, rows, code))
     notes += [*_clock_notes(tonight.started, others), *compared.notes]
     notes += regressions.describe_missing([each for each in missing if each.excuse])
     messages = [*_quarantined(active, rows, compared.quarantined), *regressions.describe_missing(unexcused)]
     head = f"run {run_id}: {counted(len({(r.key, r.hardware, r.stack) for r in rows}), 'cell')}"
-    messages.insert(0, f"{head}; {counted(len(changed), 'case')} changed since the last passing run")
-    return Report(run_id, code, "; ".join(reasons) or "nothing changed", changed, notes, messages)
+    same = "nothing changed" if compared.count else NOTHING_COMPARED
+    since = f"{counted(len(changed), 'case')} changed since the last passing run" if compared.count else same
+    messages.insert(0, f"{head}; {since}")
+    return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether its manifest, where it has one, says that the run ended and left out no cell but for its time limit."""
+    run = runs.read(folder)
+    limited = run is not None and any(text.startswith("time_limit=") for text in run.texts)
+    return run is None or (run.state == runs.ENDED and (limited or not run.left))
 
 
 def _free_id(run_id: str, started: float, stored: Iterable[history.NightlyRun]) -> str:

@@ -17,7 +17,7 @@ from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
 from repro_matrix.analysis.history import NightlyRun
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ResultsError
-from repro_matrix.text import counted
+from repro_matrix.text import counted, line
 
 SHOWN = 3
 
@@ -49,10 +49,11 @@ class ChangedCase:
 
 @dataclass
 class Regressions:
-    """``notes``: stacks that could not be compared, with the reason. ``quarantined``: (cell id, variant) -> its
-    change."""
+    """``count``: of the compared variants. ``notes``: stacks that could not be compared, with the reason.
+    ``quarantined``: (cell id, variant) -> its change."""
 
     changed: list[ChangedCase] = field(default_factory=list)
+    count: int = 0
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -95,6 +96,7 @@ def compare_to_last_passing(
                     result.quarantined[change.row.key, change.variant] = f"{change.kind} since {run.run_id}"
                 else:
                     found.setdefault((change.row.case, run.run_id), []).append(change)
+        result.count += len(compared)
         new = {row.key for row in measured.values()} - {cell_id[0] for cell_id, _ in compared}
         if new:
             cells = counted(len(new), "cell")
@@ -168,7 +170,8 @@ class Requested:
 class MissingResult:
     """A variant of the last passing run ``run_id`` without a result tonight. ``excuse``: why that is no error, or "".
 
-    ``whole_cell``: no variant of the cell has one. ``other_hardware``: where the cell was measured instead.
+    ``whole_cell``: no variant of the cell has one. ``other_hardware``: where the cell was measured instead. ``reason``:
+    why the variant was skipped, or what its attempts were lost to.
     """
 
     row: VariantResult
@@ -176,6 +179,7 @@ class MissingResult:
     excuse: str
     whole_cell: bool
     other_hardware: str = ""
+    reason: str = ""
 
 
 def find_missing(
@@ -186,9 +190,10 @@ def find_missing(
 ) -> list[MissingResult]:
     """Find variants that a passing run measured and tonight has no result for, by the last run that measured them.
 
-    A variant that was skipped, or lost to an infrastructure error, has a result. ``unreadable``: notes on files that
-    cannot be read; their cells are excused, because the file itself is reported. Excused variants are listed for the
-    last passing run only.
+    A variant that is lost to an infrastructure error has no result, and neither has a skipped one, unless the last
+    passing run with that variant skipped it for the same reason. ``unreadable``: notes on files that cannot be read;
+    their cells are excused, because the file itself is reported. Excused variants are listed for the last passing run
+    only.
     """
     cells = newest(tonight)
     passing = [run for run in reversed(history) if run.passed]
@@ -201,11 +206,12 @@ def find_missing(
     for run in passing:
         for row in run.rows:
             cell_id, variant = _variant_id(row)
-            if not row.measured or (cell_id, variant) in checked:
+            now = cells.get(cell_id, {}).get(variant)
+            same_skip = row.skipped and now is not None and now.skipped == row.skipped
+            if not (row.measured or same_skip) or (cell_id, variant) in checked:
                 continue
             checked.add((cell_id, variant))
-            now = cells.get(cell_id, {}).get(variant)
-            if now is not None and (now.measured or now.skipped or now.text):
+            if same_skip or (now is not None and now.measured):
                 continue
             reasons = [each.excuse(row) for each in requested]
             excuse = "" if "" in reasons or not reasons else reasons[0]
@@ -215,7 +221,8 @@ def find_missing(
                 continue
             others = sorted(other[1] for other in cells if (other[0], other[2]) == (row.key, row.stack))
             whole = cell_id not in cells
-            missing.append(MissingResult(row, run.run_id, excuse, whole, others[0] if others and whole else ""))
+            other, reason = others[0] if others and whole else "", (now.skipped or now.text) if now else ""
+            missing.append(MissingResult(row, run.run_id, excuse, whole, other, reason))
     return missing
 
 
@@ -249,4 +256,5 @@ def describe_missing(missing: Sequence[MissingResult]) -> list[str]:
 def _name(missing: MissingResult) -> str:
     row = missing.row
     variant = "" if missing.whole_cell else f" variant {row.variant}"
-    return f"{row.key}{variant} on {row.hardware}, stack {row.stack}"
+    reason = f" ({line(missing.reason)})" if missing.reason else ""
+    return f"{row.key}{variant} on {row.hardware}, stack {row.stack}{reason}"

@@ -10,7 +10,8 @@ from pathlib import Path
 from repro_matrix.cli import options
 from repro_matrix.errors import ConfigError
 
-EPILOG = """RESULTS: tonight's result folders (of the pinned stack, of the floating one). Run this as the last step
+EPILOG = """RESULTS: tonight's result folders (of the pinned stack, of the floating one); of a folder of runs, e.g.
+results/scratch, the last run. Run this as the last step
 of a job; see docs/guides/nightly.md. The run is added to DIR/nights.jsonl, and its lock files to DIR/locks.
 
 For a stack whose lock differs from the one of the last passing run, `repro bisect` searches between the two locks,
@@ -19,7 +20,8 @@ for --bisect-time in all; probes are stored, so that the next run continues. Eac
 such lines of handled changes, e.g. the texts of closed issues; these do not count.
 
 exit codes: 1 a result changed and is neither quarantined nor acknowledged, or a quarantine entry has expired; else the
-exit code of the runs (--run-exit-code); else 3 a file cannot be read, or results of the last passing run are missing"""
+exit code of the runs (--run-exit-code); else 3 a run did not end, a file cannot be read, or results of the last
+passing run are missing"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +43,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.analysis import nightly
     from repro_matrix.analysis.inputs import load_folder
+    from repro_matrix.config import catalog
     from repro_matrix.report.formats import to_issue
     from repro_matrix.report.terminal import print_notes, print_wrapped
-    from repro_matrix.results import quarantine
+    from repro_matrix.results import quarantine, runs
     from repro_matrix.runner import session
 
     seconds = 0.0 if args.bisect_time == "0s" else session.seconds_of("--bisect-time", args.bisect_time) or 0.0
@@ -52,7 +55,8 @@ def main(args: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"--lock {missing[0]}: no such file")
     acknowledged, entries = _digests(args.acknowledged), quarantine.read()
-    folders = [Path(folder).expanduser() for folder in args.folders]
+    quarantine.check(entries, catalog.load())
+    folders = [runs.of(Path(folder).expanduser()) for folder in args.folders]
     history = Path(args.history).expanduser()
     sides = [load_folder(folder) for folder in folders]
     print_notes([note for side in sides for note in side.notes])

@@ -82,7 +82,7 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
         words = " ".join(f"{axis}={','.join(patterns)}" for axis, patterns in selection.items())
         hint = "".join(nearest(one, found.stored_cases) for one in selection.get("case", ()))
         raise ResultsError(f"{words}: selects no stored cell{hint}")
-    if not any((folder / ".lock").exists() or runs.read(folder) for folder in folders):
+    if not found.remarks.damaged and not any((folder / ".lock").exists() or runs.read(folder) for folder in folders):
         reason = f": {found.remarks.all[0]}" if found.remarks.all else ""
         raise ResultsError(f"{', '.join(map(str, folders))}: no results{reason}. Name a folder of results.")
 

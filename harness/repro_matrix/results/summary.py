@@ -254,7 +254,8 @@ def load_rows(
 ) -> list[Row]:
     """Return the rows of a results folder, cell by cell in the order of their evidence.
 
-    Cells without a fresh row are graded from their evidence; damaged evidence is named in ``notes`` and left out.
+    Cells without a fresh row are graded from their evidence; damaged evidence, and a stored cell whose evidence is
+    missing, is named in ``notes`` and left out.
     ``write``: store what was computed, where the folder can be written. Raises OSError.
     """
     cases = catalog.load().cases if cases is None else cases
@@ -281,9 +282,16 @@ def load_rows(
     stale = [path for path, rows in cells.items() if not rows]
     cells |= grade_cells(folder, stale, cases, notes) if stale else {}
     result = [compared(row, cases) for rows in cells.values() for row in rows]
-    if write and (stale or len(result) != sum(map(len, stored.values()))):
+    known = list(result)
+    missing = [paths for file, paths in by_file.items() if not (folder / file).exists()]
+    for path in (path for paths in missing for path in paths):
+        cell_id = stored[path][0].cell_id
+        notes.append(f"{folder / path}: missing, and the summary lists {cell_id}. The cell is left out. "
+                     "Restore the file, measure again, or delete the summary, which is computed anew.")  # fmt: skip
+        known += stored[path]  # the next reader names it, too
+    if write and (stale or len(known) != sum(map(len, stored.values()))):
         with suppress(OSError):
-            write_rows(folder, result)
+            write_rows(folder, known)
     return result
 
 
