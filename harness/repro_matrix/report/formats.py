@@ -102,8 +102,11 @@ def to_csv(cells: Sequence[Cell]) -> str:
 
 
 def _no_formula(value: Any) -> Any:
-    """Spreadsheets compute what begins so, some also with the wide signs of East Asian keyboards."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r＝＋－＠") else value
+    """Return text that no spreadsheet takes for a formula. Python 3.10 cannot write NUL characters to CSV."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\0", "")
+    return f"'{text}" if text[:1] in tuple("=+-@\t\r＝＋－＠") else text
 
 
 # JUnit
