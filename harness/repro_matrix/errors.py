@@ -86,7 +86,7 @@ def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> Co
 def describe_validation(error: ValidationError, model: type[BaseModel], path: Path | str) -> ConfigError:
     """pydantic's complaints as lines `file: key: what is wrong; did you mean ...`."""
     lines = []
-    for item in error.errors():
+    for item in sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden"):  # a typo explains the rest
         location = [str(part) for part in item["loc"]]
         key = ".".join(location) or "(the whole file)"
         if item["type"] == "extra_forbidden":
