@@ -19,7 +19,7 @@ def variant(outcome: str = "passed", n: int = 3, *failure_ids: str, **changes: A
     """A variant whose attempts all had one outcome."""
     row = VariantResult(
         "c", "c/m", "", ("model=m",), "cpu", "now", started=1.0, kinds={outcome: n}, failure_ids=failure_ids,
-        text="text" if failure_ids else "", wall_s=(1.0,) * n, peak_mb=(300.0,) * n,
+        text="text" if failure_ids else "",
     )  # fmt: skip
     return replace(row, **changes)
 
@@ -42,11 +42,10 @@ def _variants(draw: Any) -> VariantResult:
     outcomes = st.sampled_from(["reproduced", "passed", "other_failure", "hang"])
     kinds = draw(st.dictionaries(outcomes, st.integers(1, 3), max_size=2))
     n = sum(kinds.values())
-    seconds = st.lists(st.sampled_from([0.5, 0.51, 1.0, 4.0]), min_size=n, max_size=n).map(tuple)
     failures = st.sampled_from(["c/norm", "ValueError in torch.f", "check logits", "hang"])
     failure_ids = draw(st.sets(failures, max_size=2))
     return variant(
-        kinds=kinds, failure_ids=tuple(sorted(failure_ids)) if n else (), wall_s=draw(seconds), peak_mb=draw(seconds),
+        kinds=kinds, failure_ids=tuple(sorted(failure_ids)) if n else (),
         verdict=draw(st.sampled_from([None, "FIXED", "NOT_FIXED", "NOT_REPRODUCED", "FLAKY"])),
         text=draw(st.sampled_from(["", "one text", "another"])),
         settings=draw(st.sampled_from([{}, SETTINGS, {**SETTINGS, "steps": 2}])),

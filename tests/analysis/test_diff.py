@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.diff import Diff, compare
 from repro_matrix.analysis.inputs import VariantResult, load_folder, load_side
@@ -30,23 +28,21 @@ def between(one: Rows, other: Rows) -> Diff:
 @given(SIDES)
 def test_compare_same_rows_no_difference(rows: Rows) -> None:
     diff = between(rows, rows)
-    assert (diff.changes, diff.exit_code, diff.time_ratio, diff.incomparable) == ((), 0, 1, ())
+    assert (diff.changes, diff.exit_code, diff.incomparable) == ((), 0, ())
+
+
+PAIRS = [("new_failure", "failure_gone"), ("fix_stopped_working", "fix_works_now"), ("became_flaky", "became_steady"),
+         ("reproduces_now", "no_longer_reproduces"), ("not_measured", "newly_measured"),
+         ("cell_removed", "cell_added"), ("different_failure", "different_failure")]  # fmt: skip
+OPPOSITE = dict(PAIRS) | {other: one for one, other in PAIRS}
 
 
 @given(SIDES, SIDES)
 def test_compare_backwards_gives_opposite(one: Rows, other: Rows) -> None:
     there, back = between(one, other), between(other, one)
-
-    def values(diff: Diff, backwards: bool) -> list[Any]:
-        changes = [change.reversed() if backwards else change for change in diff.changes]
-        return sorted((c.kind, c.row.case, c.variant, repr(c.before), repr(c.after), round(c.factor or 0, 9))
-                      for c in changes)  # fmt: skip
-
-    one_way, other_way = values(there, True), values(back, False)
-    assert [each[:3] + each[5:] for each in one_way] == [each[:3] + each[5:] for each in other_way]
-    assert sorted(each[3:5] for each in one_way) == sorted(each[3:5] for each in other_way)
-    assert (there.cells, there.variants, there.noise_unknown) == (back.cells, back.variants, back.noise_unknown)
-    assert math.isclose(there.time_ratio * back.time_ratio, 1) and len(there.incomparable) == len(back.incomparable)
+    expected = sorted((OPPOSITE[c.kind], c.variant, repr(c.after), repr(c.before)) for c in there.changes)
+    assert sorted((c.kind, c.variant, repr(c.before), repr(c.after)) for c in back.changes) == expected
+    assert (there.cells, there.variants, len(there.incomparable)) == (back.cells, back.variants, len(back.incomparable))
 
 
 @given(SIDES, SIDES)
@@ -54,7 +50,7 @@ def test_compare_counts_every_cell_once_and_one_result_change_per_variant(one: R
     diff = between(one, other)
     sizes = [len({(row.key, row.hardware, row.stack) for row in side}) for side in (one, other)]
     assert len(diff.select(["cell_removed", "cell_added"])) + 2 * diff.cells == sum(sizes)
-    results = [c for c in diff.changes if c.variant and c.factor is None]
+    results = [c for c in diff.changes if c.variant]
     assert len(results) == len({(c.row.key, c.row.hardware, c.row.stack, c.variant) for c in results})
     assert "".join(diffs.describe_diff(diff, everything=True)).isprintable()
     json.dumps(diffs.diff_to_json(diff), allow_nan=False)
@@ -78,11 +74,9 @@ FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
         ("control", variant(), BOOM, "new_failure", 1),
         ("control", variant(), LATE_HANG, "new_failure", 1),
         ("control", BOOM, OTHER_CHECK, "different_failure", 1),
-        ("control", BOOM, replace(BOOM, text="another"), "text_changed", 1),
+        ("control", BOOM, replace(BOOM, text="another"), None, 0),
         ("control", BOOM, FLAKY, "became_flaky", 1),
         ("control", variant(), SKIPPED, "not_measured", 3),
-        ("control", variant(wall_s=(1.0, 1.1, 1.2)), variant(wall_s=(1.3, 1.0, 1.1)), None, 0),
-        ("control", variant(peak_mb=(300.0, 301.0)), variant(peak_mb=(9e2, 9e2)), "more_memory", 0),
     ],
 )
 def test_compare_variant_gives_kind(
@@ -92,27 +86,6 @@ def test_compare_variant_gives_kind(
     diff = between(cell(same | ({name: old} if old else {})), cell(same | {name: new}))
     assert {change.variant: change.kind for change in diff.changes} == ({name: kind} if kind else {})
     assert diff.exit_code == code
-
-
-def test_compare_slower_machine_is_taken_out_of_each_variant() -> None:
-    steady = {f"a{n}": variant(wall_s=(1.0, 1.02, 1.05)) for n in range(5)}
-    later = {name: variant(wall_s=(3.0, 3.05, 3.1)) for name in steady} | {"a4": variant(wall_s=(9.0, 9.1, 9.3))}
-    diff = between(cell(steady), cell(later))
-    assert [(c.variant, c.kind) for c in diff.changes] == [("a4", "slower")] and diff.exit_code == 0
-    assert 2.9 < diff.time_ratio < 3.1 and 2.9 < (diff.changes[0].factor or 0) < 3.1
-    assert any("SLOWER" in line and f"{diff.time_ratio:.2f}" in line for line in diffs.describe_diff(diff))
-    single = between(cell({"a": variant(wall_s=(1.0,), kinds={"passed": 1})}), cell({"a": variant(wall_s=(9.0,))}))
-    assert single.changes == () and single.noise_unknown == 1
-
-
-SECONDS = st.lists(st.floats(0.01, 1e4), min_size=2, max_size=5)
-
-
-@given(SECONDS, SECONDS)
-def test_beyond_noise_is_symmetric_and_zero_for_overlapping_attempts(one: list[float], other: list[float]) -> None:
-    assert diffs.beyond_noise(one, other) == -diffs.beyond_noise(other, one)
-    if min(one) <= max(other) and min(other) <= max(one):
-        assert diffs.beyond_noise(one, other) == 0
 
 
 def test_compare_one_stack_each_goes_across_several_by_name() -> None:

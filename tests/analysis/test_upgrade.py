@@ -26,13 +26,12 @@ def compared(old: dict[str, Any], new: dict[str, Any]) -> Upgrade:
         ({"unfixed": BOOM}, {"unfixed": REPRODUCED}, ["reproduces_now"], 1),
         ({"unfixed": REPRODUCED}, {"unfixed": variant()}, ["no_longer_reproduces"], 0),
         ({"unfixed": REPRODUCED}, {"unfixed": BOOM}, ["no_longer_reproduces"], 0),
-        ({"unfixed": REPRODUCED}, {"unfixed": replace(REPRODUCED, text="another")}, ["text_changed"], 0),
+        ({"unfixed": REPRODUCED}, {"unfixed": replace(REPRODUCED, text="another")}, [], 0),
         ({"unfixed": variant()}, {"unfixed": BOOM}, ["new_failure"], 1),
         ({"unfixed": BOOM}, {"unfixed": variant()}, ["failure_gone"], 0),
         ({"unfixed": REPRODUCED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": REPRODUCED}, ["fix_stopped_working"], 1),
         ({"unfixed": REPRODUCED, "fix": REPRODUCED}, {"unfixed": REPRODUCED, "fix": HOLDS}, ["fix_works_now"], 0),
         ({"unfixed": REPRODUCED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": HOLDS}, [], 0),
-        ({"unfixed": variant(wall_s=(1.0, 1.0))}, {"unfixed": variant(wall_s=(9.0, 9.0))}, [], 0),
     ],
 )
 def test_compare_stacks_gives_kind_and_exit_code(

@@ -1,17 +1,14 @@
-"""Compare two sets of rows: results, flakiness, coverage, and times and memory beyond noise. Pure.
+"""Compare two sets of rows: outcomes, verdicts, failure ids, flakiness and coverage. Pure.
 
-A variant has at most one change of its result; a change of its time or memory is listed besides. Comparing B with A
-gives the opposite of comparing A with B. Where a fix has another verdict only because the failure itself appeared or
-disappeared, that change is listed for the unfixed variant alone.
+A variant has at most one change. Comparing B with A gives the opposite of comparing A with B. Where a fix has another
+verdict only because the failure itself appeared or disappeared, that change is listed for the unfixed variant alone.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ConfigError
@@ -20,51 +17,35 @@ from repro_matrix.grading.verdict import wilson
 from repro_matrix.records.attempt import Settings
 from repro_matrix.text import counted
 
-
-class Kind(NamedTuple):
-    opposite: str
-    meaning: str
-
-
 # In the order of importance to a reader.
 KINDS = {
-    "new_failure": Kind("failure_gone", "fails now, did not fail before"),
-    "fix_stopped_working": Kind("fix_works_now", "the fix worked and fails now"),
-    "different_failure": Kind("different_failure", "failed before and fails now, with another failure"),
-    "reproduces_now": Kind("no_longer_reproduces", "the known failure occurs now, did not occur before"),
-    "no_longer_reproduces": Kind("reproduces_now", "the known failure no longer occurs"),
-    "became_flaky": Kind("became_steady", "attempts agreed before and disagree now"),
-    "failure_gone": Kind("new_failure", "failed before, does not fail now"),
-    "fix_works_now": Kind("fix_stopped_working", "the fix failed and works now"),
-    "became_steady": Kind("became_flaky", "attempts disagreed before and agree now"),
-    "text_changed": Kind("text_changed", "the same failure with another text"),
-    "not_measured": Kind("newly_measured", "measured before, not measured now"),
-    "cell_removed": Kind("cell_added", "the cell has no result now"),
-    "newly_measured": Kind("not_measured", "not measured before"),
-    "cell_added": Kind("cell_removed", "the cell had no result before"),
-    "slower": Kind("faster", "slower, beyond the noise of its attempts"),
-    "more_memory": Kind("less_memory", "more memory, beyond the noise of its attempts"),
-    "faster": Kind("slower", "faster, beyond the noise of its attempts"),
-    "less_memory": Kind("more_memory", "less memory, beyond the noise of its attempts"),
+    "new_failure": "fails now, did not fail before",
+    "fix_stopped_working": "the fix worked and fails now",
+    "different_failure": "failed before and fails now, with another failure",
+    "reproduces_now": "the known failure occurs now, did not occur before",
+    "no_longer_reproduces": "the known failure no longer occurs",
+    "became_flaky": "attempts agreed before and disagree now",
+    "failure_gone": "failed before, does not fail now",
+    "fix_works_now": "the fix failed and works now",
+    "became_steady": "attempts disagreed before and agree now",
+    "not_measured": "measured before, not measured now",
+    "cell_removed": "the cell has no result now",
+    "newly_measured": "not measured before",
+    "cell_added": "the cell had no result before",
 }
 _ORDER = {kind: index for index, kind in enumerate(KINDS)}
-RESULTS = frozenset(list(KINDS)[:10])  # the other kinds concern coverage, time and memory
+RESULTS = frozenset(list(KINDS)[:9])  # the other kinds concern coverage
 LESS = frozenset({"not_measured", "cell_removed"})
-TIMES = frozenset({"slower", "faster"})
-COST = TIMES | {"more_memory", "less_memory"}
-MIN_ATTEMPTS = 2  # of each side; with fewer, the noise is unknown
-MIN_RATIO = math.log(1.1)  # smaller differences are never reported
 
 
 @dataclass(frozen=True)
 class Change:
-    """``variant`` is empty for a whole cell. ``factor``: of the time (without the common factor) or of the memory."""
+    """``variant`` is empty for a whole cell."""
 
     kind: str
     variant: str
     before: VariantResult | None
     after: VariantResult | None
-    factor: float | None = None
 
     @property
     def row(self) -> VariantResult:
@@ -72,23 +53,17 @@ class Change:
         assert row is not None
         return row
 
-    def reversed(self) -> Change:
-        factor = None if self.factor is None else 1 / self.factor
-        return Change(KINDS[self.kind].opposite, self.variant, self.after, self.before, factor)
-
 
 @dataclass(frozen=True)
 class Diff:
-    """``cells``, ``variants``: present on both sides. ``time_ratio``: time of the second side relative to the first,
-    over all variants. ``noise_unknown``: variants with too few attempts to compare time. ``incomparable``: (row,
-    reason).
-    ``across``: axis -> the two values, where each side has one value and they differ."""
+    """``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason).
+
+    ``across``: axis -> the two values, where each side has one value and they differ.
+    """
 
     changes: tuple[Change, ...]
     cells: int
     variants: int
-    time_ratio: float
-    noise_unknown: int
     incomparable: tuple[tuple[VariantResult, str], ...]
     across: Mapping[str, tuple[str, str]]
 
@@ -164,7 +139,6 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult], nee
     one, other, across = pair_cells(before, after, need_common)
     changes: list[Change] = []
     incomparable: list[tuple[VariantResult, str]] = []
-    timed: list[tuple[VariantResult, VariantResult]] = []
     variants = 0
     for cell_id in one.keys() & other.keys():
         old_variants, new_variants = one[cell_id], other[cell_id]
@@ -182,11 +156,6 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult], nee
             kind = _result_change(old, new)
             if kind:
                 changes.append(Change(kind, variant, old, new))
-            if old.steady and new.steady and old.kinds.keys() == new.kinds.keys() and "hang" not in old.kinds:
-                timed.append((old, new))
-    shift = _common_shift((old.wall_s, new.wall_s) for old, new in timed)
-    for old, new in timed:
-        changes += _cost_changes(old, new, shift)
     for kind, cells in (
         ("cell_removed", [variants for cell_id, variants in one.items() if cell_id not in other]),
         ("cell_added", [variants for cell_id, variants in other.items() if cell_id not in one]),
@@ -194,9 +163,8 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult], nee
         for row in (next(iter(variants.values())) for variants in cells):
             changes.append(Change(kind, "", row, None) if kind == "cell_removed" else Change(kind, "", None, row))
     changes.sort(key=lambda c: (_ORDER[c.kind], c.row.case, c.row.key, c.row.hardware, c.row.stack, c.variant))
-    unknown = sum(min(old.measured, new.measured) < MIN_ATTEMPTS for old, new in timed)
     common = len(one.keys() & other.keys())
-    return Diff(tuple(changes), common, variants, math.exp(shift), unknown, tuple(incomparable), across)
+    return Diff(tuple(changes), common, variants, tuple(incomparable), across)
 
 
 def _result_change(old: VariantResult, new: VariantResult) -> str | None:
@@ -215,45 +183,7 @@ def _result_change(old: VariantResult, new: VariantResult) -> str | None:
         return "new_failure" if before < after else "failure_gone" if after < before else "different_failure"
     if old.steady != new.steady:
         return "became_flaky" if old.steady else "became_steady"
-    return "text_changed" if old.text != new.text else None
-
-
-def _cost_changes(old: VariantResult, new: VariantResult, shift: float) -> list[Change]:
-    changes = []
-    for kinds, one, other, taken in (
-        (("slower", "faster"), old.wall_s, new.wall_s, shift),
-        (("more_memory", "less_memory"), old.peak_mb, new.peak_mb, 0.0),
-    ):
-        direction = beyond_noise(one, other, taken)
-        if direction:
-            factor = math.exp(_common_shift([(one, other)]) - taken)
-            changes.append(Change(kinds[direction < 0], new.variant, old, new, factor))
-    return changes
-
-
-def beyond_noise(one: Sequence[float], other: Sequence[float], shift: float = 0.0) -> int:
-    """Return 1 where ``other`` is larger beyond noise, -1 where it is smaller, 0 otherwise or where noise is unknown.
-
-    In logarithms, so that half and twice are equally far apart. The noise is the larger of the two sides' spreads
-    (largest over smallest attempt); a difference counts where the nearest attempts of both sides are further apart.
-    ``shift``: the factor that all variants have in common (a slower or busier machine), which is taken out.
-    """
-    if min(len(one), len(other)) < MIN_ATTEMPTS or min(*one, *other) <= 0:
-        return 0
-    noise = max(MIN_RATIO, *(math.log(max(side) / min(side)) for side in (one, other)))
-    if math.log(min(other) / max(one)) - shift > noise:
-        return 1
-    return -1 if math.log(min(one) / max(other)) + shift > noise else 0
-
-
-def _common_shift(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
-    """Return the median of the logarithms of the ratios of medians; 0 without any pair."""
-    ratios = [_log_median(other) - _log_median(one) for one, other in pairs if one and other and min(*one, *other) > 0]
-    return statistics.median(ratios) if ratios else 0.0
-
-
-def _log_median(values: Sequence[float]) -> float:
-    return statistics.median(map(math.log, values))
+    return None
 
 
 @dataclass
@@ -332,35 +262,20 @@ def describe_row(row: VariantResult | None) -> str:
     return "".join(parts) + (f": {row.text}" if row.failure_ids and row.text else "")
 
 
-def describe_cost(change: Change) -> str:
-    """Return ``1.80 times: 0.61-0.66 -> 1.10-1.21 s``."""
-    time = change.kind in TIMES
-    sides = [row.wall_s if time else row.peak_mb for row in (change.before, change.after) if row]
-    unit, digits = ("s", 2) if time else ("MiB", 0)
-    ranges = [f"{min(side):.{digits}f}-{max(side):.{digits}f}" for side in sides]
-    return f"{change.factor or 1:.2f} times: {' -> '.join(ranges)} {unit}"
-
-
 def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
     """Yield lines, the most important first. Changes of one case with the same text are listed together."""
     for kind in KINDS:
         groups: dict[tuple[str, ...], list[Change]] = {}
         for change in diff.select([kind]):
-            texts = (
-                (describe_cost(change),) if kind in COST else (describe_row(change.before), describe_row(change.after))
-            )
+            texts = (describe_row(change.before), describe_row(change.after))
             groups.setdefault((change.row.case, *(texts if change.variant else ())), []).append(change)
         if not groups:
             continue
-        meaning = KINDS[kind].meaning
-        if kind in TIMES and abs(diff.time_ratio - 1) >= 0.1:
-            meaning += f"; relative to the overall factor of {diff.time_ratio:.2f}"
-        yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({meaning})")
+        yield from ("", f"{kind.upper()}: {sum(map(len, groups.values()))} ({KINDS[kind]})")
         listed = list(groups.items())
-        labels = ("",) if kind in COST else ("before: ", "now:    ")
         for key, group in listed if everything else listed[:SHOWN]:
             yield f"  {key[0]} {_places(group, everything)}"
-            yield from (f"    {label}{text}" for label, text in zip(labels, key[1:]))
+            yield from (f"    {label}{text}" for label, text in zip(("before: ", "now:    "), key[1:]))
         if len(listed) > SHOWN and not everything:
             yield f"  and {sum(len(group) for _, group in listed[SHOWN:])} more: --all"
     reasons: dict[str, list[VariantResult]] = {}
@@ -378,11 +293,6 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
         "",
         f"{counted(diff.cells, 'cell')} on both sides: {counted(same, 'variant')} unchanged, {changed} changed",
     )
-    if abs(diff.time_ratio - 1) >= 0.1:
-        yield f"Overall the second side took {diff.time_ratio:.2f} times as long."
-    if diff.noise_unknown:
-        variants = counted(diff.noise_unknown, "variant")
-        yield f"Time and memory of {variants} not compared: with one attempt the noise is unknown. Use repeat=3."
 
 
 def _places(changes: Sequence[Change], everything: bool) -> str:
@@ -424,8 +334,6 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
         "schema": 1,
         "cells": diff.cells,
         "variants": diff.variants,
-        "time_ratio": round(diff.time_ratio, 3),
-        "noise_unknown": diff.noise_unknown,
         "across": {axis: list(pair) for axis, pair in diff.across.items()},
         "not_compared": [{**_place(row, row), "reason": reason} for row, reason in diff.incomparable],
         "changes": [
@@ -435,7 +343,6 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
                 "variant": c.variant or None,
                 "before": _values(c.before, c.variant),
                 "after": _values(c.after, c.variant),
-                "factor": None if c.factor is None else round(c.factor, 3),
             }
             for c in diff.changes
         ],
@@ -468,5 +375,5 @@ def _place(before: VariantResult | None, after: VariantResult | None) -> dict[st
 def _values(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:
     if row is None or not variant:
         return None
-    names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at", "wall_s", "peak_mb")
+    names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at")
     return {name: dict(value) if name == "kinds" else value for name in names for value in [getattr(row, name)]}

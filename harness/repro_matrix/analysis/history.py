@@ -1,4 +1,4 @@
-"""Keep the history of nightly runs: ``nights.jsonl``, a JSON line per run with its rows, without times and settings."""
+"""Keep the history of nightly runs: ``nights.jsonl``, a JSON line per run with its rows, without settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from repro_matrix.results.store import write_text
 FILE = "nights.jsonl"
 SCHEMA = 1
 _ONCE = ("versions", "started", "commit")  # of a row: stored once for the run
-_DROPPED = (*_ONCE, "wall_s", "peak_mb", "settings", "path")
+_DROPPED = (*_ONCE, "settings", "path")
 _DEFAULTS = {each.name: each.default for each in fields(VariantResult) if each.name not in _DROPPED}
 
 

@@ -25,8 +25,7 @@ AXES = ("case", "model", "strategy", "stack", "hardware")
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant of a cell. ``kinds``: outcome -> number of attempts that are evidence; ``met``: failure
-    ids; ``wall_s`` (seconds) and ``peak_mb`` (MiB): a value for each of these attempts."""
+    """The result of one variant of a cell. ``kinds``: outcome -> number of attempts that are evidence."""
 
     case: str
     key: str
@@ -48,8 +47,6 @@ class VariantResult:
     text: str = ""
     skipped: str | None = None
     error_at: str | None = None
-    wall_s: tuple[float, ...] = ()
-    peak_mb: tuple[float, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     path: str = ""
 
@@ -68,15 +65,13 @@ def from_row(row: Row, folder: str = "") -> VariantResult:
     """Keep of a summary row what comparisons need. ``folder``: the results folder that holds its evidence."""
     attempts = row.evidence_attempts
     failures = sorted({name for each in attempts for name in each.failures})
-    peaks = tuple(each.peak_gpu_mb or each.peak_rss_mb or 0.0 for each in attempts)
     return VariantResult(
         row.case, row.cell_id, row.variant, row.axes, row.hardware.profile, row.stack.name, row.model, row.strategy,
         {name: version for name, version in row.stack.versions.items() if name in RELEVANT}, row.started, row.commit,
         row.kind == "control", row.first, as_expected(row.verdict) if row.verdict else None, row.state,
         Counter(each.outcome for each in attempts), tuple(failures),
         row.failure_text or (row.reason if row.attempts and not attempts else ""), row.skipped, row.error_at,
-        tuple(each.wall_s for each in attempts), peaks if all(peaks) else (), row.settings,
-        os.path.join(folder, row.evidence) if row.evidence else "",
+        row.settings, os.path.join(folder, row.evidence) if row.evidence else "",
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
 NOTHING_COMPARED = "nothing was compared: no passing run in the history measured any of these results"
-NOT_BISECTED = ("became_flaky", "became_steady", "text_changed")
+NOT_BISECTED = ("became_flaky", "became_steady")
 
 
 @dataclass(frozen=True)

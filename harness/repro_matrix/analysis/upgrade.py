@@ -66,10 +66,8 @@ def compare_stacks(before: Sequence[VariantResult], after: Sequence[VariantResul
 
 def kind_of(before: Answer, after: Answer) -> str | None:
     """Return the kind of change between two answers of a script; None: no change, or one of them is unknown."""
-    if before.label is None or after.label is None:
+    if before.label is None or after.label is None or before.label == after.label:
         return None
-    if before.label == after.label:
-        return "text_changed" if before.label == REPRODUCED and before.whole != after.whole else None
     if REPRODUCED in (before.label, after.label):
         return "reproduces_now" if after.label == REPRODUCED else "no_longer_reproduces"
     if PASSED in (before.label, after.label):
@@ -120,11 +118,10 @@ class CauseSearch:
     def cause(self, bisector: Bisector) -> dict[str, Any]:
         """Search the packages that carry the second stack's answer into the first."""
         before, after = (bisector.ask(Target(spec, spec)).variants[bisector.variant] for spec in self.specs)
-        exact = before.label == after.label  # the same failure with another text
-        good, bad = (answer.whole if exact else answer.label for answer in (before, after))
+        good, bad = before.label, after.label
         if good is None or bad is None or good == bad:
             return {"packages": None, "note": "measured alone, the two stacks did not differ in this way again"}
-        roles = Roles(good, bad, exact)
+        roles = Roles(good, bad)
         found = bisector.culprits(roles, self.specs[0], *self.ends)
         cause: dict[str, Any] = {
             "packages": list(found.members) if found.members is not None else None,
@@ -197,7 +194,7 @@ def describe(data: Mapping[str, Any]) -> tuple[list[list[str]], list[str]]:
         [c["change"], c["cell"], c["variant"], _describe_cause(c["cause"]), f"{c['before']}  =>  {c['after']}"]
         for c in data["changes"]
     ]
-    lines = [f"{kind} ({count}): {KINDS[kind].meaning}" for kind, count in data["counts"].items()]
+    lines = [f"{kind} ({count}): {KINDS[kind]}" for kind, count in data["counts"].items()]
     reasons: dict[str, list[str]] = {}
     for item in data["unknown"]:
         reasons.setdefault(item["reason"], []).append(f"{item['cell']} {item['variant']}")

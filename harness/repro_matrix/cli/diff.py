@@ -13,9 +13,9 @@ from repro_matrix.text import counted
 EPILOG = """A, B: a folder of results, one result file, or a stack of the baseline (torch2.2-tf4.39, current). Where
 each side has one stack or one hardware and they differ, the comparison goes across them.
 
-exit codes: 0 no difference; 1 a result differs (failures, fixes, error text, flakiness); 3 no result differs, but B
-lacks results of A, or a file cannot be read; 2 usage, no results, or no cell in common. Differences in time and
-memory, and results that only B has, are listed and do not change the exit code. --agreement: 0 or 2."""
+exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B
+lacks results of A, or a file cannot be read; 2 usage, no results, or no cell in common. Results that only B has are
+listed and do not change the exit code. --agreement: 0 or 2."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -308,7 +308,7 @@ def _change(change: Change) -> str:
     row = change.row
     return (
         f"- {escape(' '.join(row.axes))} on {escape(row.hardware)}, variant **{escape(change.variant)}**: "
-        f"{change.kind} ({KINDS[change.kind].meaning})\n"
+        f"{change.kind} ({KINDS[change.kind]})\n"
         f"  - before: {code(describe_row(change.before))}\n"
         f"  - now: {code(describe_row(change.after))}"
     )
