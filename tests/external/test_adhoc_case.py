@@ -17,8 +17,9 @@ from repro_matrix.cli import run, script_options
 from repro_matrix.config import catalog
 from repro_matrix.config.adhoc import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
-from repro_matrix.external import adhoc_case, command_line, script_report
+from repro_matrix.external import adhoc_case
 from repro_matrix.external.adhoc_case import Failure, error, exit_code, hang, known_failures, learned, log, metric
+from repro_matrix.external.scripts import describe
 from repro_matrix.grading.grade import grade
 from repro_matrix.launch.attempt import CUT, UserCommand
 from repro_matrix.launch.torchrun import metric_in, printed, tracebacks
@@ -30,7 +31,7 @@ Json = dict[str, Any]
 
 
 def case_of(failure: Failure) -> AdhocCase:
-    command = command_line.Command(("train.py",), 2, False, "train", "train.py")
+    command = adhoc_case.Command(("train.py",), 2, False, "train", "train.py")
     return adhoc_case.Script(command, failure, Path("results"), 60.0).case()
 
 
@@ -217,7 +218,7 @@ def test_metric_in_a_line_is_its_number(line: str, value: float | None) -> None:
 def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)")
-    made = command_line.of_script(str(script), 2, "--lr '1 2'")
+    made = adhoc_case.command_of_script(str(script), 2, "--lr '1 2'")
     assert made.argv[-3:] == (str(script), "--lr", "1 2") and (made.name, made.nproc, made.plain) == ("train", 2, False)
     for words, argv, nproc, plain in (
         (f"torchrun --nproc_per_node=4 {script}", ("-m", "torch.distributed.run"), 4, False),
@@ -227,12 +228,12 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         (f"python3.11 {script} --x", (str(script), "--x"), 1, True),
         ("python -m some.train", ("-m", "some.train"), 1, True),
     ):
-        found = command_line.of_words(words.split())
+        found = adhoc_case.command_of_words(words.split())
         assert (found.argv[:2], found.nproc, found.plain) == (argv, nproc, plain), words
-    assert command_line.of_words(["torchrun", str(script)]).nproc == 1
-    assert command_line.of_words(["torchrun", "--nproc-per-node", "auto", str(script)], 2).nproc == 2
+    assert adhoc_case.command_of_words(["torchrun", str(script)]).nproc == 1
+    assert adhoc_case.command_of_words(["torchrun", "--nproc-per-node", "auto", str(script)], 2).nproc == 2
     with pytest.raises(ConfigError, match="but --nproc is 3"):
-        command_line.of_words(["torchrun", "--nproc-per-node", "2", str(script)], 3)
+        adhoc_case.command_of_words(["torchrun", "--nproc-per-node", "2", str(script)], 3)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ def test_script_report_names_error_and_missing_rank() -> None:
     case = case_of(error("IndexError"))
     document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [
         {"observation": died, "outcome": graded(error("IndexError"), died).to_json()}]}}}  # fmt: skip
-    text = "\n".join(script_report.lines(case, document))
+    text = "\n".join(describe(case, document))
     assert "IndexError: list index #" in text and "only 1 rank of 2 started" in text
 
 

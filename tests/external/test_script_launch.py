@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import spec
-from repro_matrix.external import command_line, script_report
+from repro_matrix.external import adhoc_case
 from repro_matrix.external.adhoc_case import Failure, Script, error, exit_code, hang, in_shell, metric
+from repro_matrix.external.scripts import describe
 from repro_matrix.runner import session, workspace
 
 pytestmark = pytest.mark.ranks
@@ -32,7 +33,7 @@ class Bench:
         return path
 
     def document(self, words: str, wanted: Failure = ANY, **how: Any) -> Any:
-        self.script = Script(command_line.of_words(words.split()), wanted, self.folder / "results", **how)
+        self.script = Script(adhoc_case.command_of_words(words.split()), wanted, self.folder / "results", **how)
         prepared = session.prepare(self.script.request(), given={"current": in_shell(self.stack)})
         return workspace.execute(prepared, lambda event: None, threading.Event()).documents[0]
 
@@ -122,7 +123,7 @@ def test_package_of_the_shells_pythonpath_is_named_and_another_measurement(
     assert document["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "other_failure"
     (note,) = document["stack"]["changed"]
     assert str(patched) in note
-    assert f"  note: {note}" in list(script_report.lines(bench.script.case(), document))
+    assert f"  note: {note}" in list(describe(bench.script.case(), document))
     key = in_shell(bench.stack).key
     patched.write_text("patched = 0", encoding="utf-8")
     os.utime(patched, (1, 1))

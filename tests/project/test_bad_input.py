@@ -15,7 +15,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config.selection import parse
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.external import command_line
+from repro_matrix.external.adhoc_case import checked_script
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
@@ -90,10 +90,10 @@ def test_script_that_does_not_exist_gets_the_nearest_name_only(tmp_path: Path, m
     for name in ("needs.py", "imp.py", "train_min.py"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError) as error:
-        command_line.checked("./nope.py")  # .py alone does not make needs.py near
+        checked_script("./nope.py")  # .py alone does not make needs.py near
     assert "did you mean" not in str(error.value)
     with pytest.raises(ConfigError, match=r"did you mean 'train_min.py'"):
-        command_line.checked("./trian_min.py")
+        checked_script("./trian_min.py")
 
 
 # -- files of conf/

@@ -82,7 +82,7 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
 def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     """Return the prober of a script. Lock files become stacks first."""
     from repro_matrix.external.lockfiles import endpoints
-    from repro_matrix.external.script_prober import ScriptProber
+    from repro_matrix.external.scripts import ScriptProber
 
     if args.variant:
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")

@@ -51,8 +51,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_script(args: argparse.Namespace) -> int:
-    from repro_matrix.external import script_report
     from repro_matrix.external.adhoc_case import in_shell, known_failures
+    from repro_matrix.external.scripts import describe
 
     script, spec, settings = script_options.script_of(args, "only a bisection can find the limit itself")
     request = script.request(spec, settings.repeat)
@@ -82,7 +82,7 @@ def run_script(args: argparse.Namespace) -> int:
         print_json({**document, "attempts": attempts, "error_at": error_at(attempts), "known": known,
                     "document": document["path"]})  # fmt: skip
     else:
-        print("\n".join(script_report.lines(case, document)))
+        print("\n".join(describe(case, document)))
         for slug in known:
             print(f"a known failure: {slug}, {shipped[slug].title}")
             print(f"  its fixes: `repro show {slug}`; live: `repro run {slug}`")

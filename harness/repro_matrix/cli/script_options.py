@@ -9,7 +9,6 @@ from repro_matrix.cli import options as arguments
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case as adhoc
-from repro_matrix.external import command_line
 from repro_matrix.external.log_scan import LogError, lines
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.text import log
@@ -51,7 +50,7 @@ def _seconds(text: str) -> float:
 
 def is_script(args: argparse.Namespace) -> bool:
     """Return whether the command's first argument is a script, not a case."""
-    return bool(getattr(args, "command", None)) or args.module or command_line.is_script(args.case or "")
+    return bool(getattr(args, "command", None)) or args.module or adhoc.is_script(args.case or "")
 
 
 def given(args: argparse.Namespace) -> list[str]:
@@ -106,11 +105,11 @@ def script_of(args: argparse.Namespace, needs_limit: str = "") -> tuple[adhoc.Sc
     if words:
         if args.script_args:
             raise ConfigError("--args goes with a script's name; a command line after -- has its own arguments.")
-        command = command_line.of_words(words, args.nproc)
+        command = adhoc.command_of_words(words, args.nproc)
     else:
         if args.module and not args.case:
             raise ConfigError("--module: a module's name is missing. Write `repro run --module my.train`.")
-        command = command_line.of_script(args.case, args.nproc or 2, args.script_args, args.module)
+        command = adhoc.command_of_script(args.case, args.nproc or 2, args.script_args, args.module)
     failure = failure_of(args)
     if needs_limit and failure.needs_limit:
         raise ConfigError(f"--metric {failure.text!r}: write NAME > NUMBER; {needs_limit}.")

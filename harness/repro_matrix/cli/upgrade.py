@@ -80,7 +80,7 @@ def _resolve(source: str, target: str) -> tuple[Stack, Stack]:
 def _upgrade_script(args: argparse.Namespace) -> int:
     from repro_matrix.config.adhoc import VARIANT
     from repro_matrix.external.lockfiles import endpoints
-    from repro_matrix.external.script_prober import ScriptProber
+    from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.search.bisect import Bisector
 
     script, _, settings = options.script_of(args)

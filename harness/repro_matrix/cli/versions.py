@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
     if script_options.is_script(args):
-        from repro_matrix.external.script_prober import ScriptProber
+        from repro_matrix.external.scripts import ScriptProber
 
         script, base, settings = script_options.script_of(args, "only a bisection can find the limit itself")
         return ScriptProber(script, log, threading.Event(), settings.repeat), base

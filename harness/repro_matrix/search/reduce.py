@@ -23,8 +23,7 @@ from repro_matrix.config.adhoc import VARIANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError, MeasureError
-from repro_matrix.external import command_line
-from repro_matrix.external.adhoc_case import Script, learned
+from repro_matrix.external.adhoc_case import Script, command_of_script, learned
 from repro_matrix.paths import cache_dir
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import comparable_text
@@ -236,7 +235,7 @@ class ScriptReduction(Reduction):
         values = dict(zip((each.name for each in self.parameters), config))
         old = self.script.command
         nproc = int(values.get("nproc", old.nproc))
-        command = command_line.of_script(self.word, nproc, shlex.join(self._words(config)), module=old.script is None)
+        command = command_of_script(self.word, nproc, shlex.join(self._words(config)), module=old.script is None)
         if path is not None:
             argv = tuple(str(path) if part == str(command.script) else part for part in command.argv)
             command = replace(command, argv=argv, script=path)

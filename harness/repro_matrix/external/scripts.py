@@ -1,0 +1,180 @@
+"""Probe a user's script, whose failure the two ends of a search may define; its result as lines for a terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from repro_matrix.config.adhoc import VARIANT, AdhocCase
+from repro_matrix.config.selection import override_text as written
+from repro_matrix.environment.stacks import Stack
+from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.external.adhoc_case import DEADLINE_S, Failure, Script, in_shell, learned, normal
+from repro_matrix.grading.observation import Attempt, parse_threads
+from repro_matrix.grading.root_cause import find_failures
+from repro_matrix.records.attempt import Observation
+from repro_matrix.records.document import Document, Made
+from repro_matrix.records.outcome import Outcome
+from repro_matrix.search.prober import Prober, Say, Target
+from repro_matrix.text import counted, list_ranks, one_line
+
+NOISE = 3.0  # minimum distance of the two ends' means, in spreads of one end
+REPEAT = 3  # attempts of an end, for the noise of its metric
+FRAMES = 4  # of a hung rank, the innermost first
+TAIL = 6  # lines of a rank's log
+
+
+class ScriptProber(Prober):
+    def __init__(self, script: Script, say: Say, stop: threading.Event, repeat: int | None = None) -> None:
+        self.script = script
+        super().__init__(script.request(repeat=repeat), say, stop)
+
+    def resolve(self, target: Target) -> Stack:
+        return in_shell(super().resolve(target))
+
+    def use(self, failure: Failure) -> None:
+        """Use another definition of the failure. Stored attempts are graded again, not launched again."""
+        self.script = replace(self.script, failure=failure)
+        self.request = self.script.request(repeat=self.settings.repeat)
+        self.case = self.request.catalogue.cases[self.script.slug]
+        self.points.clear()
+
+    def command(self, spec: str, variant: str) -> list[str]:
+        """Return the `repro run` command of the script on a stack."""
+        script = self.script
+        texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
+        texts += [written(f"env.{name}", value) for name, value in script.env]
+        words = shlex.split(script.command.shown)
+        here = [os.path.relpath(word) if word.startswith(os.getcwd() + os.sep) else word for word in words]
+        return ["repro", "run", *texts, f"stack={spec}", "--", *here]
+
+    def learn(self, good: Target, bad: Target) -> None:
+        """Complete the definition of the failure from the ends. Raises ConfigError or MeasureError."""
+        if not self.script.failure.text:
+            for end in (bad, good):
+                failure = self._failure_of(end)
+                if failure is not None:
+                    self.use(failure)
+                    self.say(f"the failure is that of {end.name}: {failure.text}")
+                    text = failure.text.replace("`", "'")
+                    self.notes.append(f"No failure was given; it is that of {end.name}: `{text}`.")
+                    return
+        elif self.script.failure.needs_limit:
+            self._find_limit(good, bad)
+
+    def _failure_of(self, end: Target) -> Failure | None:
+        for made in self.document(end, self.repeat)["variants"][VARIANT]["attempts"]:
+            outcome = Outcome.from_json(made["outcome"])
+            if outcome.outcome == "other_failure":
+                return learned(outcome, made)
+        return None
+
+    def _find_limit(self, good: Target, bad: Target) -> None:
+        """Use the value halfway between the ends as the limit. They have to differ by more than their noise."""
+        metric = self.script.failure.metric
+        assert metric is not None
+        values = {end.name: self._values(end) for end in (good, bad)}
+        low, high = (sum(values[end.name]) / len(values[end.name]) for end in (good, bad))
+        noise = max(max(each) - min(each) for each in values.values())
+        ends = "; ".join(f"{name}: {', '.join(f'{value:g}' for value in each)}" for name, each in values.items())
+        if abs(high - low) <= NOISE * noise or high == low:
+            raise ConfigError(f"{metric.name} differs by no more than its noise ({noise:g}) at the two ends ({ends}).")
+        limit = metric.model_copy(update={"op": ">" if high > low else "<", "limit": (low + high) / 2})
+        self.use(replace(self.script.failure, metric=limit))
+        self.repeat = max(self.repeat, REPEAT if noise else 1)
+        self.say(f"bad is {metric.name} {limit.op} {limit.limit:g} ({ends})")
+        text = f"Bad is {metric.name} {limit.op} {limit.limit:g}, halfway between the ends ({ends}; noise {noise:g})."
+        self.notes.append(text)
+
+    def _values(self, end: Target) -> list[float]:
+        attempts = self.document(end, max(self.repeat, REPEAT))["variants"][VARIANT]["attempts"]
+        printed = [made["observation"].get("printed") for made in attempts]
+        for made, each in zip(attempts, printed):
+            if not each or not each["metric"]:
+                raise MeasureError(f"{end.name}: {made['outcome']['reason']}")
+        return [each["metric"][-1]["value"] for each in printed if each]
+
+
+# -- the result as lines
+
+
+def describe(case: AdhocCase, document: Document) -> Iterator[str]:
+    return map(one_line, _lines(case, document))
+
+
+def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
+    attempts = document["variants"][VARIANT]["attempts"]
+    yield case.title + (f"   (the failure: {case.failure})" if case.failure else "")
+    outcomes = Counter(made["outcome"]["outcome"] for made in attempts)
+    yield ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in outcomes.most_common())
+    yield from (f"  note: {text}" for text in document["stack"].get("changed", [])[:FRAMES])
+    made = next((a for a in attempts if a["outcome"]["outcome"] != "passed"), attempts[0] if attempts else None)
+    if made is None:
+        return
+    yield f"  {made['outcome']['reason'].splitlines()[0]}"
+    infra_error = made["observation"]["infra_error"]
+    yield from (f"    {line}" for line in (infra_error["message"].splitlines()[1:][-TAIL:] if infra_error else ()))
+    yield from _first_failure(made)
+    if made["observation"]["attempt"]["timed_out"]:
+        yield from _stacks(made["observation"])
+    for note in dict.fromkeys(_notes(case, made["observation"])):
+        yield f"  note: {note}"
+
+
+def _first_failure(made: Made) -> Iterator[str]:
+    """Yield the innermost frames or the rank's last lines, and the failure in the form that --error takes."""
+    primary = made["outcome"]["primary"]
+    if not primary:
+        return
+    rank = next(each for each in made["observation"]["ranks"] if each["rank"] == primary["rank"])
+    raised = rank["record"]["exception"] if rank["record"] else None
+    frames = raised["frames"] if raised else []
+    for frame in frames[-3:]:
+        yield f"    {frame['file']}:{frame['line']} {frame['function']}: {frame.get('code', '')}"
+    if not frames:
+        yield from (f"    {line}" for line in rank["log_tail"].splitlines()[-TAIL:])
+    where = f" ({primary['location']})" if primary["location"] else ""
+    yield f"  first: rank {primary['rank']}: {primary['type']}: {normal(primary['message'])}{where}"
+
+
+def _stacks(observation: Observation) -> Iterator[str]:
+    """Yield the innermost frames of each rank's main thread in a hang; ranks at the same place together."""
+    places: dict[tuple[str, ...], list[int]] = {}
+    for rank in Attempt(observation).ranks:
+        threads = parse_threads(rank.stack) if rank.stack else []
+        frames = tuple(" ".join(line.split()) for line in threads[0].lines[:FRAMES]) if threads else ()
+        places.setdefault(frames, []).append(rank.rank)
+    for frames, ranks in places.items():
+        yield f"  {list_ranks(ranks)} stopped at" + (":" if frames else ": unknown")
+        yield from (f"    {frame}" for frame in frames)
+
+
+def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
+    attempt = Attempt(observation)
+    failures = find_failures(attempt)
+    silent = {rank.rank for rank in attempt.ranks if not rank.wrote and rank.exit_code is None and not rank.signal}
+    follow = sorted(rank for rank in failures.excused if failures.primary and rank not in silent)
+    if follow:
+        yield f"the errors of {list_ranks(follow)} follow from it"
+    if len(attempt.ranks) < case.launch.world_size:
+        yield f"only {counted(len(attempt.ranks), 'rank')} of {case.launch.world_size} started"
+    if observation["attempt"]["leaked_processes"]:
+        yield f"processes that it left behind were ended: {', '.join(observation['attempt']['leaked_processes'])}"
+    if attempt.printed.get("cut"):
+        yield "a log was cut (64 MiB; a line: 1 MiB); the missing part was not searched"
+    values = attempt.printed.get("by_rank", {})
+    if len(set(values.values())) > 1:
+        by_rank = ", ".join(f"rank {rank}: {value:g}" for rank, value in sorted(values.items()))
+        yield f"the ranks disagree on the metric: {by_rank}; the first that prints it counts"
+    for rank in attempt.ranks:
+        if rank.raised and rank.raised.type == "EOFError":
+            yield "standard input is empty here: a script that asks for input cannot be measured"
+        yield from (
+            f"rank {rank.rank}: a thread ended with {e.message}" for e in rank.log_entries if e.name == "threading"
+        )
+        if not rank.wrote:
+            yield f"rank {rank.rank} left no record (python -I or -S, or it ended before its first line)"
