@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -47,13 +47,10 @@ def case_models() -> list[type[BaseModel]]:
 
 
 def axis_models() -> list[type[BaseModel]]:
-    from repro_matrix.config import axes
+    from repro_matrix.config import schema
 
-    return [
-        *dict.fromkeys(
-            model for axis in ("Model", "Strategy", "Stack", "Hardware") for model in reachable(getattr(axes, axis))
-        )
-    ]
+    axes = (schema.Model, schema.Strategy, schema.Stack, schema.Hardware)
+    return list(dict.fromkeys(model for axis in axes for model in reachable(axis)))
 
 
 def reachable(model: type[BaseModel]) -> list[type[BaseModel]]:
@@ -103,6 +100,8 @@ def type_text(kind: Any) -> str:
         return " or ".join(f"`{arg}`" for arg in args)
     if origin in (Union, UnionType):
         return " or ".join(type_text(arg) for arg in args)
+    if origin is Annotated:
+        return type_text(args[0])
     if origin is list:
         return f"list of {type_text(args[0])}"
     if origin is dict:

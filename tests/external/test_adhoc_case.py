@@ -15,7 +15,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import run, script_options
 from repro_matrix.config import catalog
-from repro_matrix.config.adhoc import VARIANT, AdhocCase
+from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case
 from repro_matrix.external.adhoc_case import Failure, error, exit_code, hang, known_failures, learned, log, metric

@@ -16,8 +16,7 @@ from hostile import HOSTILE
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import attempt_of
-from repro_matrix.config.env_allowlist import building, inherited
-from repro_matrix.config.settings import RunSettings, compose_run
+from repro_matrix.config.settings import RunSettings, building, compose_run, inherited
 from repro_matrix.errors import ConfigError
 from repro_matrix.launch.attempt import environment, stack_environment, torchrun_line
 from repro_matrix.launch.forkserver import server_environment

@@ -17,8 +17,8 @@ from typing import Any, Literal, cast
 from packaging.version import InvalidVersion, Version
 
 from repro_matrix.analysis.claim_evidence import Cell, as_set, decide, strategy_unusable
-from repro_matrix.config.axes import Strategy
-from repro_matrix.config.schema import Case, Claim, Prediction
+from repro_matrix.config.expectations import Claim, Prediction
+from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.comparability import settings_difference
 from repro_matrix.records.attempt import Settings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.cli import script_options
-from repro_matrix.config.adhoc import VARIANT
+from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import StackError, spec
 from repro_matrix.environment.stacks.spec import canonical

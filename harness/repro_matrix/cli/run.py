@@ -8,7 +8,7 @@ import threading
 from repro_matrix.cli import matrix, script_options
 from repro_matrix.cli import options as arguments
 from repro_matrix.config import catalog
-from repro_matrix.config.adhoc import VARIANT, AdhocCase
+from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError, ExitCode, ReproError, unknown

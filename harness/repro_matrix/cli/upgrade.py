@@ -78,7 +78,7 @@ def _resolve(source: str, target: str) -> tuple[Stack, Stack]:
 
 
 def _upgrade_script(args: argparse.Namespace) -> int:
-    from repro_matrix.config.adhoc import VARIANT
+    from repro_matrix.config.schema import VARIANT
     from repro_matrix.external.lockfiles import endpoints
     from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.search.bisect import Bisector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import json
@@ -16,9 +17,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from repro_matrix.config import project
-from repro_matrix.config.axes import Hardware, Model, Stack, Strategy
 from repro_matrix.config.expectations import Expectation, Table
-from repro_matrix.config.schema import Case, Variant
+from repro_matrix.config.schema import Case, Hardware, Model, Stack, Strategy, Variant
 from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.paths import CONF, REPROS, file_state
 
@@ -95,6 +95,20 @@ def read_yaml(path: Path) -> Raw:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys, not {type(data).__name__}")
     return data
+
+
+def check_syntax(path: Path, shown: str = "") -> None:
+    """Raise ConfigError, which names the line, if a file is not Python. ``shown``: the path as written."""
+    name = shown or str(path)
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise ConfigError(f"{name}:{error.lineno}: {error.msg}: {line}") from None
+    except ValueError as error:  # null bytes
+        raise ConfigError(f"{name}: not a Python script: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
 
 
 def parse(model: type[T], raw: Raw, path: Path | str) -> T:

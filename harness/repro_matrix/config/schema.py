@@ -1,4 +1,4 @@
-"""The schema of a case's file: signatures, claims, variants. Pure.
+"""The schema of the files in conf/: cases with signatures and variants, models, strategies, stacks, hardware. Pure.
 
 pydantic refuses unknown keys and wrong values; ``repro_matrix.errors`` turns its messages into a file, a key and the
 nearest valid choice.
@@ -7,53 +7,42 @@ nearest valid choice.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from repro_matrix.config.axes import Invariants, Needy
-from repro_matrix.config.expectations import Expectation
+from repro_matrix.config.expectations import Claim, Expectation
 from repro_matrix.config.vocabulary import (
     Capability,
-    OutcomeName,
+    CollectiveKind,
+    Held,
+    Regex,
+    Requirement,
     SignatureKind,
     Strict,
-    VerdictName,
-    regex,
-    requirement,
-)
+)  # fmt: skip
+from repro_matrix.errors import nearest
 
 
 class Frame(Strict):
     """One frame that must be among an exception's (or a hung rank's) frames; regular expressions, whole match."""
 
-    module: str = ".*"
-    function: str = ".*"
-
-    _check = field_validator("module", "function")(regex)
+    module: Regex = ".*"
+    function: Regex = ".*"
 
 
 class Collective(Strict):
     """A collective of one group in which the ranks of a hang disagree, as torch's flight recorder shows it."""
 
-    kinds: list[str] = Field(min_length=1)  # regular expressions, each for one kind that was entered: allgather ...
-
-    @field_validator("kinds")
-    @classmethod
-    def _regexes(cls, value: list[str]) -> list[str]:
-        return [regex(item) for item in value]
+    kinds: list[Regex] = Field(min_length=1)  # regular expressions, each for one kind that was entered: allgather ...
 
 
 class AmbiguousWith(Strict):
     """Another cause that shows the very same: of an unknown script, a log alone does not tell which it was."""
 
     cause: str
-    ruled_out_by: str | None = None  # a regular expression: a line of the same log that rules the other cause out
-
-    @field_validator("ruled_out_by")
-    @classmethod
-    def _check(cls, value: str | None) -> str | None:
-        return value if value is None else regex(value)
+    ruled_out_by: Regex | None = None  # a regular expression: a line of the same log that rules the other cause out
 
 
 class Signature(Strict):
@@ -63,27 +52,17 @@ class Signature(Strict):
     kind: SignatureKind
     # exception: its type's name (or one of its bases), and a regular expression searched for in its message.
     type: str | None = None
-    message: str | None = None
-    messages: dict[str, str] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
+    message: Regex | None = None
+    messages: dict[str, Regex] = {}  # backend (nccl, gloo) -> message, where the backends word it differently
     package: str | None = None  # exception: package of the innermost frame; log: package the record comes from
     frames: list[Frame] = []  # exception, hang and signal: each must match one of the frames
     collective: Collective | None = None  # hang: in what the ranks disagree, beside the frames
-    logger: str | None = None  # log: regular expression for the logger or the warning category
+    logger: Regex | None = None  # log: regular expression for the logger or the warning category
     check: str | None = None  # oracle: the name of the check that fails
     signal: str | None = None  # signal: SIGSEGV, SIGABRT ...
     accelerator: Literal["cpu", "cuda"] | None = None  # where it can show at all; None: anywhere
     ranks: Literal["any", "all"] = "any"
     ambiguous_with: AmbiguousWith | None = None  # for `repro match` alone: here the script is known
-
-    @field_validator("message", "logger")
-    @classmethod
-    def _regexes(cls, value: str | None) -> str | None:
-        return value if value is None else regex(value)
-
-    @field_validator("messages")
-    @classmethod
-    def _variant_regexes(cls, value: dict[str, str]) -> dict[str, str]:
-        return {backend: regex(text) for backend, text in value.items()}
 
     @model_validator(mode="after")
     def _needs(self) -> Signature:
@@ -110,63 +89,102 @@ class Signature(Strict):
         return self
 
 
-class Metric(Strict):
-    """A comparison with another variant's metric: own <= factor * other (``below``), own >= factor * other
-    (``above``)."""
+class Needy(Strict):
+    """What a variant or a strategy needs of a stack."""
 
-    name: str
-    below: str | None = None  # name of the other variant
-    above: str | None = None
-    factor: float = 1.0
+    requires: list[Requirement] = []
+    # What it needs on that hardware beside ``requires``.
+    requires_on: dict[Literal["cpu", "cuda"], list[Requirement]] = {}
+
+    def needs_on(self, accelerator: str) -> list[str]:
+        """All that a stack must have for it on ``cpu`` or ``cuda``."""
+        beside = [item for kind, listed in self.requires_on.items() if kind == accelerator for item in listed]
+        return [*self.requires, *beside]
+
+
+class Model(Strict):
+    slug: str
+    title: str
+    hub: str
+    model_type: str
+    remote_code: str | None = None
+    requires: list[str] = []
+    config: dict[str, Any]
+    tiny: dict[str, Any] = {}
+
+
+class Invariants(Strict):
+    """What of a model each rank holds: ``whole``, a ``shard`` (one of as many as there are ranks) or only ``part``."""
+
+    parameters: Held | None = None
+    gradients: Held | None = None  # when the optimizer steps
+    updates: Held | None = None  # what the rank's own optimizer steps on
+    collectives: list[CollectiveKind] = []  # called in every training step
+
+
+class Strategy(Needy):
+    slug: str
+    title: str
+    must_divide: list[str] = []  # keys of a model's configuration that tp_size must divide
+    allow_gpu_sharing: bool = False  # its collectives exist in gloo for CUDA tensors too
+    options: dict[str, Any] = {}  # every option with its default
+    choices: dict[str, list[Any]] = {}  # the values of those options that take only some
+    invariants: Invariants  # what every attempt under it must show to have been in effect
+    replicas: dict[str, dict[str, int]] = {}  # option -> value -> how often the ranks together hold the model then
 
     @model_validator(mode="after")
-    def _one(self) -> Metric:
-        if (self.below is None) == (self.above is None):
-            raise ValueError("a metric comparison needs exactly one of below and above (another variant's name)")
+    def _values(self) -> Strategy:
+        if not self.invariants.model_dump(exclude_defaults=True):
+            raise ValueError("invariants: none, so that nothing could show that the strategy took effect")
+        for option, value in self.options.items():
+            problem = self.refuses(option, value)
+            if problem:
+                raise ValueError(f"option {option}: {problem}")
+        for key in ("choices", "replicas"):
+            for option in getattr(self, key):
+                if option not in self.options:
+                    raise ValueError(f"{key} of {option!r}, which is not among the options")
         return self
 
-
-class Prediction(Strict):
-    """What a claim says would be measured. Axes left out match every cell that was measured."""
-
-    variant: str
-    case: str | None = None
-    model: str | None = None
-    strategy: str | None = None
-    ranks: int | None = Field(default=None, ge=1)
-    stack: str | None = None
-    hardware: str | None = None
-    verdict: VerdictName | list[VerdictName] | None = None
-    outcome: OutcomeName | list[OutcomeName] | None = None
-    # The outcome but for what the log says, where the variant reproduces: that a warning is harmless, or is not.
-    outcome_without_warning: OutcomeName | list[OutcomeName] | None = None
-    metric: Metric | None = None
-    condition: str | None = None  # the condition in words, for conditional(on what)
-    # The variant in whose place this one stands, where that is not the unfixed variant: one that shares all but the
-    # change that the claim is about. The failure must reproduce there for the prediction to be tried.
-    relative_to: str | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Prediction:
-        if (
-            sum(part is not None for part in (self.verdict, self.outcome, self.outcome_without_warning, self.metric))
-            != 1
-        ):
-            raise ValueError("a prediction needs exactly one of verdict, outcome, otherwise and metric")
-        return self
+    def refuses(self, option: str, value: Any) -> str | None:
+        """Why an option that it has does not take a value, or None. A bool is no number here, nor 1 a bool."""
+        choices = self.choices.get(option)
+        if choices is None:
+            default = self.options[option]
+            return None if type(value) is type(default) else f"{value!r} is not of type {type(default).__name__}"
+        if any(type(value) is type(choice) and value == choice for choice in choices):
+            return None
+        return f"{value!r} is not valid{nearest(str(value), map(str, choices))}"
 
 
-class Claim(Strict):
-    id: str
-    text: str
-    source: str = ""
-    predictions: list[Prediction] = []
-    untestable: str | None = None  # why nothing here can test it: it stays untested(why)
+class Stack(Strict):
+    slug: str
+    title: str
+    kind: Literal["current", "python", "lock"] = "lock"
+    python: str | None = None
+    pins: list[str] = []
+    no_deps: list[str] = []  # installed as they are, without what they say they depend on
+    constraints: list[str] = []
+    floating: bool = False  # no committed lock: whatever the index holds today
+
+
+class Hardware(Strict):
+    slug: str
+    title: str
+    accelerator: Literal["auto", "cpu", "cuda"]
+    gpus: int = Field(default=0, ge=0)
+    gpu_name: str | None = None
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    shared: bool = False  # all ranks of an attempt on one GPU
+    # Of a usual node of this kind, for `--dry-run --memory` on a machine that has none (GiB).
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    memory_gb: float | None = Field(default=None, gt=0)
+    cores: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _some(self) -> Claim:
-        if bool(self.predictions) == bool(self.untestable):
-            raise ValueError("a claim needs either predicts or untestable")
+    def _gpu_fields(self) -> Hardware:
+        if self.accelerator == "cpu" and (self.gpus or self.backend == "nccl" or self.shared):
+            raise ValueError("accelerator: cpu uses no GPU: leave out gpus, shared and backend: nccl, or say cuda")
         return self
 
 
@@ -191,9 +209,8 @@ class Variant(Needy):
     tp_size: int | None = Field(default=None, ge=1)
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     env: dict[str, str] = {}
-    depends_on_capabilities: list[
-        Capability
-    ] = []  # beside the case's: the machine's facts that decide this variant's answer
+    # Beside the case's: the machine's facts that decide this variant's answer.
+    depends_on_capabilities: list[Capability] = []
     invariants: Invariants | None = None  # laid over its strategy's, where the fix is to do without a part of it
 
 
@@ -211,16 +228,13 @@ class Launch(Strict):
 
 
 class Requires(Strict):
-    packages: list[str] = []  # requirements that the stack must meet
+    packages: list[Requirement] = []  # requirements that the stack must meet
     gpus: int = Field(default=0, ge=0)
-    requires_default_compute_mode: bool = (
-        False  # on GPUs every rank computes on every GPU: one in an exclusive mode lets one process in
-    )
+    # On GPUs every rank computes on every GPU: one in an exclusive mode lets one process in.
+    requires_default_compute_mode: bool = False
     divisible: bool = True  # tp_size must divide the heads; False: that is what the case is about, or it sets its own
     stack: str | None = None  # the shipped stack on which the case is known to reproduce
     reason: str = ""
-
-    _check = field_validator("packages")(lambda cls, value: [requirement(item) for item in value])
 
 
 class PassCriteria(Strict):
@@ -253,9 +267,7 @@ class Case(Strict):
     accelerator: Literal["cpu"] | None = None  # cpu: it never touches a GPU, or cannot show itself on one
     allow_gpu_sharing: bool = False  # ranks may share one GPU (gloo, CUDA tensors): it still means something
     min_ranks: int = Field(default=2, ge=1)  # with fewer ranks it says nothing
-    supports_other_world_sizes: bool = (
-        False  # whether more ranks than its own (launch.world_size) ask the same question
-    )
+    supports_other_world_sizes: bool = False  # more ranks than its own (launch.world_size) ask the same question
     steps: int = Field(default=3, ge=1)  # training steps
     repeat: int = Field(default=1, ge=1)  # attempts per variant
     requires: Requires = Requires()  # what stack and machine must have; else the cell is skipped
@@ -267,9 +279,8 @@ class Case(Strict):
     preserve_config: list[str] = []  # keys of the model's configuration that scale=tiny leaves at their real value
     tiny_config: dict[str, Any] = {}  # values of the model's configuration at scale=tiny
     options: dict[str, Any] = {}  # strategy options of every variant
-    depends_on_capabilities: list[
-        Capability
-    ] = []  # facts of the machine that decide its answers: where they differ it has no expectation
+    # Facts of the machine that decide its answers: where they differ it has no expectation.
+    depends_on_capabilities: list[Capability] = []
     flags: dict[str, Flag] = {}  # the small settings that variants change
     signatures: list[Signature] = []  # any of them is the known failure
     also_matches: list[str] = []  # cases whose signature may match this case's stored observation too
@@ -306,3 +317,40 @@ class Case(Strict):
                 if choices is not None and value not in choices:
                     raise ValueError(f"variant {name!r}: flag {flag} takes {choices}, not {value!r}")
         return self
+
+
+# -- a user's script as an ad-hoc case: one variant, and a signature built from the command line's options
+
+VARIANT = "unfixed"  # its one variant
+INFINITE = 1e308  # stands for infinity, which JSON does not have
+
+
+class Metric(Strict):
+    """A number that the script prints. It shows the failure when it compares so with the limit; without ``op`` a
+    search finds the limit between its two ends."""
+
+    name: str
+    pattern: str  # group 1 is the number
+    op: Literal["", "<", "<=", ">", ">="] = ""
+    limit: float = 0.0
+
+    def violated_by(self, value: float) -> bool:
+        comparisons = {"<": value < self.limit, "<=": value <= self.limit,
+                       ">": value > self.limit, ">=": value >= self.limit}  # fmt: skip
+        return comparisons.get(self.op, False)
+
+
+class AdhocCase(Case):
+    """``argv`` follows the stack's interpreter; ``title`` is the command as a person writes it."""
+
+    argv: tuple[str, ...]
+    path: Path | None = None  # the script; None: a module
+    plain: bool = False  # no launcher: the command's one process is rank 0
+    single: bool = False  # it may be one process without a rank
+    failure: str = ""  # the failure in words; "": any failure
+    log: str = ""  # the lines to keep from the ranks' logs
+    metric: Metric | None = None
+
+    @model_validator(mode="after")
+    def _coherent(self) -> AdhocCase:
+        return self  # one variant is enough, and the failure may be any

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import BaseModel, ConfigDict
+from packaging import requirements
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 OutcomeName = Literal["reproduced", "passed", "other_failure", "hang", "infra_error", "skipped"]
 VerdictName = Literal[
@@ -44,7 +44,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
-def regex(value: str) -> str:
+def _regex(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
@@ -52,9 +52,13 @@ def regex(value: str) -> str:
     return value
 
 
-def requirement(value: str) -> str:
+def _requirement(value: str) -> str:
     try:
-        Requirement(value)
-    except InvalidRequirement as error:
+        requirements.Requirement(value)
+    except requirements.InvalidRequirement as error:
         raise ValueError(f"not a requirement such as 'torch>=2.4': {error}") from None
     return value
+
+
+Regex = Annotated[str, AfterValidator(_regex)]
+Requirement = Annotated[str, AfterValidator(_requirement)]  # torch>=2.4

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from repro_matrix.config.axes import Hardware
+from repro_matrix.config.schema import Hardware
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine
 from repro_matrix.errors import ConfigError, unknown

@@ -19,10 +19,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from repro_matrix.config import project
-from repro_matrix.config.adhoc import MODEL, VARIANT, AdhocCase, Metric, adhoc_case, check_syntax
-from repro_matrix.config.axes import Invariants, Model, Strategy
-from repro_matrix.config.catalog import Catalogue, load
-from repro_matrix.config.schema import Case, Signature
+from repro_matrix.config.catalog import Catalogue, check_syntax, load
+from repro_matrix.config.schema import (
+    VARIANT,
+    AdhocCase,
+    Axes,
+    Case,
+    Invariants,
+    Launch,
+    Metric,
+    Model,
+    PassCriteria,
+    Signature,
+    Strategy,
+    Variant,
+)  # fmt: skip
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.stacks import Stack
@@ -44,6 +55,7 @@ DEADLINE_S = 300.0
 MAX_IMPORTS = 1000  # files in the script's folder that are hashed
 SIGNATURE = "failure"
 STRATEGY = "script"
+MODEL = "own"  # slug of the model axis: the script brings its own
 _OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`, never imported
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
@@ -301,11 +313,17 @@ class Script:
 
     def case(self) -> AdhocCase:
         command, failure = self.command, self.failure
-        return adhoc_case(
-            self.slug, command.shown, command.argv, nproc=command.nproc, signatures=failure.signatures,
-            env=dict(self.env), deadline=failure.hang_s or self.deadline_s, path=command.script, plain=command.plain,
-            single=command.single, failure=failure.text, log=failure.log, metric=failure.metric,
+        launch = Launch(
+            world_size=command.nproc, deadline=failure.hang_s or self.deadline_s, env=dict(self.env),
+            cold_start_reason="a user's script", process_group=False,
         )  # fmt: skip
+        case = AdhocCase(
+            slug=self.slug, title=command.shown, argv=command.argv, path=command.script, plain=command.plain,
+            single=command.single, failure=failure.text, log=failure.log, metric=failure.metric, min_ranks=1,
+            allow_gpu_sharing=True, launch=launch, axes=Axes(model=[MODEL], strategy=[STRATEGY]),
+            pass_criteria=PassCriteria(kind="training", checks=["exit code"]), variants={VARIANT: Variant()},
+        )  # fmt: skip
+        return case.model_copy(update={"signatures": list(failure.signatures)})  # a user's script may raise it itself
 
     def request(self, stack: str = "current", repeat: int | None = None) -> Request:
         """Return the request for the script's one cell."""

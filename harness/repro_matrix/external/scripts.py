@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from repro_matrix.config.adhoc import VARIANT, AdhocCase
+from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import override_text as written
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError

@@ -28,8 +28,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from repro_matrix.config.adhoc import INFINITE, AdhocCase
-from repro_matrix.config.schema import Case
+from repro_matrix.config.schema import INFINITE, AdhocCase, Case
 from repro_matrix.grading.comparability import same_release
 from repro_matrix.grading.effect import missing_effect, unread_change
 from repro_matrix.grading.hangs import timeout_without_hang

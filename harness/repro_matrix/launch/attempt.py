@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import yaml
 
 from repro_matrix.config import project
-from repro_matrix.config.env_allowlist import inherited
+from repro_matrix.config.settings import inherited
 from repro_matrix.environment.gpus import RUN_TOKEN
 
 Json = dict[str, Any]

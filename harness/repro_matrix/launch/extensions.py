@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from repro_matrix.config.env_allowlist import building
+from repro_matrix.config.settings import building
 from repro_matrix.environment.stacks.spec import Stack
 
 _BUILD = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"

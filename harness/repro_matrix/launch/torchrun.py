@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from repro_matrix.config.adhoc import INFINITE
-from repro_matrix.config.env_allowlist import set_by_launch
+from repro_matrix.config.schema import INFINITE
+from repro_matrix.config.settings import set_by_launch
 from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import (
     CUT,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from repro_kit.settings import first
 
-from repro_matrix.config.axes import Strategy
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.schema import Case
+from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.selection import Selection, expand
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError, unknown

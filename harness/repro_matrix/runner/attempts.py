@@ -14,9 +14,8 @@ from typing import Any, Final, cast
 
 from packaging.requirements import Requirement
 
-from repro_matrix.config.adhoc import AdhocCase
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.schema import Case
+from repro_matrix.config.schema import AdhocCase, Case
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.stacks import Stack

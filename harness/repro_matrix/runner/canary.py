@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro_matrix.config.axes import Model, Strategy
 from repro_matrix.config.catalog import Catalogue, parse, read_yaml
-from repro_matrix.config.schema import Case
+from repro_matrix.config.schema import Case, Model, Strategy
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.paths import CONF, REPROS
 from repro_matrix.planning.cells import Cell

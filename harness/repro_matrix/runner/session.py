@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.adhoc import check_syntax
-from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.catalog import Catalogue, check_syntax
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import Order, RunSettings, compose_run
 from repro_matrix.environment import machine as machine_module

@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from repro_matrix.config.adhoc import VARIANT
+from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError, MeasureError

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix import paths
-from repro_matrix.config.axes import Stack as Definition
+from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks import spec
 from repro_matrix.environment.stacks.lock import DAY_S, Lock, run_uv, write

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro_matrix import paths
-from repro_matrix.config.axes import Stack as Definition
+from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.environment.stacks.spec import HEAVY, Kind, StackError, canonical, replaced, short_hash
 from repro_matrix.files import write_text
 

@@ -30,7 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from repro_matrix import paths
 from repro_matrix.config import catalog, project
-from repro_matrix.config.axes import Stack as Definition
+from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.config.vocabulary import RELEVANT, TRAINERS, UPSTREAM
 from repro_matrix.errors import ConfigError, Options, ReproError, nearest
 
