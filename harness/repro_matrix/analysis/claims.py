@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
-from packaging.version import InvalidVersion, Version
-
 from repro_matrix.analysis.claim_evidence import Cell, as_set, decide, strategy_unusable
 from repro_matrix.config.expectations import Claim, Prediction
 from repro_matrix.config.schema import Case, Strategy
@@ -234,42 +232,19 @@ MAX_VALUES = 4  # of one side
 
 
 def _conditions(decided: Sequence[Evidence]) -> str:
-    """Return ``holds in torch 2.2.2; not in torch 2.13.0``, by the axes that differ.
-
-    The first axis, or package, that tells the two sides apart; else all axes that differ.
-    """
-    axes: dict[str, list[str]] = {axis: [getattr(item, axis) or "" for item in decided] for axis in AXES}
-    axes |= {name: [item.versions.get(name, "") for item in decided] for name in PACKAGES}
-    differing = {axis: values for axis, values in axes.items() if len(set(values)) > 1}
-    for axis, values in differing.items():
-        sides = [{value for value, item in zip(values, decided) if item.holds is holds} for holds in (True, False)]
-        if not sides[0] & sides[1]:
-            holds, fails = (_values(axis, side) for side in sides)
-            return f"holds in {holds}; not in {fails}"
-    if not differing:
-        held = sum(bool(item.holds) for item in decided)
-        return f"measurements of the same cell disagree: {held} for it, {len(decided) - held} against it"
-    points = [", ".join(_value(axis, values[n]) for axis, values in differing.items()) for n in range(len(decided))]
-    sides = [{point for point, item in zip(points, decided) if item.holds is holds} for holds in (True, False)]
-    return f"holds in ({_limited(sorted(sides[0]), ') (')}); not in ({_limited(sorted(sides[1]), ') (')})"
+    """Return ``holds in torch 2.2.2; not in torch 2.13.0``, by the first axis, or package, that separates the sides."""
+    for axis in (*AXES, *PACKAGES):
+        sides: dict[bool | None, set[str]] = {True: set(), False: set()}
+        for item in decided:
+            sides[item.holds].add(getattr(item, axis, None) or item.versions.get(axis) or "any other")
+        if not sides[True] & sides[False]:
+            name = "" if axis == "when" else f"{axis} "
+            return f"holds in {name}{_list(sides[True])}; not in {name}{_list(sides[False])}"
+    held = sum(bool(item.holds) for item in decided)
+    return f"measurements disagree: {held} for it, {len(decided) - held} against it"
 
 
-def _values(axis: str, values: Iterable[str]) -> str:
-    def order(value: str) -> tuple[bool, Version, str]:
-        try:
-            return True, Version(value), value
-        except InvalidVersion:
-            return False, Version("0"), value
-
-    listed = sorted(values, key=order)
-    name = "" if axis == "when" else f"{axis} "
-    return name + _limited([value or "any other" for value in listed], ", ")
-
-
-def _value(axis: str, value: str) -> str:
-    return f"{axis} {value or 'none'}"
-
-
-def _limited(values: Sequence[str], separator: str) -> str:
-    more = f"{separator}and {len(values) - MAX_VALUES} more" if len(values) > MAX_VALUES else ""
-    return separator.join(values[:MAX_VALUES]) + more
+def _list(values: Iterable[str]) -> str:
+    """Return the first values, releases in order."""
+    listed = sorted(values, key=lambda value: [(part.isdigit(), part.zfill(9)) for part in value.split(".")])
+    return ", ".join(listed[:MAX_VALUES]) + (f", and {len(listed) - MAX_VALUES} more" if listed[MAX_VALUES:] else "")

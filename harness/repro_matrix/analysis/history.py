@@ -1,46 +1,52 @@
-"""Keep the history of nightly runs: ``nights.jsonl``, a JSON line per run with its rows, without settings."""
+"""The history of nightly runs: ``nights.jsonl``, a JSON line per run; and the comparison of a run with it.
+
+A change counts until it is acknowledged: the run that has it does not pass, so that the next one is compared with the
+same passing run again. Acknowledged: quarantined, or listed by its digest (its issue was closed).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Literal, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
-from repro_matrix.analysis.diff import newest
-from repro_matrix.analysis.inputs import VariantResult, load_folder
-from repro_matrix.config.vocabulary import OutcomeName, VerdictName
+from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
+from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ResultsError
 from repro_matrix.results.store import write_text
+from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"
-SCHEMA = 1
-_ONCE = ("versions", "started", "commit")  # of a row: stored once for the run
-_DROPPED = (*_ONCE, "settings", "path")
-_DEFAULTS = {each.name: each.default for each in fields(VariantResult) if each.name not in _DROPPED}
+SHOWN = 3  # cells with missing results
 
 
 @dataclass(frozen=True)
 class NightlyRun:
-    """``exit_code``: that of `repro nightly`; None where it is unknown."""
+    """``exit_code``: that of `repro nightly`; None where it is unknown. ``stacks``: stack -> versions.
 
+    ``rows``: without settings, paths and what they have in common.
+    """
+
+    schema: Literal[1]
     run_id: str
     started: float
     commit: str | None
     exit_code: int | None
     rows: tuple[VariantResult, ...]
+    stacks: Mapping[str, Mapping[str, str]]
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def passed(self) -> bool:
         return self.exit_code == 0
-
-    @property
-    def stacks(self) -> dict[str, Mapping[str, str]]:
-        return {row.stack: row.versions for row in self.rows}
 
 
 _ADAPTER = TypeAdapter(NightlyRun)
@@ -49,98 +55,235 @@ _ADAPTER = TypeAdapter(NightlyRun)
 def make_run(run_id: str, rows: Iterable[VariantResult], exit_code: int | None = None) -> NightlyRun:
     """Make a run of the newest result of each cell."""
     cells = newest(rows)
-    kept = tuple(row for cell_id in sorted(cells) for row in cells[cell_id].values())
+    kept = [row for cell_id in sorted(cells) for row in cells[cell_id].values()]
     commits = {row.commit for row in kept}
-    started = max((row.started for row in kept), default=0.0)
-    return NightlyRun(run_id, started, commits.pop() if len(commits) == 1 else None, exit_code, kept)
-
-
-def to_json(run: NightlyRun) -> dict[str, Any]:
-    rows = [
-        {name: value for name, default in _DEFAULTS.items() if (value := getattr(row, name)) not in (default, {}, ())}
-        for row in run.rows
-    ]
-    stacks = {stack: dict(versions) for stack, versions in run.stacks.items()}
-    return {"schema": SCHEMA, **vars(run), "stacks": stacks, "rows": rows}
-
-
-def from_json(data: Any) -> NightlyRun:
-    """Raises ValueError: this is not a run, a newer schema, or a value that no run can have."""
-    if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
-        raise ValueError("not a nightly run")
-    if data["schema"] > SCHEMA:
-        raise ValueError(f"schema {data['schema']} was written by a newer repro-matrix; this one reads up to {SCHEMA}")
-    try:
-        shared = {"started": data["started"], "commit": data["commit"]}
-        rows = [{**row, **shared, "versions": data["stacks"][row["stack"]]} for row in data["rows"]]
-        values = {name: data[name] for name in ("run_id", "started", "commit", "exit_code")}
-        run = _ADAPTER.validate_python({**values, "rows": tuple(rows)}, strict=False)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not a nightly run: {type(error).__name__}: {error}") from None
-    for row in run.rows:
-        if row.verdict not in (None, *get_args(VerdictName)):
-            raise ValueError(f"{row.key} variant {row.variant}: unknown verdict {row.verdict!r}")
-        if row.kinds.keys() - set(get_args(OutcomeName)) or any(count < 1 for count in row.kinds.values()):
-            raise ValueError(f"{row.key} variant {row.variant}: invalid outcomes {dict(row.kinds)!r}")
-    return run
+    return NightlyRun(
+        1, run_id, max((row.started for row in kept), default=0.0), commits.pop() if len(commits) == 1 else None,
+        exit_code, tuple(replace(row, versions={}, started=0.0, commit=None, settings={}, path="") for row in kept),
+        {row.stack: row.versions for row in kept},
+    )  # fmt: skip
 
 
 def load_history(folder: Path, notes: list[str]) -> list[NightlyRun]:
-    """Load the runs in the order of time. A truncated last line is added to ``notes``.
+    """Load the runs in the order in which they were stored. A truncated last line is added to ``notes``.
 
     Raises ResultsError: the file cannot be read, or a line of it is damaged.
     """
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ResultsError(f"{path}: cannot be read: {error}") from None
     runs = []
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
+    for number, text in enumerate(content.splitlines(keepends=True), 1):
         try:
-            runs.append(from_json(json.loads(line)))
+            runs.append(_ADAPTER.validate_python(json.loads(text)))
         except ValueError as error:
-            if not line.endswith("\n"):
+            if not text.endswith(b"\n"):
                 notes.append(f"{path}:{number}: truncated line ignored")
                 break
-            raise ResultsError(f"{path}:{number}: damaged: {error}") from None
-    return sorted(runs, key=lambda run: (run.started, run.run_id))
+            raise ResultsError(f"{path}:{number}: damaged: {line(str(error))}") from None
+    return runs
 
 
 def store_run(folder: Path, run: NightlyRun) -> None:
-    """Add a run to the history; it replaces one of the same id. Raises ResultsError: the folder cannot be written."""
-    runs = [each for each in load_history(folder, []) if each.run_id != run.run_id]
-    ordered = sorted([*runs, run], key=lambda run: (run.started, run.run_id))
-    lines = [json.dumps(to_json(each), separators=(",", ":")) + "\n" for each in ordered]
+    """Add a run to the history, or replace the one of the same id. Raises ResultsError: it cannot be written."""
+    runs = {each.run_id: each for each in [*load_history(folder, []), run]}
+    values = [_ADAPTER.dump_python(each, mode="json", exclude_defaults=True) for each in runs.values()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / FILE, "".join(lines))
+        write_text(folder / FILE, "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in values))
     except OSError as error:
         raise ResultsError(f"{folder / FILE}: cannot be written: {error.strerror or error}") from None
 
 
-def load_runs(folders: Sequence[Path]) -> tuple[list[NightlyRun], list[str]]:
-    """Load runs from folders with a history and from folders of results (a run each), in the order of time.
+# -- changed results
 
-    Return them with notes. Raises ResultsError: a folder cannot be read.
+
+@dataclass(frozen=True)
+class ChangedCase:
+    """A case whose results changed on a stack since ``passing``, the last passing run that measured them.
+
+    ``versions``: package -> (then, now), where they differ. ``working_fixes``: variants that pass in every measured
+    cell.
     """
-    runs: dict[str, NightlyRun] = {}
-    notes: list[str] = []
-    for folder in folders:
-        if (folder / FILE).exists():
-            runs |= {run.run_id: run for run in load_history(folder, notes)}
-            continue
-        side = load_folder(folder)
-        notes += side.notes
-        path = folder.resolve()
-        name = path.name if path.name not in runs else os.path.join(path.parent.name, path.name)
-        if side.rows:
-            runs[name] = make_run(name, side.rows)
+
+    case: str
+    stack: str
+    passing: NightlyRun
+    changes: tuple[Change, ...]
+    versions: Mapping[str, tuple[str, str]]
+    working_fixes: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Identify the change: the same in each run that has it; another one after a passing run without it."""
+        changes = sorted(
+            (c.row.key, c.row.hardware, c.row.stack, c.variant, c.kind, c.row.verdict or "", *c.row.failure_ids)
+            for c in self.changes
+        )
+        return hashlib.sha256(json.dumps([self.case, self.passing.run_id, changes]).encode()).hexdigest()[:12]
+
+
+@dataclass
+class Regressions:
+    """``count``: of the compared variants. ``new``: ids of cells that no passing run measured.
+    ``quarantined``: (cell id, variant) -> its change."""
+
+    changed: list[ChangedCase] = field(default_factory=list)
+    count: int = 0
+    new: set[str] = field(default_factory=set)
+    quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+def check_one_commit(rows: Iterable[VariantResult]) -> None:
+    """Raise ResultsError where the rows were measured at several commits: shards that do not belong together."""
+    cells = Counter((row.commit or "no commit")[:12] for row in rows if row.first)
+    if len(cells) > 1:
+        commits = ", ".join(f"{commit} ({counted(count, 'cell')})" for commit, count in sorted(cells.items()))
+        raise ResultsError(f"results of several commits: {commits}. `repro merge` names the shard that differs.")
+
+
+def compare_to_last_passing(
+    tonight: Iterable[VariantResult],
+    history: Sequence[NightlyRun],
+    quarantined: Callable[[str, str], bool] = lambda *_: False,
+) -> Regressions:
+    """Compare each variant with the last passing run that measured it. ``quarantined`` takes (cell id, variant)."""
+    measured = {place: row for place, row in _by_place(tonight).items() if row.measured}
+    result, left = Regressions(), dict(measured)
+    for run in (run for run in reversed(history) if run.passed):
+        before = [row for row in run.rows if row.measured and _place(row) in left]
+        found: dict[tuple[str, str], list[Change]] = {}
+        for change in compare(before, [left.pop(_place(row)) for row in before], need_common=False).select(RESULTS):
+            if quarantined(change.row.key, change.variant):
+                result.quarantined[change.row.key, change.variant] = f"{change.kind} since {run.run_id}"
+            else:
+                found.setdefault((change.row.case, change.row.stack), []).append(change)
+        for (case, stack), changes in found.items():
+            rows = [row for row in measured.values() if row.stack == stack]
+            then, now = run.stacks.get(stack, {}), rows[0].versions
+            pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})}
+            versions = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+            result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, working_fixes(case, rows)))
+    result.count = len(measured) - len(left)
+    result.new = {row.key for row in left.values()} - {row.key for row in measured.values() if _place(row) not in left}
+    return result
+
+
+Place = tuple[str, str, str, str]
+
+
+def _place(row: VariantResult) -> Place:
+    return row.key, row.hardware, row.stack, row.variant
+
+
+def _by_place(rows: Iterable[VariantResult]) -> dict[Place, VariantResult]:
+    return {_place(row): row for variants in newest(rows).values() for row in variants.values()}
+
+
+def working_fixes(case: str, rows: Iterable[VariantResult]) -> tuple[str, ...]:
+    """Return the variants that fix the failure in every cell in which they were measured."""
+    verdicts: dict[str, set[str | None]] = {}
+    for row in rows:
+        if row.case == case and not row.first:
+            verdicts.setdefault(row.variant, set()).add(row.verdict)
+    return tuple(variant for variant, names in verdicts.items() if names == {"FIXED"})
+
+
+# -- missing results
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What one of tonight's runs was asked to measure.
+
+    ``cells``: cell id -> stacks; None: unknown, so that every variant in ``variants`` (case -> variants) is taken as
+    requested. ``hardware``: patterns. ``unstarted``: "hardware stack cell-id" of cells for which there was no time;
+    None: unknown. ``stacks``: those that it measured (a stack may have several names).
+    """
+
+    variants: Mapping[str, Collection[str]]
+    cells: Mapping[str, Collection[str]] | None = None
+    hardware: Sequence[str] = ("auto",)
+    unstarted: Collection[str] | None = ()
+    stacks: Collection[str] = ()
+
+    def excuse(self, row: VariantResult) -> str:
+        """Return why this run need not have measured a variant; "" where it should have."""
+        if row.variant not in self.variants.get(row.case, ()):
+            return "not requested"
+        if self.cells is None:
+            return ""
+        stacks = self.cells.get(row.key)
+        on_hardware = any(pattern == "auto" or fnmatchcase(row.hardware, pattern) for pattern in self.hardware)
+        if stacks is None or row.stack not in {*stacks, *self.stacks} or not on_hardware:
+            return "not requested"
+        in_time = self.unstarted is not None and f"{row.hardware} {row.stack} {row.key}" not in self.unstarted
+        return "" if in_time else "no time left"
+
+
+class MissingResult(NamedTuple):
+    """A variant of the last passing run ``run_id`` without a result tonight. ``excuse``: why that is no error, or "".
+
+    ``reason``: why the variant was skipped, or what its attempts were lost to.
+    """
+
+    row: VariantResult
+    run_id: str
+    excuse: str
+    reason: str
+
+
+def find_missing(
+    tonight: Iterable[VariantResult], history: Sequence[NightlyRun], requested: Sequence[Requested]
+) -> list[MissingResult]:
+    """Find variants that a passing run measured and tonight has no result for, by the last run that measured them.
+
+    A variant that is lost to an infrastructure error has no result, and neither has a skipped one, unless the last
+    passing run with that variant skipped it for the same reason. Excused variants are listed for the last passing run
+    only.
+    """
+    rows = _by_place(tonight)
+    passing = [run for run in reversed(history) if run.passed]
+    if any(each.cells is None for each in requested):  # the request is unknown: use the last run on this hardware
+        hardware = {row.hardware for row in rows.values()}
+        same = [run for run in passing if hardware & {row.hardware for row in run.rows}]
+        passing = (same or passing)[:1]
+    missing: list[MissingResult] = []
+    checked: set[Place] = set()
+    for run in passing:
+        for row in run.rows:
+            place = _place(row)
+            now = rows.get(place)
+            same_skip = row.skipped and now is not None and now.skipped == row.skipped
+            if not (row.measured or same_skip) or place in checked:
+                continue
+            checked.add(place)
+            excuse = min(each.excuse(row) for each in requested)
+            if same_skip or (now is not None and now.measured) or (excuse and run is not passing[0]):
+                continue
+            missing.append(MissingResult(row, run.run_id, excuse, (now.skipped or now.text) if now else ""))
+    return missing
+
+
+def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
+    """Yield a message for each excuse, and one for what is missing without any."""
+    by_excuse: dict[str, list[MissingResult]] = {}
+    for each in missing:
+        by_excuse.setdefault(each.excuse, []).append(each)
+    for excuse, group in by_excuse.items():
+        cells: dict[str, list[str]] = {}
+        for row, _, _, reason in group:
+            variant = f"{row.variant} ({line(reason)})" if reason else row.variant
+            cells.setdefault(f"{row.key} on {row.hardware}, stack {row.stack}", []).append(variant)
+        listed = [f"{place}: {', '.join(variants)}" for place, variants in cells.items()]
+        shown = "; ".join(listed[:SHOWN]) + ("; ..." if len(listed) > SHOWN else "")
+        runs = ", ".join(dict.fromkeys(each.run_id for each in group))
+        head = f"{counted(len(group), 'variant')} measured in the last passing run ({runs})"
+        if excuse:
+            yield f"{head} were not measured tonight ({excuse}): {shown}"
         else:
-            notes.append(f"{folder}: contains no results; not shown as a run")
-    return sorted(runs.values(), key=lambda run: (run.started, run.run_id)), notes
+            hint = "If this is intentional, restrict the run explicitly, e.g. case=... or hardware=..."
+            yield f"Missing: {head} have no result tonight: {shown}. {hint}"

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, PositiveInt
 
 from repro_matrix.config import catalog, project, selection
-from repro_matrix.config.vocabulary import RELEVANT
+from repro_matrix.config.vocabulary import RELEVANT, OutcomeName, VerdictName
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.records.document import Document, DocumentPath
@@ -40,9 +40,9 @@ class VariantResult:
     commit: str | None = None
     control: bool = False
     first: bool = False
-    verdict: str | None = None
+    verdict: VerdictName | None = None
     expected: str | None = None
-    kinds: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[OutcomeName, PositiveInt] = field(default_factory=dict)
     failure_ids: tuple[str, ...] = ()
     text: str = ""
     skipped: str | None = None
@@ -68,8 +68,8 @@ def from_row(row: Row, folder: str = "") -> VariantResult:
     return VariantResult(
         row.case, row.cell_id, row.variant, row.axes, row.hardware.profile, row.stack.name, row.model, row.strategy,
         {name: version for name, version in row.stack.versions.items() if name in RELEVANT}, row.started, row.commit,
-        row.kind == "control", row.first, as_expected(row.verdict) if row.verdict else None, row.state,
-        Counter(each.outcome for each in attempts), tuple(failures),
+        row.kind == "control", row.first, cast(Any, as_expected(row.verdict) if row.verdict else None), row.state,
+        cast(Any, Counter(each.outcome for each in attempts)), tuple(failures),
         row.failure_text or (row.reason if row.attempts and not attempts else ""), row.skipped, row.error_at,
         row.settings, os.path.join(folder, row.evidence) if row.evidence else "",
     )  # fmt: skip

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from fnmatch import fnmatchcase
@@ -19,15 +20,14 @@ from typing import Any
 
 from filelock import FileLock
 
-from repro_matrix.analysis import history, regressions
+from repro_matrix.analysis import history
+from repro_matrix.analysis.history import ChangedCase, Requested
 from repro_matrix.analysis.inputs import Side, VariantResult
-from repro_matrix.analysis.regressions import ChangedCase, Requested
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsError
 from repro_matrix.planning.cells import variants_of
 from repro_matrix.results import runs
 from repro_matrix.results.quarantine import Quarantine
-from repro_matrix.results.store import write_text
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
@@ -64,7 +64,7 @@ class Report:
 
 
 def finish(night: Nightly) -> Report:
-    """Compare the run with the history and add it.
+    """Compare the run with those stored before it, and add it to the history.
 
     Raises ResultsError: no results, or results of several commits; MeasureError: no result can be read.
     """
@@ -75,7 +75,7 @@ def finish(night: Nightly) -> Report:
         if unreadable:
             raise MeasureError(f"{folders}: no results: {counted(len(unreadable), 'file')} could not be read")
         raise ResultsError(f"{folders}: no results: nothing was measured or uploaded")
-    regressions.check_one_commit(rows)
+    history.check_one_commit(rows)
     active = [entry for entry in night.quarantine if entry.until >= night.today]
     expired = [entry for entry in night.quarantine if entry not in active and entry.cell in {row.key for row in rows}]
     notes: list[str] = []
@@ -84,46 +84,58 @@ def finish(night: Nightly) -> Report:
     except OSError as error:
         raise ResultsError(f"{night.folder}: cannot be written: {error.strerror or error}") from None
     with FileLock(str(night.folder / ".lock")):
-        tonight = history.make_run(night.run_id, rows)
-        stored = history.load_history(night.folder, notes)
-        run_id = _free_id(night.run_id, tonight.started, stored)
+        earlier = history.load_history(night.folder, notes)
+        stored = {run.run_id: run.started for run in earlier}
+        # The same run again replaces itself; another run with the same id becomes ID.2.
+        started = history.make_run(night.run_id, rows).started
+        names = (f"{night.run_id}.{number}" for number in itertools.count(2))
+        run_id = next(name for name in itertools.chain([night.run_id], names) if stored.get(name, started) == started)
+        if run_id in stored:
+            earlier = earlier[: list(stored).index(run_id)]
         if run_id != night.run_id:
             notes.append(f"another run {night.run_id} is stored: this one is stored as {run_id}")
         for stack, path in night.locks.items():
             target = lock_path(night.folder, stack, run_id)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-        others = [run for run in stored if run.run_id != run_id]
-        earlier = [run for run in others if run.started <= tonight.started]
-        compared = regressions.compare_to_last_passing(
+        compared = history.compare_to_last_passing(
             rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active)
         )
         requested = [load_requested(folder, side.rows) for folder, side in zip(night.folders, night.sides)]
-        unfinished = [folder for folder in night.folders if not _is_finished(folder)]
-        missing = regressions.find_missing(rows, earlier, requested, unreadable)
+        missing = history.find_missing(rows, earlier, requested)
         unexcused = [each for each in missing if not each.excuse]
         changed: dict[str, list[ChangedCase]] = {}
         for each in compared.changed:
             if each.digest not in night.acknowledged:
                 changed.setdefault(each.case, []).append(each)
-        reasons = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
-        reasons += [entry.describe_expired() for entry in expired]
-        code = ExitCode.DIFFERS if reasons else night.run_exit_code
-        if not reasons and night.run_exit_code:
-            reasons = ["the exit code of the runs"]
-        if not code and (unfinished or unreadable or unexcused):
-            code = ExitCode.INCOMPLETE
-            reasons = [f"{folder}: the run did not end. `repro matrix --resume` continues it" for folder in unfinished]
-            reasons += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
-            reasons += [f"{regressions.count_missing(unexcused)} missing"] if unexcused else []
+        differs = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
+        differs += [entry.describe_expired() for entry in expired]
+        incomplete = [
+            f"{folder}: the run did not end. `repro matrix --resume` continues it"
+            for folder in night.folders
+            if not _is_finished(folder)
+        ]
+        incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
+        incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
+        code = ExitCode.DIFFERS if differs else night.run_exit_code or (ExitCode.INCOMPLETE if incomplete else 0)
         history.store_run(night.folder, history.make_run(run_id, rows, code))
-    notes += [*_clock_notes(tonight.started, others), *compared.notes]
-    notes += regressions.describe_missing([each for each in missing if each.excuse])
-    messages = [*_quarantined(active, rows, compared.quarantined), *regressions.describe_missing(unexcused)]
-    head = f"run {run_id}: {counted(len({(r.key, r.hardware, r.stack) for r in rows}), 'cell')}"
+    if compared.new:
+        cells = counted(len(compared.new), "cell")
+        notes.append(f"{cells} measured in no passing run: nothing to compare with yet")
+    notes += history.describe_missing(each for each in missing if each.excuse)
     same = "nothing changed" if compared.count else NOTHING_COMPARED
     since = f"{counted(len(changed), 'case')} changed since the last passing run" if compared.count else same
-    messages.insert(0, f"{head}; {since}")
+    messages = [f"run {run_id}: {counted(len({(r.key, r.hardware, r.stack) for r in rows}), 'cell')}; {since}"]
+    for entry in active:
+        if any(row.measured and entry.covers(row.key, row.variant) for row in rows):
+            found = [
+                f"variant {variant}: {kind}"
+                for (cell, variant), kind in compared.quarantined.items()
+                if entry.covers(cell, variant)
+            ]
+            messages.append(f"quarantined: {entry.describe()} ({'; '.join(found) or 'unchanged'})")
+    messages += history.describe_missing(unexcused)
+    reasons = differs or (["the exit code of the runs"] if night.run_exit_code else incomplete)
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 
 
@@ -132,33 +144,6 @@ def _is_finished(folder: Path) -> bool:
     run = runs.read(folder)
     limited = run is not None and any(text.startswith("time_limit=") for text in run.texts)
     return run is None or (run.state == runs.ENDED and (limited or not run.left))
-
-
-def _free_id(run_id: str, started: float, stored: Iterable[history.NightlyRun]) -> str:
-    """Return the id, or ``ID.2``, ``ID.3`` ... where another run has it, so that no run is replaced by another."""
-    known = {run.run_id: run.started for run in stored}
-    ids = (run_id if number == 1 else f"{run_id}.{number}" for number in itertools.count(1))
-    return next(each for each in ids if known.get(each, started) == started)
-
-
-def _clock_notes(started: float, others: Iterable[history.NightlyRun]) -> list[str]:
-    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(started))
-    notes = [f"the results were measured {when}, in the future"] if started > time.time() + 3600 else []
-    later = [run.run_id for run in others if run.started > started]
-    if later:
-        notes.append(f"the results were measured {when}, before {', '.join(later[-3:])}: not compared with later runs")
-    return notes
-
-
-def _quarantined(
-    entries: Iterable[Quarantine], rows: Sequence[VariantResult], changes: Mapping[tuple[str, str], str]
-) -> Iterator[str]:
-    for entry in entries:
-        if any(row.measured and entry.covers(row.key, row.variant) for row in rows):
-            found = [
-                f"variant {variant}: {kind}" for (cell, variant), kind in changes.items() if entry.covers(cell, variant)
-            ]
-            yield f"quarantined: {entry.describe()} ({'; '.join(found) or 'unchanged'})"
 
 
 def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
@@ -177,22 +162,16 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     stacks: dict[str, set[str]] = {}
     for cell in cells:
         stacks.setdefault(cell.key, set()).add(cell.stack)
+    if asked.settings.shard:
+        with suppress(ResultsError):
+            stacks = {key: stacks[key] for _, _, key in runs.read_manifest(folder).cells if key in stacks}
     patterns = asked.settings.variants
     variants = {}
-    for slug in {cell.case for cell in cells}:
-        case = asked.catalogue.cases[slug]
-        named = [
-            variant for variant in case.variants if any(fnmatchcase(variant, pattern) for pattern in patterns or ())
-        ]
-        variants[slug] = set(variants_of(case, named) if patterns else case.variants)
+    for case in (asked.catalogue.cases[slug] for slug in {cell.case for cell in cells}):
+        named = [each for each in case.variants if any(fnmatchcase(each, pattern) for pattern in patterns or ())]
+        variants[case.slug] = set(variants_of(case, named) if patterns else case.variants)
     unstarted = None if run.left is None and asked.settings.time_limit else run.left or ()
-    shard: set[str] | None = None
-    if asked.settings.shard:
-        try:
-            shard = {key for _, _, key in runs.read_manifest(folder).cells}
-        except ResultsError:
-            shard = None
-    return Requested(variants, stacks, tuple(hardware), unstarted, shard, {row.stack for row in rows})
+    return Requested(variants, stacks, tuple(hardware), unstarted, {row.stack for row in rows})
 
 
 def lock_path(folder: Path, stack: str, run_id: str) -> Path:
@@ -248,14 +227,3 @@ def run_bisect(words: list[str], seconds: float) -> tuple[dict[str, Any] | None,
         return json.loads(output), ""
     except ValueError:
         return None, f"The bisection failed with exit code {process.returncode}"
-
-
-def write_issue(folder: Path, case: str, text: str) -> Path:
-    """Write an issue's Markdown. Raises ResultsError: the folder cannot be written."""
-    path = folder / f"{case}.md"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-    except OSError as error:
-        raise ResultsError(f"{path}: cannot be written: {error.strerror or error}") from None
-    return path

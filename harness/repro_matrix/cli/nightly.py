@@ -44,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.analysis import nightly
     from repro_matrix.analysis.inputs import load_folder
     from repro_matrix.config import catalog
+    from repro_matrix.report import load
     from repro_matrix.report.formats import to_issue
     from repro_matrix.report.terminal import print_notes, print_wrapped
     from repro_matrix.results import quarantine, runs
@@ -79,7 +80,8 @@ def main(args: argparse.Namespace) -> int:
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
         issue = to_issue(changes, report.run_id, args.page, reports)
-        print(f"{issue.title}: {nightly.write_issue(target, case, issue.markdown)}")
+        load.write(target / f"{case}.md", issue.markdown)
+        print(f"{issue.title}: {target / case}.md")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
     return report.exit_code
 
