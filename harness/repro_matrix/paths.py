@@ -1,4 +1,4 @@
-"""Where what is shipped lies, and where a user's state does. Where results go says conf/project.py."""
+"""Where shipped files and a user's state lie, and how files are replaced. Folders of results: config/project.py."""
 
 from __future__ import annotations
 
@@ -41,3 +41,29 @@ def file_state(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file in one step; of a link the file that it leads to.
+
+    What is no file (a device, a pipe) is written to: as root a rename would put a file in the place of /dev/null.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path = path.resolve() if path.exists() else path
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

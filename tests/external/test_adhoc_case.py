@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from repro_matrix.cli import main as cli
 from repro_matrix.cli import options as arguments
-from repro_matrix.cli import run, script_options
+from repro_matrix.cli import run
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
@@ -253,7 +253,7 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         (["--", "sbatch", "x.sh"], "cannot be launched"),
         (["--", "accelerate", "config"], "accelerate launch"),
         (["--"], "No command after --"),
-        (["qwen15-fsdp-kv-cache", "--error", "A: b"], "is a case"),
+        (["qwen15-fsdp-kv-cache", "--error", "A: b"], "is for a script of your own"),
     ],
 )
 def test_run_bad_input_is_refused_before_a_launch(
@@ -272,7 +272,7 @@ def test_command_after_dashes_keeps_its_options() -> None:
     run.configure(parser)
     args = arguments.parse(parser, ["repeat=2", "--json", "--", "python", "x.py", "--json", "exit=3", "--", "y"])
     assert args.command == ["python", "x.py", "--json", "exit=3", "--", "y"] and args.json
-    assert script_options.is_script(args)
+    assert arguments.names_script(args)
 
 
 # -- run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from report_cells import cell
-from repro_matrix.report.html import render_file
+from repro_matrix.report.load import render_file
 from repro_matrix.report.page_model import build_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -1,9 +1,7 @@
-"""JUnit, Markdown, JSON and CSV: fields that other programs read, and one snapshot of the text."""
+"""JUnit, Markdown and JSON: fields that other programs read, and one snapshot of the text."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable
 
@@ -15,7 +13,7 @@ from junitparser import Error, Failure, JUnitXml, Skipped
 from report_cells import cell, skipped_cell
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.paths import RESULTS
-from repro_matrix.report.formats import MOST, Remarks, to_csv, to_json, to_junit, to_markdown
+from repro_matrix.report.formats import MOST, Remarks, to_json, to_junit, to_markdown
 from repro_matrix.report.page_model import Cell
 
 REMARKS = Remarks(["x.json: damaged"], ["run: interrupted"], ["entry expired"], ["a note"])
@@ -47,7 +45,6 @@ def test_every_format_reads_hostile_text(hostile: str) -> None:
     remarks = Remarks([hostile], [hostile], [hostile], [hostile])
     assert JUnitXml.fromstring(to_junit(cells, remarks).encode())
     assert json.loads(to_json(cells, (), (), "now", remarks))["rows"]
-    assert len(list(csv.DictReader(io.StringIO(to_csv(cells))))) == 4
     markdown = to_markdown(cells, hostile, "", remarks)
     assert (
         "\x1b" not in markdown and "<img" not in markdown.replace("\\<", "").replace("`", "")
@@ -61,11 +58,6 @@ def test_json_is_valid_by_its_schema() -> None:
     assert value["unread"] == ["x.json: damaged"] and "a note" in value["notes"] and value["counts"]["reproduced"] == 4
     odd = next(row for row in value["rows"] if row["expected"] == "unexpected")
     assert odd["command"] == "repro run loud model=m strategy=fsdp variants=fix" and odd["expectation"] == "FIXED"
-
-
-def test_csv_has_a_column_for_each_package_and_no_formula() -> None:
-    (unfixed, fix) = csv.DictReader(io.StringIO(to_csv([cell(model="=1+1")])))
-    assert (unfixed["model"], fix["verdict"], fix["torch"], fix["deepspeed"]) == ("'=1+1", "FIXED", "2.13.0", "")
 
 
 def test_markdown_of_each_kind_of_result(snapshot: Callable[[str, str], None]) -> None:

@@ -16,9 +16,9 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
-from repro_matrix.report.html import render_file, render_site
-from repro_matrix.report.labels import LABELS, label
+from repro_matrix.report.load import render_file, render_site
 from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, link, release_axes
+from repro_matrix.report.terminal import LABELS, label
 from repro_matrix.text import block, line
 
 VOID = {"meta", "input", "br", "link"}

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import pytest
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.report.progress import Progress
+from repro_matrix.report.run_summary import Progress
 from repro_matrix.runner.engine import Event
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("repro_matrix.report.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("repro_matrix.report.run_summary.time.monotonic", lambda: now[0])
     return now
 
 

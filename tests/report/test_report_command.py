@@ -50,7 +50,7 @@ def test_report_writes_a_page_a_site_and_the_formats(folder: Path, capsys: pytes
     capsys.readouterr()
     assert main(["report", str(folder), "--format", "json"]) == 0
     assert {row["case"] for row in json.loads(capsys.readouterr().out)["rows"]} == {SLUG}
-    for name in ("junit", "markdown", "csv"):
+    for name in ("junit", "markdown"):
         assert main(["report", str(folder), "--format", name, "--output", str(folder.parent / name)]) == 0
         assert (folder.parent / name).stat().st_size > 100
 
@@ -59,7 +59,7 @@ def test_report_writes_a_page_a_site_and_the_formats(folder: Path, capsys: pytes
     ("arguments", "part"),
     [(["case=fsdp-generat"], "did you mean"), (["cas=x"], "did you mean 'case'"),
      (["--output", "{here}"], "cannot be written"), (["--output", "{here}/x.json"], "read as evidence"),
-     (["--site", "{here}/site", "--format", "csv"], "--site"), (["--history", "{here}/no"], "no such folder")],
+     (["--site", "{here}/site", "--format", "json"], "--site"), (["--history", "{here}/no"], "no such folder")],
 )  # fmt: skip
 def test_report_names_bad_input(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str

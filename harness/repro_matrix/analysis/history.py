@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter
 from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ResultsError
-from repro_matrix.results.store import write_text
+from repro_matrix.paths import write_text
 from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"

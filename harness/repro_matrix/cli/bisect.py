@@ -7,8 +7,7 @@ import shlex
 import threading
 from pathlib import Path
 
-from repro_matrix.cli import options as arguments
-from repro_matrix.cli import script_options
+from repro_matrix.cli import options
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import StackError, spec
@@ -16,12 +15,11 @@ from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
-from repro_matrix.runner.session import ask
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import Search, is_release
 from repro_matrix.search.commits import Clone
-from repro_matrix.search.prober import Prober, one_case, one_variant
+from repro_matrix.search.prober import Prober, one_variant
 from repro_matrix.text import log
 
 EPILOG = (
@@ -37,7 +35,7 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    script_options.case_or_script(parser, EPILOG)
+    options.case_or_script(parser)
     add = parser.add_argument
     add("--good", required=True, help="a release without the failure, or a stack (a name, a lock file, python:PATH)")
     add("--bad", required=True, help="a release with the failure, or a stack")
@@ -46,13 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "search for any change of the result, not only of this failure"
     add("--any-change", action="store_true", help=text)
     add("--repo", metavar="DIR", help="a local git clone of the package, to find the commit; the clone is only read")
-    add("--max-probes", type=arguments.number(3), metavar="N", help="at most N probes in each search")
-    arguments.releases(parser)
-    script_options.add(parser)
+    add("--max-probes", type=options.number(3), metavar="N", help="at most N probes in each search")
+    options.releases(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    prober, variant, base = _of_script(args) if script_options.is_script(args) else _of_case(args)
+    prober, variant, base = _of_script(args) if options.names_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
     clone = Clone(Path(args.repo).expanduser().absolute(), package or "transformers") if args.repo else None
     search = Search(prober, variant, args.any_change, clone, args.max_probes, args.yanked, args.pre)
@@ -60,23 +57,20 @@ def main(args: argparse.Namespace) -> int:
         try:
             search.run(args.good, args.bad, package, base)
         except Stopped as stopped:
-            return script_options.stopped(stopped)
+            return options.stopped(stopped)
     data = report.bisection(search, shlex.join(["repro", "bisect", *args.words]))
     text = report.render("bisect", data)
     print_json({**data, "report": text}) if args.json else print(text)
     if search.stopped:
-        return script_options.stopped(search.stopped)
+        return options.stopped(search.stopped)
     return 0 if search.stages else 3
 
 
 def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
-    script_options.refuse(args)
-    base, texts = arguments.one_stack(args, {"variants": "bisect one variant with --variant NAME"})
-    case = one_case(args.case)
+    case, request, base = options.case_of(args, {"variants": "bisect one variant with --variant NAME"})
     variant = one_variant(case, args.variant)
     _check_ends(args.good, args.bad)
-    prober = Prober(ask([f"case={args.case}", *texts]), log, threading.Event(), variants=[variant])
-    return prober, variant, base or case.requires.stack or "current"
+    return Prober(request, log, threading.Event(), variants=[variant]), variant, base
 
 
 def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
@@ -86,7 +80,7 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
 
     if args.variant:
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
-    script, base, settings = script_options.script_of(args)
+    script, base, settings = options.script_of(args, needs_limit=False)
     _check_ends(args.good, args.bad)
     prober = ScriptProber(script, log, threading.Event(), settings.repeat)
     if not is_release(args.good):

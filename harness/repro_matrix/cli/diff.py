@@ -19,7 +19,6 @@ listed and do not change the exit code. --agreement: 0 or 2."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
     add = parser.add_argument
     add("one", metavar="A", help="the results to compare with")
     add("other", metavar="B", help="the results to compare")

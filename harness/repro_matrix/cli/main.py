@@ -1,6 +1,7 @@
 """The `repro` command: choose the command's module, and turn errors into exit codes.
 
-A command's module has ``configure(parser)`` and ``main(args)``. It is imported only when that command runs.
+A command's module has ``configure(parser)``, which adds its arguments, ``main(args)``, and perhaps an ``EPILOG``: the
+end of its help. It is imported only when that command runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from repro_matrix.errors import ConfigError, ReproError, nearest
+from repro_matrix.errors import ConfigError, ExitCode, ReproError, nearest
 
 GROUPS = {
     "run": {
@@ -26,7 +27,7 @@ GROUPS = {
         "list": "list the cases and cells of a selection",
         "show": "show one case: variants, signatures, claims, torchrun commands",
         "claims": "show which upstream claims the stored measurements support or refute",
-        "report": "write the results as a page, a site, JUnit, Markdown, JSON or CSV",
+        "report": "write the results as a page, a site, JUnit, Markdown or JSON",
         "match": "find known failures in a training log, and the fixes that were measured for them",
         "diff": "compare two runs, stacks or machines",
         "nightly": "compare a nightly run with the last passing one; draft an issue per changed case",
@@ -55,9 +56,8 @@ Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect,
 """
 
 
-DEFECT = 70  # EX_SOFTWARE of sysexits.h
 # Errors of the disk or its permissions, which a user can mend, whatever was being written.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)
 
 
 def overview() -> str:
@@ -78,6 +78,7 @@ def command_parser(command: str) -> tuple[Any, Any]:
     parser = options.Parser(
         prog=f"repro {command}",
         description=COMMANDS[command],
+        epilog=getattr(module, "EPILOG", None),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -125,7 +126,7 @@ def _version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1, 2, 3, DEFECT or 130; see `repro --help`."""
+    """Run a command and return its exit code: 0, 1, 2, 3, 70 or 130; see `repro --help`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None:  # the caller closed it, and Python puts nothing in its place
         print("repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr)
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 0
     except KeyboardInterrupt:
-        return 130
+        return ExitCode.INTERRUPTED
     except OSError as error:
         if error.errno not in DISK:
             return _defect()
@@ -166,7 +167,7 @@ def _discard_output() -> None:
 def _defect() -> int:
     traceback.print_exc()
     print(f"repro: this is a defect of repro-matrix, not a result; Python {sys.version.split()[0]}", file=sys.stderr)
-    return DEFECT
+    return ExitCode.DEFECT
 
 
 if __name__ == "__main__":

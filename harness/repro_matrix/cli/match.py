@@ -11,8 +11,6 @@ exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
     parser.add_argument("logs", nargs="*", metavar="LOG", help="a training log, also gzip or UTF-16; - or none: stdin")
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of text")
 
@@ -21,8 +19,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.config import catalog
     from repro_matrix.external.log_match import recognize
     from repro_matrix.external.log_scan import Catalogue, lines, scan
-    from repro_matrix.report.log_matches import log_json, log_lines
-    from repro_matrix.report.terminal import print_json, print_notes
+    from repro_matrix.report.terminal import log_json, log_lines, print_json, print_notes
 
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])

@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.inputs import Side, from_row, load_side
-from repro_matrix.cli import dry_run
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode, ReproError
 from repro_matrix.report import run_summary
@@ -48,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     if args.memory:
         if not args.dry_run:
             raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
-        return dry_run.show_memory(args.overrides, args.json, args.all)
+        return run_summary.show_memory(args.overrides, args.json, args.all)
     return measure(args, args.overrides, every_variant=args.all, page=True)
 
 
@@ -69,9 +68,9 @@ def measure(
     for note in prepared.notes():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
-        return dry_run.show_plan(prepared, args.json, every_variant)
+        return run_summary.show_plan(prepared, args.json, every_variant)
     from repro_matrix.report.load import write_run_page
-    from repro_matrix.report.progress import Progress
+    from repro_matrix.report.run_summary import Progress
 
     stop = threading.Event()
     with (

@@ -23,7 +23,6 @@ SHOWN = 5  # missing cells of a shard
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
     parser.add_argument("folders", nargs="+", metavar="DIR", help="the results of one shard each")
     parser.add_argument("--to", metavar="DIR", required=True, help="where all of them go; new, or empty")
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")

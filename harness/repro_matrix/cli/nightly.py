@@ -25,7 +25,6 @@ passing run are missing"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
     add = parser.add_argument
     add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
     add("--history", metavar="DIR", required=True, help="where the history of runs is stored")

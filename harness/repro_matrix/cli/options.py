@@ -1,28 +1,39 @@
-"""What the arguments of commands have in common: the parser, and overrides in Hydra's grammar.
+"""What the arguments of commands have in common: the parser, overrides in Hydra's grammar, a script instead of a case.
 
-A command's module has ``configure(parser)``, which adds its arguments, and ``main(args)``. ``args.overrides`` are axes
-and settings, ``args.words`` is the command line as it was typed.
+``args.overrides`` are axes and settings, ``args.words`` is the command line as it was typed. What a script needs is
+imported when one is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from repro_matrix.config.selection import GROUPS
-from repro_matrix.config.settings import RunSettings
+from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.paths import CONFIG_PATH
+from repro_matrix.text import log
+
+if TYPE_CHECKING:
+    from repro_matrix.config.schema import Case
+    from repro_matrix.external.adhoc_case import Failure, Script
+    from repro_matrix.runner.session import Request
+    from repro_matrix.search.algorithms import Stopped
 
 OVERRIDES = (
     "select and configure (Hydra's syntax): case=qwen15-* model=a,b strategy=fsdp flags.call=root repeat=3 jobs=2 "
     "hardware=cpu; +matrix=seeds is a matrix of conf/matrix"
 )
 SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *(field.name for field in fields(RunSettings))))
+TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
+# Option of a script -> the function of external/adhoc_case.py that reads the failure it describes.
+FAILURES = {"error": "error", "log": "log", "exit": "exit_code", "hang": "hang", "metric": "metric"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,6 +61,28 @@ def case(parser: argparse.ArgumentParser, text: str = "the name of a case (`repr
     parser.add_argument("case", metavar="CASE", help=text)
 
 
+def case_or_script(parser: argparse.ArgumentParser, **values: Any) -> None:
+    """Add the case or script, the overrides, and the options of a script."""
+    text = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
+    parser.add_argument("case", metavar="CASE|SCRIPT", help=text, **values)
+    overrides(parser)
+    script(parser)
+
+
+def script(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("a script of your own (./train.py, or a command line after --)").add_argument
+    add("--nproc", type=number(1), metavar="N", help="ranks (default: 2)")
+    add("--args", default="", metavar="'...'", dest="script_args", help="the script's arguments")
+    add("--module", action="store_true", help="the first argument is a module, as of python -m")
+    add("--error", metavar="'TYPE: REGEX'", help="the failure: an exception of the ranks that failed first")
+    add("--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns")
+    add("--exit", type=int, metavar="CODE", help="the failure: a rank ends with this code")
+    add("--hang", type=_seconds, metavar="SECONDS", help="the failure: it has not ended by then")
+    text = "the failure: 'loss > 3.2', of the last such number printed (NAME: 3.4, JSON lines, or /REGEX (GROUP)/)"
+    add("--metric", metavar="'NAME > X'", help=text)
+    add("--same-failure-as", metavar="LOG", help="the failure: the one that this log shows")
+
+
 def overrides(parser: argparse.ArgumentParser) -> None:
     """Add the overrides, and --json, which all commands have that take overrides."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=OVERRIDES)
@@ -75,6 +108,12 @@ def number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d*\.?\d+", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return float(text)
 
 
 # For main
@@ -106,6 +145,96 @@ def one_stack(args: argparse.Namespace, refused: Mapping[str, str] | None = None
     return found, rest
 
 
+def case_of(args: argparse.Namespace, refused: Mapping[str, str] | None = None) -> tuple[Case, Request, str]:
+    """Return a search's case, the request, and the stack's specification: as given, else where the case fails.
+    ``refused`` as for ``one_stack``. Raises ConfigError, also for options of a script."""
+    from repro_matrix.runner.session import ask
+    from repro_matrix.search.prober import one_case
+
+    refuse(args)
+    stack, texts = one_stack(args, refused)
+    case = one_case(args.case)
+    return case, ask([f"case={args.case}", *texts]), stack or case.requires.stack or "current"
+
+
+def stopped(error: Stopped) -> int:
+    """Print why a search ended early, and return its exit code."""
+    log(f"stopped: {error}. The probes are stored; the same command continues.")
+    return error.exit_code
+
+
+# For main, if a script is given
+
+
+def names_script(args: argparse.Namespace) -> bool:
+    """Return whether the command's first argument is a script, not a case."""
+    from repro_matrix.external.adhoc_case import is_script
+
+    return bool(getattr(args, "command", None)) or args.module or is_script(args.case or "")
+
+
+def _failures(args: argparse.Namespace) -> list[str]:
+    return [name for name in (*FAILURES, "same_failure_as") if getattr(args, name) is not None]
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Raise ConfigError where options of a script are given without one."""
+    names = [*_failures(args), *(["nproc"] if args.nproc else []), *(["args"] if args.script_args else [])]
+    if names:
+        raise ConfigError(f"--{names[0].replace('_', '-')} is for a script of your own. Write a script as ./train.py.")
+
+
+def _failure_of(args: argparse.Namespace) -> Failure:
+    from repro_matrix.external import adhoc_case
+    from repro_matrix.external.log_scan import LogError, lines
+
+    names = _failures(args)
+    if len(names) > 1:
+        one, other = (name.replace("_", "-") for name in names[:2])
+        raise ConfigError(f"--{one} and --{other} both describe the failure. Give one of them.")
+    if not names:
+        return adhoc_case.Failure()
+    value = getattr(args, names[0])
+    if names[0] in FAILURES:
+        failure: Failure = getattr(adhoc_case, FAILURES[names[0]])(value)
+        return failure
+    try:
+        return adhoc_case.same_failure_as(lines(value), value)
+    except LogError as error:
+        raise ConfigError(f"--same-failure-as {error}") from None
+
+
+def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Script, str, RunSettings]:
+    """Return the script, the stack's specification and the run's settings. Raises ConfigError before anything starts.
+
+    ``needs_limit``: a metric without a limit is refused."""
+    from repro_matrix.external import adhoc_case
+
+    words = list(getattr(args, "command", None) or ())
+    if words and args.case:
+        args.overrides, args.case = [args.case, *args.overrides], None
+    stack, texts = one_stack(args)
+    for text in texts:
+        if re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0] not in TAKEN:
+            raise ConfigError(f"{text!r} does not apply to a script. Overrides that do: {', '.join(TAKEN)}.")
+    settings = compose_run(texts)
+    if words:
+        if args.script_args:
+            raise ConfigError("--args goes with a script's name; a command line after -- has its own arguments.")
+        command = adhoc_case.command_of_words(words, args.nproc)
+    else:
+        if args.module and not args.case:
+            raise ConfigError("--module: a module's name is missing. Write `repro run --module my.train`.")
+        command = adhoc_case.command_of_script(args.case, args.nproc or 2, args.script_args, args.module)
+    failure = _failure_of(args)
+    if needs_limit and failure.needs_limit:
+        text = "write NAME > NUMBER; only a bisection can find the limit itself"
+        raise ConfigError(f"--metric {failure.text!r}: {text}.")
+    env, results = tuple(sorted(settings.env.items())), adhoc_case.results_folder(settings.results)
+    deadline = settings.deadline or adhoc_case.DEADLINE_S
+    return adhoc_case.Script(command, failure, results, deadline, env), stack or "current", settings
+
+
 # For main.py
 
 
@@ -117,12 +246,14 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         before, command = before[:cut], before[cut + 1 :]
         if not command:
             raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
-    args, late = parser.parse_known_args(before)  # late: overrides after an option
+    try:
+        args, late = parser.parse_known_args(before)  # late: overrides after an option
+    except ConfigError as error:
+        if "are required" in str(error):  # a misspelled option explains the missing one
+            _check_options(parser, [word for word in before if word.startswith("--")])
+        raise
     takes_overrides = hasattr(args, "overrides")
-    option = next((word.partition("=")[0] for word in late if word.startswith("-")), None)
-    if option:
-        known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        raise ConfigError(f"unknown option {option}{nearest(option, [*known, *(SETTINGS if takes_overrides else ())])}")
+    _check_options(parser, late, SETTINGS if takes_overrides else ())
     if late and not takes_overrides:
         parser.error(f"unexpected arguments: {' '.join(late)}")
     if late:
@@ -132,6 +263,14 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     args.words = list(words)
     _add_config_dir(args.config_dir)
     return args
+
+
+def _check_options(parser: Parser, words: Sequence[str], settings: Sequence[str] = ()) -> None:
+    """Raise ConfigError for the first option among ``words`` that the command does not take."""
+    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    for option in (word.partition("=")[0] for word in words):
+        if option.startswith("-") and option not in known:
+            raise ConfigError(f"unknown option {option}{nearest(option, [*known, *settings])}")
 
 
 def _add_config_dir(folder: str | None) -> None:

@@ -7,18 +7,15 @@ import shlex
 import threading
 from dataclasses import replace
 
-from repro_matrix.cli import options as arguments
-from repro_matrix.cli import script_options
+from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.adhoc_case import in_shell
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
-from repro_matrix.runner.session import ask
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
-from repro_matrix.search.prober import one_case
 from repro_matrix.search.reduce import CaseReduction, ScriptReduction, output_path
 from repro_matrix.text import log
 
@@ -32,28 +29,25 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    script_options.case_or_script(parser, EPILOG)
+    options.case_or_script(parser)
     add = parser.add_argument
     add("--variant", help="of a case: the variant to reduce (default: the first)")
-    add("--max-probes", type=arguments.number(1), metavar="N", help="launch at most N attempts")
+    add("--max-probes", type=options.number(1), metavar="N", help="launch at most N attempts")
     add("--out", metavar="FILE", help="of a script: the reduced file (default: beside it, train.reduced.py)")
-    script_options.add(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     stop = threading.Event()
-    search: CaseReduction | ScriptReduction = (
-        _script(args, stop) if script_options.is_script(args) else _case(args, stop)
-    )
+    search: CaseReduction | ScriptReduction = _script(args, stop) if options.names_script(args) else _case(args, stop)
     with workspace.interruptible(stop, log), search:
         try:
             data = search.run()
         except Stopped as error:
-            return script_options.stopped(error)
+            return options.stopped(error)
     text = report.render("reduce", {**data, "command_line": shlex.join(data["command"])})
     print_json(data) if args.json else print(text)
     if search.stopped:
-        return script_options.stopped(search.stopped)
+        return options.stopped(search.stopped)
     if data["unsure"]:
         log(f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command again.")
     elif not data["done"]:
@@ -62,13 +56,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
-    script_options.refuse(args)
     if args.out:
         raise ConfigError("--out is for a script of your own; the reduced cell of a case is a command.")
-    spec, texts = arguments.one_stack(args, {"variants": "reduce one variant with --variant NAME"})
-    stack = _stack(spec or one_case(args.case).requires.stack or "current")
-    request = ask([f"case={args.case}", *texts])
-    return CaseReduction(args.variant, request, stack, args.max_probes, log, stop)
+    _, request, spec = options.case_of(args, {"variants": "reduce one variant with --variant NAME"})
+    return CaseReduction(args.variant, request, _stack(spec), args.max_probes, log, stop)
 
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
@@ -76,7 +67,7 @@ def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     if getattr(args, "command", None):
         raise ConfigError("Name the script and its --args: repro reduce ./train.py --nproc 2 --args '...'")
-    script, spec, settings = script_options.script_of(args, "only a bisection can find the limit itself")
+    script, spec, settings = options.script_of(args)
     out = output_path(script.command.script, args.out) if script.command.script else None
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
     return ScriptReduction(script, args.case, args.script_args, out, stack, repeat, args.max_probes, log, stop)

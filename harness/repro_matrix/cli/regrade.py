@@ -12,13 +12,10 @@ from repro_matrix.results import runs, summary
 from repro_matrix.results.accept import regrade
 from repro_matrix.text import counted
 
-EPILOG = (
-    """exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot be read."""
-)
+EPILOG = "exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot be read."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="results of a run (default: the last run)")
     parser.add_argument("--baseline", action="store_true", help="the published results, and their expectations")
     parser.add_argument("--write", action="store_true", help="store the computed summary")

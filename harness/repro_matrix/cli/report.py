@@ -15,11 +15,11 @@ from repro_matrix.text import counted
 if TYPE_CHECKING:
     from repro_matrix.report.load import Results
 
-FORMATS = ("html", "junit", "markdown", "json", "csv")
+EPILOG = "Exit codes: 0; 2 usage error; 3 some evidence cannot be read, everything else is reported."
+FORMATS = ("html", "junit", "markdown", "json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Exit codes: 0; 2 usage error; 3 some evidence cannot be read, everything else is reported."
     add = parser.add_argument
     help_text = "folders of results (default: the last run); case=, model=, strategy=, stack=, hardware= select a part"
     add("overrides", nargs="*", metavar="RESULTS|OVERRIDE", help=help_text)
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from repro_matrix.config import project
-    from repro_matrix.report import html, load
+    from repro_matrix.report import load
     from repro_matrix.report.terminal import print_notes
 
     gc.freeze()
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
         _refuse_nothing(selection, folders, found)
     history = Path(args.history).expanduser() if args.history else None
     if args.site:
-        site = html.render_site(load.page(found, folders, history))
+        site = load.render_site(load.page(found, folders, history))
         load.write_site(Path(args.site), site)
         print(f"{len(site)} pages: {Path(args.site) / 'index.html'}")
         return _exit_code(found)

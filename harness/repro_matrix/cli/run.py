@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import threading
 
-from repro_matrix.cli import matrix, script_options
-from repro_matrix.cli import options as arguments
+from repro_matrix.cli import matrix, options
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
@@ -17,34 +16,30 @@ from repro_matrix.results.summary import error_at
 from repro_matrix.runner import session, workspace
 from repro_matrix.text import log
 
+EPILOG = """repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.
+A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    text = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
-    parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=text)
-    arguments.overrides(parser)
+    options.case_or_script(parser, nargs="?")
     matrix.run_options(parser)
     text = (
         "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128 or more: an error"
     )
     parser.add_argument("--bisect-exit", action="store_true", help=text)
-    script_options.add(parser)
     parser.set_defaults(command=())
-    parser.epilog = (
-        "repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.\n"
-        "A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown."
-    )
 
 
 def main(args: argparse.Namespace) -> int:
-    if script_options.is_script(args):
+    if options.names_script(args):
         return run_script(args)
-    script_options.refuse(args)
+    options.refuse(args)
     known = catalog.load().cases
     if not args.case:
         raise ConfigError("Nothing to run. Name a case (`repro list`), a script (./train.py), or a command after --.")
     if "=" in args.case:
         raise unknown("case", args.case or "", known, "the first argument of `repro run` is a case or a script")
-    arguments.one_case(args.case, args.overrides)
+    options.one_case(args.case, args.overrides)
     expand("case", args.case.split(","), known)
     texts = [f"case={args.case}", *args.overrides]
     return matrix.measure(args, texts, every_variant=True, live=True)
@@ -54,7 +49,7 @@ def run_script(args: argparse.Namespace) -> int:
     from repro_matrix.external.adhoc_case import in_shell, known_failures
     from repro_matrix.external.scripts import describe
 
-    script, spec, settings = script_options.script_of(args, "only a bisection can find the limit itself")
+    script, spec, settings = options.script_of(args)
     request = script.request(spec, settings.repeat)
     case = request.catalogue.cases[script.slug]
     assert isinstance(case, AdhocCase)

@@ -10,13 +10,12 @@ from typing import Any
 from repro_matrix.analysis import upgrade
 from repro_matrix.analysis.diff import KINDS
 from repro_matrix.analysis.inputs import side_of_run
-from repro_matrix.cli import options as arguments
-from repro_matrix.cli import script_options as options
+from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.records.document import Document
-from repro_matrix.report.progress import Progress
+from repro_matrix.report.run_summary import Progress
 from repro_matrix.report.terminal import print_json, print_table, print_wrapped
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
@@ -32,26 +31,24 @@ exit codes: 1 a failure appears, a control fails, or a fix stops working; else 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.overrides(parser)
-    parser.epilog = EPILOG
+    options.overrides(parser)
     add = parser.add_argument
     help_text = "the stack in use: a name, a lock, a requirements file, python:PATH"
     add("--from", dest="source", metavar="STACK", required=True, help=help_text)
     add("--to", dest="target", metavar="STACK", required=True, help="the stack to upgrade to")
     add("--why", choices=WHY, default="all", help="for which changes to search the package that caused them")
     add("--releases", action="store_true", help="also search for the package's release")
-    add("--budget", type=arguments.number(3), metavar="N", help="at most N probes for each release")
+    add("--budget", type=options.number(3), metavar="N", help="at most N probes for each release")
     add("--script", metavar="SCRIPT", help="your own script instead of the catalog, e.g. ./train.py")
-    options.add(parser)
+    options.script(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    _, texts = arguments.one_stack(args, {"stack": "the stacks are --from and --to"})
+    _, texts = options.one_stack(args, {"stack": "the stacks are --from and --to"})
     args.case = args.script
     if args.script:
         return _upgrade_script(args)
-    if options.given(args):
-        raise ConfigError(f"--{options.given(args)[0]} needs your own script, e.g. --script ./train.py")
+    options.refuse(args)
     specs, request, stop = (args.source, args.target), ask(texts), threading.Event()
     ends = _resolve(*specs)
     stopped: Stopped | None = None
@@ -83,7 +80,7 @@ def _upgrade_script(args: argparse.Namespace) -> int:
     from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.search.bisect import Bisector
 
-    script, _, settings = options.script_of(args)
+    script, _, settings = options.script_of(args, needs_limit=False)
     source, target, notes = endpoints(args.source, args.target, script.results)
     specs, stop = (source, target), threading.Event()
     ends = _resolve(*specs)

@@ -6,8 +6,7 @@ import argparse
 import threading
 from collections.abc import Mapping, Sequence
 
-from repro_matrix.cli import options as arguments
-from repro_matrix.cli import script_options
+from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, index, spec
 from repro_matrix.environment.stacks import lock as locks
@@ -16,10 +15,9 @@ from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
-from repro_matrix.runner.session import ask
 from repro_matrix.search import algorithms, report
 from repro_matrix.search.algorithms import Label, Stopped, Trail
-from repro_matrix.search.prober import Point, Prober, Target, one_case
+from repro_matrix.search.prober import Point, Prober, Target
 from repro_matrix.text import log
 
 EPILOG = (
@@ -31,17 +29,16 @@ EPILOG = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    script_options.case_or_script(parser, EPILOG)
+    options.case_or_script(parser)
     add = parser.add_argument
     add("--package", default="transformers", help="map its releases (default: transformers)")
     text = "such as 4.36..5.23, or one side of it (default: from the oldest that a stack here pins)"
     add("--range", metavar="FIRST..LAST", help=text)
     text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
-    add("--samples", type=arguments.number(2), metavar="N", default=8, help=text)
+    add("--samples", type=options.number(2), metavar="N", default=8, help=text)
     add("--exhaustive", action="store_true", help="probe every release")
-    add("--max-probes", type=arguments.number(1), metavar="N", help="at most N probes")
-    arguments.releases(parser)
-    script_options.add(parser)
+    add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
+    options.releases(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -69,23 +66,20 @@ def main(args: argparse.Namespace) -> int:
     data["stopped"] = str(stopped) if stopped else None
     print_json(data) if args.json else print(report.render("versions", data))
     if stopped:
-        return script_options.stopped(stopped)
+        return options.stopped(stopped)
     if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release in the range has a result. The reasons are listed above.")
     return 0
 
 
 def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
-    if script_options.is_script(args):
+    if options.names_script(args):
         from repro_matrix.external.scripts import ScriptProber
 
-        script, base, settings = script_options.script_of(args, "only a bisection can find the limit itself")
+        script, base, settings = options.script_of(args)
         return ScriptProber(script, log, threading.Event(), settings.repeat), base
-    script_options.refuse(args)
-    given, texts = arguments.one_stack(args)
-    case = one_case(args.case)
-    prober = Prober(ask([f"case={args.case}", *texts]), log, threading.Event())
-    return prober, given or case.requires.stack or "current"
+    _, request, base = options.case_of(args)
+    return Prober(request, log, threading.Event()), base
 
 
 def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> str | None:

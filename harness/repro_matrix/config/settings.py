@@ -122,7 +122,12 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
         where = f"{mark.name}:{mark.line + 1}" if mark else "a file of conf/matrix"
         raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        text = " ".join(str(error.__cause__ or error).splitlines()[:2])
+        cause = error.__cause__ or error
+        text = " ".join(str(cause).splitlines()[:2])
+        kind = re.search("could not be converted to (Integer|Float)", text)
+        given = [each for each in overrides if each.partition("=")[0] == getattr(cause, "full_key", None)]
+        if kind and given:
+            raise ConfigError(f"{given[0]}: expected {'an integer' if kind[1] == 'Integer' else 'a number'}") from None
         key = re.search(r"Key '([^']+)' (?:is )?not in", str(error))
         hint = nearest(key[1], [*(each.name for each in fields(RunSettings)), *OVERRIDE_GROUPS]) if key else ""
         raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}{hint}") from None

@@ -20,7 +20,7 @@ from repro_matrix.environment.stacks import StackError
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.spec import HEAVY, NOT_OF_TORCH, canonical, short_hash
 from repro_matrix.errors import ConfigError
-from repro_matrix.results.store import write_text
+from repro_matrix.paths import write_text
 from repro_matrix.text import counted
 
 FORMATS = "a requirements file with pins, as pip freeze writes it, or a project's uv.lock"

@@ -214,6 +214,7 @@ def _validate(kind: Any, value: Any) -> None:
         _adapter(kind).validate_python(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
+        errors.sort(key=lambda item: item["type"] != "extra_forbidden")  # an unknown key explains missing ones
         more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
         raise ValueError("; ".join(f"{key_path(e['loc'])}: {e['msg']}" for e in errors[:MAX_ERRORS]) + more) from None
 

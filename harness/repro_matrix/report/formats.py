@@ -1,9 +1,7 @@
-"""Results for other programs and for GitHub: JUnit XML, Markdown, issues, JSON and CSV. Pure: cells -> text."""
+"""Results for other programs and for GitHub: JUnit XML, Markdown, issues and JSON. Pure: cells -> text."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import shlex
@@ -15,16 +13,14 @@ from typing import Any
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
 from repro_matrix.analysis.history import ChangedCase
-from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.report.labels import Label, count_labels, label
 from repro_matrix.report.page_model import Cell, row_label
+from repro_matrix.report.terminal import Label, count_labels, label
 from repro_matrix.results.summary import Row
 from repro_matrix.text import block, counted, line
 
 SCHEMA = 1
 MOST = 60_000  # bytes of Markdown: GitHub takes 65,536 for an issue or a comment
 MOST_LISTED, MOST_DETAILS = 40, 10  # items of a list, and of one with errors
-PACKAGES = ("python", *UPSTREAM, "numpy")  # a column each in a table
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def record(cell: Cell, row: Row) -> dict[str, Any]:
         "results": cell.source, "case": row.case, "kind": row.kind, "simulated": bool(row.simulated),
         "model": row.model, "strategy": row.strategy, "also": line(cell.flags), "ranks": row.ranks, "scale": row.scale,
         "weights": row.weights, "hardware": row.hardware.profile, "stack": line(row.stack.name),
-        "versions": {name: row.stack.versions[name] for name in PACKAGES if name in row.stack.versions},
+        "versions": dict(row.stack.versions),
         "variant": row.variant, "outcome": row.outcome, "verdict": row.verdict, "expected": row.state,
         "expectation": row.expected_verdict, "attempts": len(row.attempts), "reproduced": attempts["reproduced"],
         "passed": attempts["passed"], "wall_s": row.wall_s, "reason": line(row.reason, 1000), "started": row.started,
@@ -84,29 +80,6 @@ def to_json(
         "notes": [line(text, 1000) for text in remarks.all],
     }  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
-
-
-def to_csv(cells: Sequence[Cell]) -> str:
-    """Return a line for each variant, with a column for each package. Text that a spreadsheet would compute begins with
-    an apostrophe."""
-    records = [record(cell, row) for cell in cells for row in cell.rows]
-    for one in records:
-        versions = one.pop("versions")
-        one |= {name: versions.get(name) for name in PACKAGES}
-    out = io.StringIO()
-    if records:
-        writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: _no_formula(value) for key, value in one.items()} for one in records)
-    return out.getvalue()
-
-
-def _no_formula(value: Any) -> Any:
-    """Return text that no spreadsheet takes for a formula. Python 3.10 cannot write NUL characters to CSV."""
-    if not isinstance(value, str):
-        return value
-    text = value.replace("\0", "")
-    return f"'{text}" if text[:1] in tuple("=+-@\t\r＝＋－＠") else text
 
 
 # JUnit

@@ -1,13 +1,26 @@
-"""Load what a report shows from results folders, and write its files."""
+"""Load what a report shows from folders of results, render the page, and write files.
+
+The page is one self-contained file, or a static site with a page for each case. Every text is made harmless (text.py)
+and escaped (autoescape). The file needs no network access: its policy allows nothing but its own style and script.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.analysis.history import load_history, make_run
@@ -15,16 +28,17 @@ from repro_matrix.analysis.inputs import from_row
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ReproError, ResultsError
-from repro_matrix.paths import BASELINE
-from repro_matrix.report import formats, html
+from repro_matrix.paths import BASELINE, write_bytes
+from repro_matrix.report import formats
 from repro_matrix.report.formats import Remarks
-from repro_matrix.report.page_model import Cell, Page, build_page, cells_of
+from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, link
+from repro_matrix.report.terminal import LABELS, label
 from repro_matrix.results import quarantine, runs
-from repro_matrix.results.store import write_bytes
 from repro_matrix.results.summary import Row, load_rows
-from repro_matrix.text import log
+from repro_matrix.text import block, line, list_ranks, log
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
+TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
 
 @dataclass
@@ -92,17 +106,15 @@ def page(loaded: Results, folders: Sequence[Path], history: Path | None = None) 
 
 
 def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | None = None) -> str:
-    """Return loaded results in a format: html, junit, markdown, json or csv."""
+    """Return loaded results in a format: html, junit, markdown or json."""
     if form == "json":
         names = [str(folder) for folder in folders]
         return formats.to_json(loaded.cells, loaded.claims, names, created_line(folders), loaded.remarks)
-    if form == "csv":
-        return formats.to_csv(loaded.cells)
     if form == "junit":
         return formats.to_junit(loaded.cells, loaded.remarks)
     if form == "markdown":
         return formats.to_markdown(loaded.cells, title(folders), "", loaded.remarks)
-    return html.render_file(page(loaded, folders, history))
+    return render_file(page(loaded, folders, history))
 
 
 def title(folders: Sequence[Path]) -> str:
@@ -154,3 +166,84 @@ def write_run_page(folder: Path) -> Path | None:
         log(f"note: no page of this run: {type(error).__name__}: {error}")
         return None
     return target
+
+
+# The page
+
+
+def render_file(page: Page) -> str:
+    """Return the whole page as one file."""
+    return _render("page.html", page, page.title, lambda name: f"#{name}", page.cases)
+
+
+def render_site(page: Page) -> dict[str, str]:
+    """Return a static site: file name -> content."""
+    home = {cell.id: case.slug for case in page.cases for cell in case.cells}
+
+    def addresses(current: str) -> Callable[[str], str]:
+        def address(name: str) -> str:
+            slug = home.get(name, name)
+            anchor = f"#{name}" if name in home else ""
+            return anchor if slug == current and anchor else f"{slug}.html{anchor}"
+
+        return address
+
+    files = {"index.html": _render("page.html", page, page.title, addresses(""), ())}
+    for case in page.cases:
+        files[f"{case.slug}.html"] = _render("case.html", page, case.slug, addresses(case.slug), (case,))
+    return files
+
+
+def _render(template: str, page: Page, title: str, address: Callable[[str], str], cases: Iterable[Any]) -> str:
+    environment = _environment()
+    css, script = (_source(name) for name in ("page.css", "page.js"))
+    return environment.get_template(template).render(
+        page=page, title=title, at=address, cases=tuple(cases), css=Markup(css), script=Markup(script),
+        policy=_policy(css, script),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("repro_matrix.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=StrictUndefined, finalize=_harmless,
+    )  # fmt: skip
+    environment.globals |= {"labels": LABELS, "link": link}
+    environment.filters |= {
+        "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "value": format_value,
+        "ranks": list_ranks, "shell": shlex.join, "time": format_time,
+    }  # fmt: skip
+    return environment
+
+
+def _harmless(value: Any) -> Any:
+    """What every expression of a template goes through; markup has gone through it."""
+    return line(value, TEXT) if type(value) is str else value
+
+
+def format_value(value: Any) -> str:
+    """Return a checked value as text: numbers with four digits."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else "" if value is None else line(json.dumps(value, default=str), 80)
+
+
+def format_time(seconds: float) -> str:
+    """Return a moment in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
+
+
+def _source(name: str) -> str:
+    environment = _environment()
+    assert environment.loader
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _policy(css: str, script: str) -> str:
+    """Return a content security policy: nothing is loaded, and only our own script runs."""
+    style, code = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in (css, script))
+    ours = f"style-src 'sha256-{style}'; script-src 'sha256-{code}'"
+    return f"default-src 'none'; {ours}; base-uri 'none'; form-action 'none'"

@@ -17,7 +17,7 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.report.labels import LABELS, TONES, Label, count_labels, label
+from repro_matrix.report.terminal import LABELS, TONES, Label, count_labels, label
 from repro_matrix.results.summary import Row
 
 if TYPE_CHECKING:

@@ -9,21 +9,41 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro_matrix.report.labels import label
-from repro_matrix.report.terminal import by_reason, named, print_table
+from repro_matrix.planning.memory import GIB, MemoryPlan, fullest
+from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.records.document import Document
+from repro_matrix.report.terminal import (
+    by_reason,
+    columns,
+    label,
+    named,
+    plan_lines,
+    print_json,
+    print_lines,
+    print_table,
+    skipped_lines,
+)
+from repro_matrix.results import runs
 from repro_matrix.results.exit_code import identical_failures, unpaired_cells, unpaired_failures
 from repro_matrix.results.runs import results_folder
-from repro_matrix.results.summary import Row
-from repro_matrix.runner.engine import Summary
+from repro_matrix.results.summary import Row, rows_of
+from repro_matrix.runner import session
+from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.session import Session
-from repro_matrix.text import WIDTH, counted, one_line, wrap
+from repro_matrix.text import WIDTH, counted, one_line, printable, wrap
 
 LOG_LINES = 4
+_HEADS = ["case", "model", "strategy", "variant", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
+_MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
+_LAST = "fullest moment, or why it is skipped"
+QUIET_S = 30.0  # without a terminal: after so long without a line, print what runs
 DIFFERENCES = {
     "unexpected": "DIFFERENT FROM THEIR EXPECTATION",
     "differs_from_cpu": "DIFFERENT FROM WHAT A CPU SHOWED (news, not an error)",
@@ -31,6 +51,193 @@ DIFFERENCES = {
 }
 # The order of attention; all other states come last.
 ATTENTION = ("unexpected", "differs_from_cpu", "no_expectation")
+
+
+# The plan (`--dry-run`, `--memory`)
+
+
+def show_plan(prepared: Session, as_json: bool, every_variant: bool) -> int:
+    """Print what would be launched. ``every_variant``: a line for each."""
+    items = [_item(prepared, plan, variant) for plan in prepared.plans for variant in plan.variants]
+    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys() | prepared.unusable):
+        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
+    if as_json:
+        print_json(items)
+        return 0
+    items = [item | {"case": named(item["case"], item["simulated"])} for item in items]
+    if every_variant:
+        table = [[item["world_size" if head == "ranks" else head] for head in _HEADS] for item in items]
+        print_table("", _HEADS, table, narrow=("skipped",))
+    else:
+        cells = [plan.cell for plan in prepared.plans for _ in plan.variants]
+        lines = [item | {"cell": repr((cell.hardware, cell.stack, cell.key))} for item, cell in zip(items, cells)]
+        print_lines(plan_lines(lines, columns()))
+    for why, count in prepared.elsewhere.items():
+        print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
+    return 0
+
+
+def _item(prepared: Session, plan: CellPlan, variant: VariantPlan) -> dict[str, Any]:
+    cell = plan.cell
+    return {
+        "case": cell.case,
+        "model": cell.model,
+        "strategy": cell.strategy,
+        "flags": dict(cell.flags),
+        "ranks": cell.ranks,
+        "stack": variant.stack,
+        "hardware": cell.hardware,
+        "variant": variant.variant,
+        "world_size": variant.world_size,
+        "devices": variant.gpus,
+        "attempts": variant.repeat,
+        "deadline_s": variant.deadline,
+        "skipped": variant.skipped,
+        "simulated": prepared.catalogue.cases[cell.case].simulated,
+    }
+
+
+def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
+    """Print what each variant needs, beside the recorded peak; also for hardware that this machine does not have."""
+    prepared = session.prepare(texts, build_stacks=False, plan_only=True)
+    stored = runs.measured_rows(prepared.settings)
+    rows = []
+    for plan in prepared.plans:
+        for variant in plan.variants:
+            row = _item(prepared, plan, variant) | {"reference": variant.settings.get("reference")}
+            row |= {"planned": variant.memory.to_json() if variant.memory else None}
+            rows.append((variant, row | {"measured_mb": _measured(stored, plan.cell.key, variant)}))
+    if as_json:
+        cells, hardware = [row for _, row in rows], prepared.profile.name
+        print_json({"hardware": hardware, "planned_only": prepared.planned, "cells": cells})
+    else:
+        _print_memory(prepared, rows, every_variant)
+    for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
+        print(f"repro: {note}", file=sys.stderr)
+    return 0
+
+
+def _measured(rows: Sequence[Row], cell: str, variant: VariantPlan) -> float | None:
+    """Return the largest recorded peak of a rank (MiB) on the host, from the latest result on this stack."""
+    wanted = (cell, variant.variant, variant.stack)
+    matching = (row for row in rows if row.attempts and (row.cell_id, row.variant, row.stack.name) == wanted)
+    latest = max(matching, key=lambda row: row.started, default=None)
+    peaks = [attempt.peak_rss_mb or 0.0 for attempt in latest.attempts] if latest else []
+    return max(peaks, default=0.0) or None
+
+
+def _print_memory(prepared: Session, rows: list[tuple[VariantPlan, dict[str, Any]]], every_variant: bool) -> None:
+    profile, machine = prepared.profile, prepared.machine
+    gpus = f"{len(profile.gpus)} x {profile.gpus[0].name}, " if profile.gpus else ""
+    only = " (planned only: not this machine)" if prepared.planned else ""
+    print(f"hardware {profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
+    table, hidden = [], []
+    for variant, row in rows:
+        plan, measured = variant.memory, row["measured_mb"]
+        if row["skipped"] and plan is None and not every_variant:
+            hidden.append(row)
+            continue
+        sizes = [plan.device_rank, plan.host_rank, plan.host_node] if plan else []
+        sizes_text = [f"{size / GIB:.2f}" if size else "-" for size in sizes] or ["?", "?", "?"]
+        off = f" ({plan.host_rank / 2**20 / measured - 1:+.0%})" if measured and plan else ""
+        recorded = f"{measured / 1024:.2f}{off}" if measured else "-"
+        cells = [row["case"], row["model"], row["strategy"], row["variant"], str(variant.world_size), *sizes_text]
+        table.append([*cells, recorded, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
+    print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,))
+    print_lines(skipped_lines(hidden, columns()))
+    print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} variants skipped")
+
+
+def _fullest(plan: MemoryPlan | None, simulated: bool) -> str:
+    if plan:
+        full = fullest(plan.device or plan.host)
+        return f"{full.name}: {full.describe()}"
+    return "simulated: its tensors need no memory" if simulated else "not known: the stack cannot build the model"
+
+
+# While it runs: a bar with the running attempts on a terminal, a line per cell elsewhere
+
+
+class Progress:
+    """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what runs."""
+
+    def __init__(self, verbose: bool = False) -> None:
+        import rich.progress
+        from rich.console import Console
+
+        self.out = Console(stderr=True, highlight=False)
+        self.verbose = verbose
+        self.attempts = self.done = self.cells = self.all_cells = 0
+        self.verdicts: Counter[str] = Counter()
+        self._printed = time.monotonic()
+        # The bar counts expected seconds, so that the time left is that of long attempts, not of their number.
+        self.bar = rich.progress.Progress(
+            rich.progress.BarColumn(24), rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.TimeElapsedColumn(), rich.progress.TimeRemainingColumn(), console=self.out, transient=True,
+            refresh_per_second=2, speed_estimate_period=1e6, get_time=lambda: time.monotonic(),
+            disable=not self.out.is_terminal,
+        )  # fmt: skip
+        self.run = self.bar.add_task("", total=0)
+        self.running: dict[Any, rich.progress.TaskID] = {}
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def warn(self, text: str) -> None:
+        self._print(f"note: {text}", "magenta")
+
+    def event(self, event: Event) -> None:
+        """Show an event of the engine."""
+        key = (event.plan.cell.key, event.variant, event.index) if event.plan else event.text
+        waiting = ""
+        if event.kind in ("cells", "more"):
+            self.attempts += event.attempts
+            self.all_cells += event.kind == "cells"
+            self.bar.update(self.run, total=(self.bar.tasks[0].total or 0) + event.seconds)
+        if event.kind in ("more", "note"):
+            self.warn(event.text)
+        elif event.kind == "start":
+            self._start(key, f"{event.device:>8}  {event.plan.cell.key if event.plan else ''} {event.variant}")
+        elif event.kind == "attempt" and key in self.running:
+            self.bar.remove_task(self.running.pop(key))
+        if event.kind == "attempt":
+            self.done += 1
+            self.bar.advance(self.run, event.seconds)
+            if self.verbose and event.outcome is not None:
+                name, reason = event.outcome["outcome"], event.outcome.get("reason") or ""
+                self._print(f"{event.variant}: {name} in {event.wall_s:.1f}s  {reason}")
+        elif event.kind == "cell":
+            self.cells += 1
+            if event.plan and event.document:
+                self._cell(event.plan, event.document)
+        elif event.kind == "time":
+            waiting = event.text
+        counts = "  ".join(f"{name} {count}" for name, count in self.verdicts.items())
+        status = f"{self.done}/{self.attempts} attempts  {counts}  {waiting}".rstrip()
+        self.bar.update(self.run, description=status)
+        if not self.out.is_terminal and time.monotonic() - self._printed > QUIET_S:
+            tasks = [f"{' '.join(task.description.split())} {task.elapsed or 0:.0f}s" for task in self.bar.tasks]
+            self._print("; ".join(tasks))
+
+    def _start(self, key: Any, text: str) -> None:
+        self.running[key] = self.bar.add_task(text, total=None)
+
+    def _cell(self, plan: CellPlan, document: Document) -> None:
+        rows = rows_of(document, {})
+        self.verdicts.update(row.verdict for row in rows if row.verdict)
+        if self.out.is_terminal or self.verbose:
+            return
+        results = [f"{row.variant} {row.verdict or row.outcome}" for row in rows if row.attempts]
+        text = ", ".join(results) or f"skipped: {rows[0].reason}"
+        self._print(one_line(f"[{self.cells}/{self.all_cells}] {plan.cell.key}: {text}"))
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._printed = time.monotonic()
+        self.out.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 # Counting rows

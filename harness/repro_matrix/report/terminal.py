@@ -13,20 +13,102 @@ import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from repro_matrix.report.labels import STYLES, VERDICTS, label, style
-from repro_matrix.text import WIDTH, counted, one_line, wrap
+from repro_matrix.text import WIDTH, counted, first_line, list_ranks, one_line, wrap
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from repro_matrix.analysis.claims import ClaimRow
+    from repro_matrix.config.schema import Case
+    from repro_matrix.external.log_match import Answer, Failure
+    from repro_matrix.external.log_scan import Scanned
 
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
+MOST_FAILURES = 8  # of a log that are listed; --json has all
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
 DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}
+
+
+# Labels: a symbol, a text and a tone for each verdict, outcome, comparison and claim status. No state is shown by color
+# alone: the symbols differ, and the text stands beside them.
+
+TONES = ("bad", "warn", "reproduce", "good", "info", "none")  # the worst first; classes of the style sheet
+# Colours of a terminal. Those that are unreadable on some background (yellow, cyan, blue, dim) are not used.
+STYLES = {"bad": "red", "warn": "magenta", "reproduce": "bold", "good": "green", "info": "", "none": ""}
+
+
+@dataclass(frozen=True)
+class Label:
+    name: str  # as it is stored
+    symbol: str
+    text: str
+    tone: str
+    several: str = ""  # the text after a number above 1, where it differs
+    meaning: str = ""  # one sentence for the legend
+
+    def count(self, number: int) -> str:
+        """``2 fixes work``."""
+        return f"{number} {self.several or self.text if number != 1 else self.text}"
+
+
+_LABELS = (
+    Label("FIXED", "✔", "fix works", "good", "fixes work", "The failure occurs without this fix and not with it."),
+    Label("PASSED", "✔", "passed", "good", meaning="The control trains and agrees with a single process."),
+    Label("NOT_FIXED", "✖", "not fixed", "bad", meaning="The same failure occurs with this variant."),
+    Label("FIX_BREAKS", "‼", "fix breaks it", "bad", "fixes break it", "It works without this fix and fails with it."),
+    Label("FAILED", "✖", "failed", "bad", meaning="The control does not train as a single process does."),
+    Label("DIFFERENT_FAILURE", "↷", "different failure", "warn", "different failures",
+          "This failure does not occur, another one does."),
+    Label("SIGNATURE_MISMATCH", "≠", "unexpected error", "warn", "unexpected errors",
+          "It fails, but not with the known error."),
+    Label("FLAKY", "≈", "flaky", "warn", meaning="Attempts disagree."),
+    Label("INCONCLUSIVE", "?", "inconclusive", "none",
+          meaning="No answer: infrastructure, an unknown hang, or skipped. The reason is given."),
+    Label("NOT_REPRODUCED", "○", "not reproduced", "info", meaning="The failure does not occur here."),
+    Label("FIXED_UPSTREAM", "◆", "fixed upstream", "info",
+          meaning="The failure does not occur here; it did in an older stored measurement."),
+    Label("reproduced", "●", "reproduces", "reproduce", "reproduce", "The known failure occurs."),
+    Label("passed", "◌", "passed", "info", meaning="Every check passed."),
+    Label("other_failure", "△", "other failure", "warn", "other failures", "It fails, but not with the known error."),
+    Label("hang", "⧖", "hang", "warn", "hangs"),
+    Label("infra_error", "?", "infrastructure error", "none", "infrastructure errors"),
+    Label("skipped", "–", "not measured", "none"),
+    Label("absent", "", "no such cell in that run", "none"),
+    Label("supported", "✔", "supported", "good"),
+    Label("refuted", "✖", "refuted", "bad"),
+    Label("mixed", "◐", "mixed", "warn"),
+    Label("untested", "–", "untested", "none"),
+    Label("unexpected", "!", "differs from expectation", "bad", "differ from expectation"),
+    Label("differs_from_cpu", "!", "differs from CPU", "warn", "differ from CPU"),
+    Label("quarantined", "⊘", "quarantined", "info"),
+    Label("no_expectation", "+", "no expectation yet", "info"),
+    Label("expected", "=", "as expected", "good"),
+    Label("matches_cpu", "=", "as on CPU", "good"),
+)  # fmt: skip
+LABELS = {label.name: label for label in _LABELS}
+VERDICTS = frozenset(label.name for label in _LABELS if label.name.isupper())
+
+
+def label(name: str) -> Label:
+    """Return the label of a stored name; an unknown one (of a later release) shows its name."""
+    return LABELS.get(name) or Label(name, "·", name, "none")
+
+
+def count_labels(labels: Iterable[Label]) -> list[tuple[Label, int]]:
+    """Return each label with its number, the worst first."""
+    return sorted(Counter(labels).items(), key=lambda item: (TONES.index(item[0].tone), -item[1]))
+
+
+def style(text: str) -> str:
+    """Return the terminal style of a text that begins with a stored name."""
+    return STYLES[label(text.split(" (")[0].split(",")[0].strip()).tone]
+
+
+# Printing
 
 
 def console(stderr: bool = False) -> Console:
@@ -213,3 +295,138 @@ def doctor_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]
     skipped += [(reason, f"{row['case']}/{name}") for row in rows for name, reason in row["skipped_variants"].items()]
     if skipped:
         yield from ("", "These cells, or variants of cells, cannot run here:", *by_reason(skipped, width))
+
+
+# Training logs
+
+
+def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]) -> dict[str, Any]:
+    """Return what is known of one log, with stable keys."""
+    from repro_matrix.external.log_match import stored  # not for `repro list`
+
+    versions = seen.versions.known
+    return {
+        "log": path,
+        "lines": seen.lines,
+        "recognized": answer.names,
+        "failures": [_failure_json(failure) for failure in answer.failures],
+        "remarks": [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks],
+        "not_listed": seen.more,
+        "versions": versions,
+        "python": seen.versions.python,
+        "versions_unclear": seen.versions.unclear,
+        "ended": {str(rank): _how(how) for rank, how in seen.ended.ranks.items()},
+        "root_cause_rank": seen.ended.root,
+        "endings": [asdict(ending) for ending in seen.endings],
+        "stored": {name: asdict(stored(cases[name], versions)) for name in answer.names},
+    }
+
+
+def _failure_json(failure: Failure) -> dict[str, Any]:
+    from repro_matrix.external.log_match import normalised
+
+    error = failure.error
+    return {
+        **{name: getattr(error, name) for name in ("line", "type", "message", "ranks", "count", "whole", "mixed")},
+        **{name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")},
+        "normalised": normalised(error.message),
+        "raised_in": failure.where,
+        "echo": failure.echo,
+    }
+
+
+def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case], width: int = WIDTH) -> list[str]:
+    """Return the lines that describe one log: its versions, its failures, and what the launcher reports."""
+    known = [f"{name} {version}" for name, version in seen.versions.known.items()]
+    known += [f"{name} {' or '.join(found)}" for name, found in seen.versions.unclear.items()]
+    known += [f"Python {seen.versions.python}"] if seen.versions.python else []
+    name = "standard input" if path == "-" else path
+    out = wrap(f"{name}: {counted(seen.lines, 'line')}; {', '.join(known) or 'no versions named'}", width=width)
+    for remark in answer.remarks:
+        case = cases[remark.case]
+        out += wrap(f"line {remark.line}: a warning of {case.title} ({case.slug})", "  ", 4, width)
+        out += wrap(first_line(answer.evidence[remark.line]), "    ", 2, width)
+        out += _stored_lines(case, seen, width)
+    causes = [failure for failure in answer.failures if not failure.echo]
+    for failure in causes[:MOST_FAILURES]:
+        out += _failure_lines(failure, seen, cases, width)
+    if len(causes) > MOST_FAILURES or seen.more:
+        out.append(f"  {max(0, len(causes) - MOST_FAILURES) + seen.more} more errors: --json lists them")
+    echoes = sorted({f"{each.error.type} (line {each.error.line})" for each in answer.failures if each.echo})
+    if echoes:
+        more = f" and {len(echoes) - 4} more" if len(echoes) > 4 else ""
+        out += wrap(f"Follow from another process's failure: {', '.join(echoes[:4])}{more}", "  ", 4, width)
+        out += [] if causes or seen.endings else ["  That failure is not in this log: see the logs of the other ranks."]
+    if seen.endings and not causes:
+        stated = {each.kind for each in seen.endings if each.rank is not None}
+        kinds = stated | {"exit code"} if stated else stated  # a launcher repeats it without the rank
+        endings = [
+            f"{_rank_name(each.rank)}: {each.kind} (line {each.line})"
+            for each in seen.endings
+            if each.rank is not None or each.kind not in kinds
+        ][:MOST_FAILURES]
+        out += wrap(f"The log shows a failure, but not its cause: {', '.join(endings)}", "  ", 4, width)
+    elif not answer.failures and not answer.remarks:
+        out.append("  no failure in this log")
+    signals = [f"rank {rank}: {_how(how)}" for rank, how in sorted(seen.ended.signals.items())[:MOST_FAILURES]]
+    return [*out, *(wrap(f"The launcher reports: {', '.join(signals)}", "  ", 4, width) if signals else [])]
+
+
+def _failure_lines(failure: Failure, seen: Scanned, cases: Mapping[str, Case], width: int) -> Iterator[str]:
+    error, case = failure.error, cases[failure.known[0].case] if failure.known else None
+    possible = {item.case: f"{item.case} ({'; '.join(item.missing)})" for item in reversed(failure.perhaps)}
+    if case:
+        meaning = f"{case.title} ({case.slug})"
+    elif possible:
+        meaning = f"not recognized for certain. It may be {' or '.join(reversed(possible.values()))}"
+    else:
+        meaning = "not a known failure" if error.type else "cut off before its error"
+    yield from wrap(f"{_who(failure, seen)}, line {error.line}: {meaning}", "  ", 4, width)
+    if error.type:
+        yield from wrap(first_line(f"{error.type}: {error.message}"), "    ", 2, width)
+    if failure.where:
+        yield f"    raised in {one_line(failure.where)}"
+    if error.mixed:
+        yield from wrap("No prefix names the rank, and tracebacks are mixed: frames are uncertain.", "    ", 2, width)
+    if case:
+        yield from _stored_lines(case, seen, width)
+
+
+def _who(failure: Failure, seen: Scanned) -> str:
+    """Return the rank that failed first, and the others; if no line names its rank, the one that torchrun reports."""
+    error = failure.error
+    others = [rank for rank in error.ranks if rank != error.rank]
+    if error.rank is not None:
+        also = f" (also {list_ranks(others[:MOST_FAILURES])}{' ...' * (len(others) > MOST_FAILURES)})" if others else ""
+        return f"rank {error.rank}{also}"
+    if seen.ended.root is not None:
+        return f"rank {seen.ended.root} (ended first, torchrun reports)"
+    return error.label or "unknown rank"
+
+
+def _rank_name(rank: int | None) -> str:
+    return "unknown rank" if rank is None else f"rank {rank}"
+
+
+def _stored_lines(case: Case, seen: Scanned, width: int) -> Iterator[str]:
+    """Yield what was measured on the versions of the log, else on the nearest ones."""
+    from repro_matrix.external.log_match import stored
+
+    found = stored(case, seen.versions.known)
+    if not found.fits:
+        yield "    Not measured on the versions of this log" + ("; the nearest ones:" if found.nearest else ".")
+    for each in found.fits or found.nearest:
+        measured = ", ".join(f"{name} {bounds}" for name, bounds in each.versions.items())
+        unnamed = f"; not in the log: {', '.join(each.unnamed)}" if each.unnamed else ""
+        where = ", ".join([each.hardware, *each.cells])
+        yield from wrap(f"Measured on {measured} ({where}){unnamed}", "    ", 2, width)
+        others = ", ".join(f"{variant} ({verdict})" for variant, verdict in each.holds_not.items())
+        yield from wrap(f"What helps: {', '.join(each.holds) or 'nothing'}", "      ", 2, width)
+        yield from wrap(f"What doesn't: {others}", "      ", 2, width) if others else ()
+    references = f" ({', '.join(case.references)})" if case.references else ""
+    simulated = " [simulated]" if case.simulated else ""
+    yield f"    More: repro show {case.slug}{simulated}{references}"
+
+
+def _how(ended: int | str) -> str:
+    return f"exit code {ended}" if isinstance(ended, int) else ended

@@ -27,12 +27,12 @@ from repro_matrix.grading.regrade import document_name
 from repro_matrix.grading.regrade import regrade as grade_documents
 from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.grading.verdict import NO_EVIDENCE
-from repro_matrix.paths import ROOT
+from repro_matrix.paths import ROOT, write_text
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import FailureId, StoredVerdict
 from repro_matrix.results import provenance, store, summary
 from repro_matrix.results.expectations import expectations, is_whole, measured_in_order, ranges, unsupported, upstream
-from repro_matrix.results.store import Store, write_text
+from repro_matrix.results.store import Store
 from repro_matrix.results.summary import Row
 from repro_matrix.text import counted
 

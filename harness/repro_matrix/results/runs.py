@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from repro_matrix.config import project
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
-from repro_matrix.files import write_text
+from repro_matrix.paths import write_text
 from repro_matrix.records.document import Document
 from repro_matrix.results.store import LATEST, LOCK, Store
 from repro_matrix.results.summary import Row, stored_rows

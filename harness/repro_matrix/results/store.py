@@ -23,9 +23,7 @@ from pydantic_core import from_json, to_json
 
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
-from repro_matrix.files import write_bytes as write_bytes
-from repro_matrix.files import write_text as write_text
-from repro_matrix.paths import ROOT, cache_dir
+from repro_matrix.paths import ROOT, cache_dir, write_bytes, write_text
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)

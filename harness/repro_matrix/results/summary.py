@@ -25,13 +25,12 @@ from pydantic import TypeAdapter
 
 from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
-from repro_matrix.files import write_bytes
 from repro_matrix.grading import checks, verdict
 from repro_matrix.grading.expectations import comparison
 from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.grading.root_cause import failure_ids
-from repro_matrix.paths import PACKAGE
+from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.attempt import Observation, Rank
 from repro_matrix.records.document import LINES, Document, DocumentPath, Made
 from repro_matrix.records.outcome import FailureId, Outcome, StoredOutcome

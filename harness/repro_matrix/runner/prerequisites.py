@@ -24,10 +24,9 @@ from repro_matrix.environment.gpus import states
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
-from repro_matrix.files import write_text
 from repro_matrix.launch import extensions
 from repro_matrix.launch.attempt import Attempt, stack_environment
-from repro_matrix.paths import REPROS, cache_dir
+from repro_matrix.paths import REPROS, cache_dir, write_text
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import ModelSizes, add_memory

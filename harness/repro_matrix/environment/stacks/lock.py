@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from repro_matrix import paths
 from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.environment.stacks.spec import HEAVY, Kind, StackError, canonical, replaced, short_hash
-from repro_matrix.files import write_text
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -170,7 +169,7 @@ def committed(definition: Definition, path: Path) -> Lock:
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    paths.write_text(path, text)
 
 
 def _cached(kind: str, *parts: str) -> Path:
