@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from repro_matrix.config import catalog
 from repro_matrix.environment.stacks import Stack, resolve
-from repro_matrix.launch import extensions
+from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Attempt, Launcher
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.launch.torchrun import TorchrunLauncher
@@ -113,7 +113,7 @@ def compare(stack: Stack, kind: str, ranks: int, forked_runs: int, cold_runs: in
             if index * cold_runs // forked_runs == len(cold) and len(cold) < cold_runs:
                 cold.append(measure(torchrun, attempt(stack, kind, ranks, folder, f"c{index}")))
             forked.append(measure(forkserver, attempt(stack, kind, ranks, folder, f"w{index}")))
-        times = [psutil.Process(server.pid).cpu_times() for server in forkserver._servers.values()]
+        times = [psutil.Process(server.process.pid).cpu_times() for server in forkserver._servers.values()]
         server_cpu = sum(each.user + each.system for each in times)
     finally:
         forkserver.close()
@@ -155,7 +155,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "launch.json")
     arguments = parser.parse_args(words)
     stack, kinds = resolve(arguments.stack), arguments.kinds.split(",")
-    if any(kind.startswith("zero") for kind in kinds) and (problem := extensions.prepare(stack)):
+    if any(kind.startswith("zero") for kind in kinds) and (problem := processes.compile_op(stack)):
         raise SystemExit(problem)  # DeepSpeed compiles once, which is no launcher's cost
     rows: list[Json] = []
     print("wall / CPU s\n| attempt | ranks | torchrun | forked | with the server's share | floor | wall | CPU |")

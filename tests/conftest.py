@@ -70,14 +70,14 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkserverLaunche
     """One for all tests of a worker: each of its servers imports a stack once, which costs more than most tests."""
     launcher = Shared(tmp_path_factory.mktemp("forkserver"))
     yield launcher
-    servers = [server for server in launcher._servers.values() if server.pid]
+    servers = [server for server in launcher._servers.values() if server.process]
     launcher.close()
     for server in servers:
         try:
-            state = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             state = "X"
-        assert state in "ZX" and not server.folder.exists(), f"server {server.pid} was left"
+        assert state in "ZX" and not server.folder.exists(), f"server {server.process.pid} was left"
 
 
 @pytest.fixture

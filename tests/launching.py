@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -17,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.environment.stacks import resolve
-from repro_matrix.launch import extensions
+from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher
-from repro_matrix.launch.processes import with_token
 from repro_matrix.paths import REPROS
 
 FAULTS = Path(__file__).parent / "faults"
+STACK_CACHE = Path(tempfile.gettempdir()) / f"repro-test-stack-{os.getuid()}"  # one, so that attempts share a server
 Json = dict[str, Any]
 
 
@@ -61,6 +62,7 @@ def attempt_of(
         python=sys.executable,
         world_size=world_size,
         deadline_s=deadline,
+        stack_cache=STACK_CACHE,
         keep=keep,
     )
 
@@ -111,7 +113,7 @@ def gone(pid: int) -> bool:
 
 def assert_nothing_left(attempt: Attempt, observation: Json) -> None:
     """No process, port, shared memory or file of the attempt; its records and logs only when they were to be kept."""
-    assert not with_token(ATTEMPT_TOKEN, attempt.id)
+    assert not processes.with_token(ATTEMPT_TOKEN, attempt.id)
     launch = read_launch(attempt.launch_file) if attempt.keep else {"ranks": []}
     pids = [rank["record"]["pid"] for rank in observation["ranks"] if rank["record"]]
     pids += [rank["pid"] for rank in launch["ranks"]]
@@ -140,15 +142,14 @@ def stuck(attempt: Attempt, ranks: int) -> bool:
     return len(at) == ranks and len(up) == attempt.world_size and all(map(gone, others))
 
 
-def launched_until(launcher: Launcher, attempt: Attempt, ranks: int, **limits: float) -> Json:
-    """The deadline (or the ``limits``, by name) comes when so many ranks are stuck and the others have ended: tests
-    need not guess how slow the machine is."""
+def launched_until(launcher: Launcher, attempt: Attempt, ranks: int) -> Json:
+    """The deadline comes when so many ranks are stuck and the others have ended: tests need not guess how slow the
+    machine is."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(launched, launcher, attempt)
         wait_for(lambda: stuck(attempt, ranks))
         time.sleep(0.3)  # from the file that says so into the wait itself; a rank is looked at twice, seconds apart
-        for name, value in (limits or {"deadline_s": 0.0}).items():
-            object.__setattr__(attempt, name, value)
+        object.__setattr__(attempt, "deadline_s", 0.0)
         return future.result(timeout=200)
 
 
@@ -174,7 +175,7 @@ def two_ranks(
     DeepSpeed's CPU op is compiled ahead, as a run does: at first use all ranks would compile it, for minutes."""
     stack = resolve("current")
     if "deepspeed" in imports:
-        extensions.prepare(stack)
+        processes.compile_op(stack)
     attempt = Attempt(
         id=f"{folder.name[:40]}-{uuid.uuid4().hex[:8]}",
         run_id="test-run",
@@ -185,6 +186,7 @@ def two_ranks(
         world_size=2,
         deadline_s=900,
         env=stack.environment({}),
+        stack_cache=STACK_CACHE,
         imports=("transformers", *(name for name in imports if importlib.util.find_spec(name))),
     )
     seen = launched(launcher, attempt)

@@ -159,7 +159,7 @@ def test_prepare_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from repro_matrix.runner.prerequisites import Prober
 
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe on a CPU"))
-    monkeypatch.setattr("repro_matrix.launch.extensions.ready", lambda stack: True)
+    monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
     assert session.prepare([*ONE, "hardware=cpu"]).notes() == []
 
 
@@ -171,7 +171,7 @@ def test_prepare_probes_all_gpus_of_several_profiles(profiles: str, monkeypatch:
     probed: list[int] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
-    monkeypatch.setattr("repro_matrix.launch.extensions.ready", lambda stack: True)
+    monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
     monkeypatch.setattr(Prober, "__call__", lambda self, stack: (probed.append(len(self.profile.gpus)), ({}, None))[1])
     prepared = session.prepare([*ONE, f"hardware={profiles}"], build_stacks=False, probe=True)
     assert set(probed) == {2} and prepared.profile.name == "gpu2"
@@ -205,7 +205,7 @@ def test_prepare_cells_on_the_cpu_are_not_probed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
-    monkeypatch.setattr("repro_matrix.launch.extensions.prepare", lambda stack: None)
+    monkeypatch.setattr("repro_matrix.launch.processes.compile_op", lambda stack: None)
     monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe for the CPU's cells"))
     prepared = session.prepare(["case=qwen-remote-code-import"])
     assert {plan.profile.name for plan in prepared.plans} == {"cpu"}

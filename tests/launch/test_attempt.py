@@ -22,7 +22,7 @@ from launching import attempt_of, wait_for
 from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt as attempt_module
 from repro_matrix.launch import observe, processes, sampling, watch
-from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, remove_files, tmp_of, torchrun_line
+from repro_matrix.launch.attempt import Attempt, clear_directory, environment, prepare, remove, tmp_of, torchrun_line
 from repro_matrix.launch.watch import Watched
 
 
@@ -53,22 +53,18 @@ def test_shm_clear_removes_only_files_of_the_attempt() -> None:
 # --- what an attempt runs with
 
 
-def test_environment_is_private_to_the_attempt(tmp_path: Path) -> None:
-    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), python="/stack/bin/python", env={"X": "y"})
+def test_environment_is_private_to_the_attempt_and_its_stack(tmp_path: Path) -> None:
+    attempt = dataclasses.replace(attempt_of(tmp_path / "a", "nothing"), env={"X": "y"}, stack_cache=tmp_path / "stack")
     env = environment(attempt)
     assert env["X"] == "y" and env["CUDA_VISIBLE_DEVICES"] == "" and env["REPRO_ATTEMPT"] == attempt.id
-    assert env["HF_MODULES_CACHE"].startswith(str(attempt.cache)) and env["TMPDIR"] == str(attempt.tmp)
-    per_stack = environment(dataclasses.replace(attempt, stack_cache=tmp_path / "stack", gpus=("GPU-1", "GPU-2")))
-    assert per_stack["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "stack" / "torch_extensions")
-
-
-def test_environment_shows_leased_devices_only(tmp_path: Path) -> None:
-    attempt = attempt_of(tmp_path / "a", "nothing")
-    settings = {**attempt.settings, "device": "auto", "backend": "auto"}
+    assert env["TMPDIR"] == str(attempt.tmp) and env["TRITON_CACHE_DIR"].startswith(str(attempt.cache))
+    for name in ("HF_HOME", "HF_MODULES_CACHE", "TORCH_EXTENSIONS_DIR"):
+        assert env[name].startswith(str(tmp_path / "stack"))
+    settings = {**attempt.settings, "device": "auto", "backend": "auto", "model": {"weights": "hub"}}
     attempt = dataclasses.replace(attempt, gpus=("GPU-1", "GPU-2"), settings=settings)
     assert environment(attempt)["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+    assert not {"DS_ACCELERATOR", "HF_HOME", "HF_HUB_OFFLINE"} & environment(attempt).keys()
     assert (attempt.full_settings()["device"], attempt.full_settings()["backend"]) == ("cuda", "nccl")
-    assert "DS_ACCELERATOR" not in environment(attempt)
 
 
 def test_prepare_makes_empty_folders_and_a_short_tmp(tmp_path: Path) -> None:
@@ -80,7 +76,7 @@ def test_prepare_makes_empty_folders_and_a_short_tmp(tmp_path: Path) -> None:
     (attempt.records / "rank-0.json").write_text("{}")
     prepare(attempt)
     assert not list(attempt.records.iterdir()), "records of an earlier attempt in this folder"
-    remove_files(attempt)
+    clear_directory(attempt.directory)
     assert not attempt.tmp.exists() and not attempt.directory.exists()
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from launching import Json, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
-from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of, torchrun_reason
+from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of
 from repro_matrix.paths import ROOT
 
 ranks = pytest.mark.ranks
@@ -56,7 +56,7 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLaunch
     for attempt, pair in zip(attempts, pairs):
         for rank, fact in enumerate(pair):
             assert fact["tmp"] == str(attempt.tmp) and fact["folder"] == str(attempt.work)
-            assert fact["argv"] == [str(attempt.script), "--settings", str(attempt.settings_file)]
+            assert fact["argv"] == [str(attempt.script), "--settings", str(attempt.directory / "settings.json")]
             assert fact["path"] == str(ROOT / "repros") and fact["main"] == str(attempt.script)
             assert fact["threads"] == 2, "its own and that of repro_kit/rank_monitor.py"
             assert fact["session"] and fact["mask"] == []
@@ -111,12 +111,6 @@ def test_unsafe_import_starts_with_torchrun_and_is_named(
     monkeypatch.setattr(warm, "_torchrun", FakeTorchrun())
     about = launched(warm, importing(tmp_path, "imported_module", code))["attempt"]
     assert about["launcher"] == "torchrun" and all(part in about["cold_start_reason"] for part in parts)
-
-
-def test_torchrun_reason_of_attempts_that_cannot_be_forked(plain: Attempt) -> None:
-    assert torchrun_reason(plain) is None
-    assert torchrun_reason(dataclasses.replace(plain, cold_start_reason="why")) == "why"
-    assert torchrun_reason(dataclasses.replace(plain, settings={**plain.settings, "normal_exit": True}))
 
 
 # --- servers that die
@@ -212,7 +206,7 @@ def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: Forkserve
         return server.num_fds(), len(server.children()), psutil.Process().num_fds()
 
     assert facts(launched(warm, scripted(tmp_path / "0", "import os\nrun.fact('parent', os.getppid())")))
-    pid = next(reversed(warm._servers.values())).pid
+    pid = next(reversed(warm._servers.values())).process.pid
     before = count()
     for n in range(10):
         result = launched(warm, attempt_of(tmp_path / f"n{n}", "nothing", "collective.py"))
@@ -224,44 +218,15 @@ def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: Forkserve
 # --- which server an attempt gets
 
 
-@pytest.fixture
-def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
-    for name in ("HF_MODULES_CACHE", "NCCL_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", "/home/of/the/user")  # not used for random weights
-    return attempt_of(tmp_path / "a", "nothing")
-
-
-def on_gpus(attempt: Attempt, *gpus: str) -> Attempt:
-    return dataclasses.replace(attempt, gpus=gpus, settings={**attempt.settings, "device": "cuda", "backend": "nccl"})
-
-
-def test_server_environment_depends_on_import_time_variables_only(plain: Attempt, tmp_path: Path) -> None:
-    assert server_environment(plain) == server_environment(attempt_of(tmp_path / "b", "raises", world_size=4))
-    read_at_import = dataclasses.replace(plain, env={"TRANSFORMERS_VERBOSITY": "info"})
-    assert server_environment(read_at_import)[0]["TRANSFORMERS_VERBOSITY"] == "info"
-    read_later = dataclasses.replace(plain, env={"NCCL_DEBUG": "INFO", "ACCELERATE_BYPASS_DEVICE_MAP": "true"})
-    assert server_environment(read_later) == server_environment(plain)
-    assert spec_of(read_later)["env"]["NCCL_DEBUG"] == "INFO" and spec_of(plain)["env"]["GLOO_SOCKET_IFNAME"] == "lo"
-
-
-def test_server_environment_is_the_same_for_every_lease(plain: Attempt) -> None:
-    one, other = on_gpus(plain, "GPU-a"), on_gpus(plain, "GPU-b", "GPU-c")
-    assert server_environment(one) == server_environment(other) != server_environment(plain)
-    env = server_environment(one)[0]
-    assert "CUDA_VISIBLE_DEVICES" not in env and env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
-    spec = spec_of(other)["env"]
+def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path) -> None:
+    plain, other = (attempt_of(tmp_path / name, fault) for name, fault in (("a", "nothing"), ("b", "raises")))
+    assert server_environment(plain) == server_environment(other)
+    changed = server_environment(dataclasses.replace(plain, env={"TRANSFORMERS_VERBOSITY": "info"}))
+    assert changed == {**server_environment(plain), "TRANSFORMERS_VERBOSITY": "info"}
+    cuda = {**plain.settings, "device": "cuda", "backend": "nccl"}
+    leases = [dataclasses.replace(plain, gpus=gpus, settings=cuda) for gpus in (("GPU-a",), ("GPU-b", "GPU-c"))]
+    env = server_environment(leases[0])
+    assert env == server_environment(leases[1]) and "CUDA_VISIBLE_DEVICES" not in env
+    assert env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1" and server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
+    spec = spec_of(leases[1])["env"]
     assert spec["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c" and spec["PYTORCH_NVML_BASED_CUDA_CHECK"] is None
-    assert server_environment(plain)[0]["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_folders_read_at_import_belong_to_the_server(plain: Attempt, tmp_path: Path) -> None:
-    assert server_environment(plain)[1] == ("HF_HOME", "HF_MODULES_CACHE")
-    assert "HF_HOME" not in server_environment(plain)[0]
-    assert not {"HF_HOME", "HF_MODULES_CACHE"} & set(spec_of(plain)["env"])
-    env, folders = server_environment(dataclasses.replace(plain, stack_cache=tmp_path / "stack"))
-    assert folders == ("HF_HOME",) and env["HF_MODULES_CACHE"] == str(tmp_path / "stack" / "hf_modules")
-    own = dataclasses.replace(plain, env={"HF_HOME": "/somewhere"})
-    assert server_environment(own)[0]["HF_HOME"] == spec_of(own)["env"]["HF_HOME"] == "/somewhere"
-    hub = {**plain.settings, "model": {**plain.settings["model"], "weights": "hub"}}
-    assert server_environment(dataclasses.replace(plain, settings=hub))[1] == ("HF_MODULES_CACHE",)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Json, attempt_of, launched, launched_until
+from launching import Json, attempt_of, launched, stuck
 from repro_matrix.grading import hangs
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.launch import watch
+from repro_matrix.launch.attempt import Costs
 from repro_matrix.launch.forkserver import ForkserverLauncher
 
 pytestmark = pytest.mark.ranks
@@ -81,8 +81,11 @@ def test_deadline_separates_slow_from_hanging_ranks(tmp_path: Path, warm: Forkse
     assert seen["leaves"]["ranks"][0]["samples"][-1]["ended"] and seen["leaves"]["ranks"][0]["exit_code"] == 0
 
 
-def test_ranks_stuck_in_imports_are_infra(tmp_path: Path, warm: ForkserverLauncher) -> None:
+def test_ranks_stuck_in_imports_are_infra(
+    tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = attempt_of(tmp_path / "a", "nobody", "never_starts.py")
-    seen = launched_until(warm, replace(attempt, start_limit_s=200.0), 2, start_limit_s=0.0)
+    monkeypatch.setattr(Costs, "start_limit", lambda *_: 0.0 if stuck(attempt, 2) else 200.0)
+    seen = launched(warm, attempt)
     assert seen["infra_error"]["kind"] == "startup_timeout" and seen["attempt"]["startup_s"] is None
     assert all("never_starts" in rank["stack"] for rank in seen["ranks"])

@@ -37,7 +37,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_environment_contains_no_hostile_variable(tmp_path: Path, hostile: None) -> None:
     assert len(HOSTILE) >= 60
     attempt = attempt_of(tmp_path / "a", "nothing")
-    for env in (environment(attempt), server_environment(attempt)[0]):
+    for env in (environment(attempt), server_environment(attempt)):
         assert not [name for name, value in HOSTILE.items() if env.get(name) == value]
     assert "PYTHONPATH" not in stack_environment(attempt)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from repro_matrix.launch.attempt import Launcher
+from repro_matrix.launch.attempt import Launcher
 
 
 def open_launcher(name: str) -> Launcher:

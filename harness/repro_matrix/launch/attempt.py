@@ -99,8 +99,7 @@ class Attempt:
     imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
     cold_start_reason: str | None = None  # why this attempt must start with torchrun
-    stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, remote code
-    start_limit_s: float | None = None  # for starting; None: as COSTS says
+    stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, HF_HOME, remote code
     kit: Path | None = None  # the kit's folder, when that is not beside the script
     files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
     command: UserCommand | None = None  # instead of the script
@@ -127,10 +126,6 @@ class Attempt:
     @property
     def cache(self) -> Path:
         return self.directory / "cache"
-
-    @property
-    def settings_file(self) -> Path:
-        return self.directory / "settings.json"
 
     @property
     def spec_file(self) -> Path:
@@ -178,7 +173,7 @@ class Attempt:
         """Return the input of a worker inside the stack. ``env`` has only the attempt's private variables."""
         return {
             "script": str(self.script),
-            "settings": str(self.settings_file),
+            "settings": str(self.directory / "settings.json"),
             "world_size": self.world_size,
             "log_dir": str(self.logs),
             "record_dir": str(self.records),
@@ -230,30 +225,27 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
     # Otherwise gloo and NCCL look up the host's own name, which stalls for seconds where DNS does not know it.
     env["GLOO_SOCKET_IFNAME"] = "lo"
-    if not hub:
-        env["HF_HUB_OFFLINE"] = "1"
-    if attempt.stack_cache is not None:
-        # The defaults are keyed by Python and CUDA alone, so that two stacks would share compiled extensions.
-        env["TORCH_EXTENSIONS_DIR"] = str(attempt.stack_cache / "torch_extensions")
-        env["HF_MODULES_CACHE"] = str(attempt.stack_cache / "hf_modules")
+    cache = attempt.stack_cache or attempt.cache
+    if not hub:  # real weights come from the user's own HF_HOME
+        env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache / "hf")}
+    # The defaults are keyed by Python and CUDA alone, so that two stacks would share compiled extensions.
+    env |= {"TORCH_EXTENSIONS_DIR": str(cache / "torch_extensions"), "HF_MODULES_CACHE": str(cache / "hf_modules")}
     return env | attempt.env
 
 
 def private_environment(attempt: Attempt) -> dict[str, str]:
-    """Return the variables of this attempt alone: temporary files, caches, and the token that marks its processes."""
+    """Return the variables of this attempt alone: temporary files, caches, and the token that marks its processes.
+
+    None of them is read when a package is imported.
+    """
     env = {
         ATTEMPT_TOKEN: attempt.id,
         RUN_TOKEN: attempt.run_id,
         "TMPDIR": str(attempt.tmp),
         "TORCHINDUCTOR_CACHE_DIR": str(attempt.cache / "inductor"),
         "TRITON_CACHE_DIR": str(attempt.cache / "triton"),
+        **attempt.env,
     }
-    if attempt.settings.get("model", {}).get("weights") != "hub":
-        env["HF_HOME"] = str(attempt.cache / "hf")  # real weights come from the user's own cache
-    if attempt.stack_cache is None:
-        env["TORCH_EXTENSIONS_DIR"] = str(attempt.cache / "torch_extensions")
-        env["HF_MODULES_CACHE"] = str(attempt.cache / "hf_modules")
-    env |= attempt.env
     if attempt.kit is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (attempt.env.get("PYTHONPATH"), str(attempt.kit))))
     return env
@@ -272,21 +264,15 @@ def prepare(attempt: Attempt, spec: Json | None = None) -> None:
     remove(attempt.directory)
     for folder in (attempt.records, attempt.logs, attempt.work, attempt.tmp, attempt.cache):
         folder.mkdir(parents=True, mode=0o700)
-    if attempt.stack_cache is not None:
-        attempt.stack_cache.mkdir(parents=True, exist_ok=True)
     if attempt.keep:
         (attempt.directory / "keep").touch()
-    attempt.settings_file.write_text(json.dumps(attempt.full_settings(), indent=1), encoding="utf-8")
+    settings = json.dumps(attempt.full_settings(), indent=1)
+    (attempt.directory / "settings.json").write_text(settings, encoding="utf-8")
     attempt.spec_file.write_text(json.dumps(spec or attempt.spec(), indent=1), encoding="utf-8")
 
 
-def remove_files(attempt: Attempt) -> None:
-    """Remove the attempt's files; with ``keep`` its settings, records and logs stay."""
-    clear_directory(attempt.directory)
-
-
 def clear_directory(directory: Path) -> None:
-    """Do the same as ``remove_files`` for an attempt of which only the folder is known (its controller died)."""
+    """Remove the files of the attempt in ``directory``; with ``Attempt.keep`` its settings, records and logs stay."""
     if not (directory / "keep").exists():
         remove(directory)
         return
@@ -297,10 +283,7 @@ def clear_directory(directory: Path) -> None:
 def describe_exit(code: int | None) -> str:
     """Return how a process ended, as the end of a sentence. None: unknown."""
     if code is not None and code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
+        return f"was killed by {next((each.name for each in signal.Signals if each == -code), f'signal {-code}')}"
     return "ended" if code is None else f"ended with exit code {code}"
 
 

@@ -22,15 +22,7 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.launch import observe, processes
-from repro_matrix.launch.attempt import (
-    Attempt,
-    Json,
-    describe_exit,
-    prepare,
-    private_environment,
-    remove_files,
-    stack_environment,
-)
+from repro_matrix.launch.attempt import Attempt, Json, clear_directory, describe_exit, prepare, stack_environment
 from repro_matrix.launch.torchrun import TorchrunLauncher, tried_again
 from repro_matrix.launch.watch import Watch
 
@@ -42,12 +34,7 @@ END_S = 15.0
 MAX_IDLE = 10  # servers that stay although no attempt uses them: the next attempt of their kind costs no start
 IDLE_FREE = 4 << 30  # bytes of memory that must be free for that: each holds a few hundred MB
 
-# Read when they are used, not at import: they need no server of their own.
-RUN_TIME = ("NCCL_", "GLOO_", "ACCELERATE_BYPASS_DEVICE_MAP")
-# Read at import: a rank has the server's values, whatever the attempt's own would be.
-IMPORT_TIME = ("HF_HOME", "HF_MODULES_CACHE")
-
-Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]
+Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
 class ForkserverLauncher:
@@ -62,14 +49,14 @@ class ForkserverLauncher:
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, or its port is taken, try it once more."""
-        reason = torchrun_reason(attempt)
+        reason = attempt.cold_start_reason
         if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
                 return tried_again(lambda: self._once(attempt, stop), ("launcher_died", "port"), stop)
             except Refused as refused:
                 reason = f"no fork server ({refused.kind}): {refused}"
             finally:
-                remove_files(attempt)
+                clear_directory(attempt.directory)
         observation = self._torchrun.launch(attempt, stop)
         observation["attempt"]["cold_start_reason"] = reason
         return observation
@@ -79,7 +66,6 @@ class ForkserverLauncher:
             servers, self._servers = list(self._servers.values()), {}
         for server in servers:
             server.close()
-        self._torchrun.close()
 
     def _once(self, attempt: Attempt, stop: threading.Event) -> Json:
         with self._server(attempt, stop) as server:
@@ -94,15 +80,15 @@ class ForkserverLauncher:
     @contextmanager
     def _server(self, attempt: Attempt, stop: threading.Event) -> Iterator[Server]:
         """Yield a living server for the attempt; start one where there is none. Raises Refused."""
-        env, folders = server_environment(attempt)
-        key = (attempt.python, attempt.imports, tuple(sorted(env.items())), folders)
+        env = server_environment(attempt)
+        key = (attempt.python, attempt.imports, tuple(sorted(env.items())))
         with self._lock:
             starting = self._starting.setdefault(key, threading.Lock())
         with starting:  # one start per key; other keys go on meanwhile
             server = self._take(key)
             if server is None:
                 try:
-                    server = Server(attempt.python, attempt.imports, env, attempt.directory.parent, folders, stop)
+                    server = Server(attempt.python, attempt.imports, env, attempt.directory.parent, stop)
                 except Refused as refused:
                     if refused.kind != "stopped":
                         self._refused[key] = refused
@@ -141,40 +127,23 @@ class ForkserverLauncher:
             each.close()
 
 
-def torchrun_reason(attempt: Attempt) -> str | None:
-    """Return why an attempt cannot be forked from a server; None if it can."""
-    if attempt.cold_start_reason:
-        return attempt.cold_start_reason
-    if attempt.settings.get("normal_exit"):
-        return "how the process ends is part of what is tested"
-    return None
-
-
-def server_environment(attempt: Attempt) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment of the server that the attempt needs, and which of IMPORT_TIME name folders of it."""
-    env = {name: value for name, value in stack_environment(attempt).items() if not name.startswith(RUN_TIME)}
-    # With torchrun every attempt has its own folders; a server's attempts share the server's.
-    private = private_environment(attempt)
-    folders = tuple(name for name in IMPORT_TIME if name in private and name not in attempt.env)
+def server_environment(attempt: Attempt) -> dict[str, str]:
+    """Return the environment of the server that the attempt needs."""
+    env = stack_environment(attempt)
     if attempt.device == "cuda":
         # Every rank has its own lease; the server sees all devices, and asks NVML rather than the driver, whose
         # initialisation no fork survives.
         env.pop("CUDA_VISIBLE_DEVICES", None)
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    return {name: value for name, value in env.items() if name not in folders}, folders
+    return env
 
 
 def spec_of(attempt: Attempt) -> Json:
     """Return the attempt's spec with the environment that differs from the server's own."""
-    spec = attempt.spec()
-    run_time = {name: value for name, value in stack_environment(attempt).items() if name.startswith(RUN_TIME)}
-    env: dict[str, str | None] = {**run_time, **spec["env"]}
-    for name in IMPORT_TIME:
-        if name not in attempt.env:
-            env.pop(name, None)
+    spec = {**attempt.spec(), "cwd": str(attempt.work)}
     if attempt.device == "cuda":
-        env |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
-    return {**spec, "env": env, "cwd": str(attempt.work)}
+        spec["env"] |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
+    return spec
 
 
 class Refused(Exception):
@@ -205,34 +174,26 @@ class Server:
     """A fork server (worker/fork_server.py). Thread-safe. It may run several attempts at once."""
 
     def __init__(
-        self, python: str, imports: tuple[str, ...], env: dict[str, str], parent: Path,
-        folders: tuple[str, ...] = (), stop: threading.Event | None = None,
-    ) -> None:  # fmt: skip
+        self, python: str, imports: tuple[str, ...], env: dict[str, str], parent: Path, stop: threading.Event
+    ) -> None:
         """Start a server; return when the packages are imported. Raises Refused.
 
-        ``folders``: environment variables that name folders of this server. Its files are in a folder of its own in
-        ``parent``: the run's, which the next run clears if this one is killed.
+        Its files are in a folder of its own in ``parent``: the run's, which the next run clears if this one is killed.
         """
         parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="repro-forkserver-", dir=parent))
         self.command = [python, str(WORKER), *imports]
         self.users = 0  # attempts that hold it now; the launcher counts them
-        self._answers = True
         self._ready = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {
-            **env,
-            **{name: str(self.folder / name.lower()) for name in folders},
-            "TMPDIR": str(self.folder),
-        }
         try:
             with theirs, open(self.folder / "server.log", "ab") as log:
-                self._process = subprocess.Popen(
-                    self.command, env=env, cwd=self.folder, stdin=theirs.fileno(), stdout=log, stderr=log,
-                    start_new_session=True,
+                self.process = subprocess.Popen(
+                    self.command, env={**env, "TMPDIR": str(self.folder)}, cwd=self.folder, stdin=theirs.fileno(),
+                    stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
-            self._await(stop or threading.Event())
+            self._await(stop)
         except OSError as error:
             self.close()
             raise Refused("launch", f"{type(error).__name__}: {error}") from None
@@ -256,13 +217,9 @@ class Server:
         self._ready = True
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    @property
     def usable(self) -> bool:
         """Return whether it can take another attempt."""
-        return self._answers and self._process is not None and self._process.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     @contextmanager
     def fork(self, spec_file: Path) -> Iterator[Supervisor | Json]:
@@ -276,13 +233,11 @@ class Server:
             finally:
                 os.close(theirs)
             answer: Json
-            if not wait([life], ANSWER_S):
-                answer = {"kind": "launcher_died", "message": f"the fork server did not answer in {ANSWER_S:g} s"}
-            elif line := os.read(life, 1 << 16):
+            if wait([life], ANSWER_S) and (line := os.read(life, 1 << 16)):
                 answer = json.loads(line)
             else:
                 answer = {"kind": "launcher_died", "message": f"the fork server {self._describe_end()}"}
-            self._answers = self._answers and answer.get("kind") != "launcher_died"
+                self.close()  # it may hang
             yield Supervisor(answer["pid"], life) if "pid" in answer else answer
         finally:
             os.close(life)
@@ -290,7 +245,7 @@ class Server:
     def close(self) -> None:
         """End the server with all that it runs."""
         self._socket.close()  # a server ends with its requests
-        process = self._process
+        process = self.process
         if process is not None:
             try:
                 # One that still imports does not read its input yet, and has nothing to end in order.
@@ -302,11 +257,7 @@ class Server:
 
     def _describe_end(self) -> str:
         try:
-            code = self._process.wait(2) if self._process else None
+            code = self.process.wait(2) if self.process else None
         except subprocess.TimeoutExpired:
             code = None
-        try:
-            lines = (self.folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-        except OSError:
-            lines = []
-        return "\n".join([describe_exit(code), *lines])
+        return f"{describe_exit(code)}\n{observe.tail(self.folder / 'server.log', lines=5)}"

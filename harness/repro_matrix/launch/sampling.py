@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from repro_matrix.records.attempt import Collectives
 
 ANSWER_S = 1.0  # a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
 FRAMES_S = 30.0  # ... and its torch may import for seconds before it can report the frames of a call
+_PHASE = re.compile(r"^(\d+\.?\d*) (.*)$", re.MULTILINE)
 NO_STACK = "# no stack"  # begins the text that says why there is no backtrace
 
 
@@ -113,17 +115,10 @@ def _busy(pid: int) -> bool:
 def phases(records: Path, rank: int) -> list[tuple[float, str]]:
     """Return (time, name) of the phases that a rank has reported so far."""
     try:
-        lines = (records / f"phases-{rank}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = (records / f"phases-{rank}.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    result = []
-    for line in lines:
-        time_s, _, name = line.partition(" ")
-        try:
-            result.append((float(time_s), name))
-        except ValueError:
-            continue
-    return result
+    return [(float(time_s), name) for time_s, name in _PHASE.findall(text)]
 
 
 def with_frames(last: Mapping[int, Sample], records: Path) -> dict[int, Sample]:

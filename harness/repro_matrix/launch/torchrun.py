@@ -26,11 +26,11 @@ from repro_matrix.launch.attempt import (
     Attempt,
     Json,
     UserCommand,
+    clear_directory,
     environment,
     prepare,
     private_environment,
     read_launch,
-    remove_files,
 )
 from repro_matrix.launch.watch import Watch
 from repro_matrix.records.attempt import Exception_, Frame
@@ -40,7 +40,6 @@ WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
 HOOKS = WORKER.with_name("hooks")
 KEPT_LINES = 200  # of those that the definition of the failure looks for
 LINE, SEARCHED = 1000, 1 << 20  # characters of a line that are kept, and searched
-SPAWNED = {"ProcessRaisedException"}  # of torch.multiprocessing: its message is the child's traceback
 
 
 class TorchrunLauncher:
@@ -54,7 +53,7 @@ class TorchrunLauncher:
                 lambda: run_worker(attempt, self.name, command, command, environment(attempt), stop), ("port",), stop
             )
         finally:
-            remove_files(attempt)
+            clear_directory(attempt.directory)
 
     def close(self) -> None:
         pass
@@ -70,7 +69,7 @@ def tried_again(once: Callable[[], Json], kinds: tuple[str, ...], stop: threadin
     return observation
 
 
-class CommandLauncher:
+class CommandLauncher(TorchrunLauncher):
     name = "command"
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
@@ -87,10 +86,7 @@ class CommandLauncher:
             observation = run_worker(attempt, self.name, argv, worker, user_environment(attempt, command), stop, spec)
             return complete(observation, attempt, command) if attempt.logs.exists() else observation
         finally:
-            remove_files(attempt)
-
-    def close(self) -> None:
-        pass
+            clear_directory(attempt.directory)
 
 
 def run_worker(
@@ -162,7 +158,7 @@ def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
             continue
         record["done"] = rank["exit_code"] == 0
         raised = record["exception"]
-        if raised and raised["type"] in SPAWNED:
+        if raised and raised["type"] == "ProcessRaisedException":  # torch.multiprocessing: with the child's traceback
             inner = tracebacks(raised["message"])
             record["exception"] = {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
     logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]

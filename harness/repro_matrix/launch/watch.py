@@ -21,7 +21,6 @@ import psutil
 from repro_matrix.grading.hangs import attempt_progress, find_deadlock
 from repro_matrix.launch import processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, STARTING, Attempt, cut, environment, read_launch
-from repro_matrix.launch.extensions import File, remove_stale_locks
 from repro_matrix.launch.sampling import Sample
 
 POLL_S = 0.05
@@ -65,9 +64,7 @@ class Watch:
         self._began = self._checked = time.monotonic()
         self._ranks: dict[int, psutil.Process] = {}
         self._announced = 0
-        self._alone = False  # whether the worker, which adopts all orphans, reports that it has no descendant any more
         self._extensions = Path(environment(attempt)["TORCH_EXTENSIONS_DIR"])
-        self._closed_locks: set[File] = set()
         self._working: float | None = None  # when (monotonic) every rank was past its start
         self._quiet: float | None = None  # since when (monotonic) no rank has used CPU time
         self._used = 0.0
@@ -89,7 +86,6 @@ class Watch:
             self._wait(finished, stop)
             if result.timed_out:
                 self._sample_at_deadline(stop)
-                self._accept_late_end(finished)
             if result.samples and self._spins:
                 last = sampling.with_frames({r: pair[-1] for r, pair in result.samples.items()}, self.attempt.records)
                 result.samples = {rank: [pair[0], last[rank]] for rank, pair in result.samples.items()}
@@ -121,8 +117,7 @@ class Watch:
         """Return whether its time is over: that for starting or, once every rank is at its work, that for the work."""
         attempt, costs = self.attempt, self.attempt.costs
         if self._working is None:
-            limit = attempt.start_limit_s
-            self.result.limit_s = costs.start_limit(attempt.world_size) if limit is None else limit
+            self.result.limit_s = costs.start_limit(attempt.world_size)
             self.result.starting = time.monotonic() - self._began > self.result.limit_s and not self._at_work()
             return self.result.starting
         self.result.limit_s = costs.work_limit(attempt.deadline_s, attempt.world_size)
@@ -146,49 +141,32 @@ class Watch:
 
     def _hangs(self) -> bool:
         """Return whether the attempt hangs for ever, by two samples some time apart, taken only while it is quiet."""
-        now, spins = time.monotonic(), self._spins
+        now = time.monotonic()
         if self._working is None or self.attempt.world_size < 2:
             return False
-        if not spins and (self._quiet is None or now - self._quiet < QUIET_S):
+        if not self._spins and (self._quiet is None or now - self._quiet < QUIET_S):
             self._first = None  # some rank works
             return False
         if now < self._next_round:
             return False
-        first = self._first
+        first, self._first, self._next_round = self._first, None, now + EVERY_S
+        # Ranks that spin are sampled while they work, too: without backtraces until they seem to hang.
+        samples = self._sample(full=first is not None or not self._spins)
+        reason = find_deadlock([sample.standing(rank) for rank, sample in samples.items()], self._spins)
+        if reason is None:
+            return False
         if first is None:
-            first = self._sample(full=not spins)
-            if self._deadlock(first) is None:
-                self._next_round = now + EVERY_S
-                return False
-            self._first = self._sample() if spins else first
-            self._next_round = time.monotonic() + APART_S
+            self._first, self._next_round = samples, time.monotonic() + APART_S
             return False
-        second = self._sample()
-        self._first = None
-        self._next_round = now + EVERY_S
-        if attempt_progress({rank: (first[rank].state, s.state) for rank, s in second.items()}) != "stuck":
+        pairs = {rank: [first[rank], sample] for rank, sample in samples.items()}
+        if attempt_progress({rank: (one.state, other.state) for rank, (one, other) in pairs.items()}) != "stuck":
             return False
-        reason = self._deadlock(second)
-        if reason is None or self._deadlock(first) is None:
-            return False
-        self.result.deadlock = reason
-        self.result.samples = {rank: [first[rank], sample] for rank, sample in second.items()}
+        self.result.deadlock, self.result.samples = reason, pairs
         return True
 
     def _sample(self, full: bool = True) -> dict[int, Sample]:
         attempt = self.attempt
         return sampling.take(self.ranks(), attempt.world_size, attempt.records, self._began, self._spins, full)
-
-    def _deadlock(self, samples: dict[int, Sample]) -> str | None:
-        return find_deadlock([sample.standing(rank) for rank, sample in samples.items()], self._spins)
-
-    def _accept_late_end(self, finished: Callable[[float], bool]) -> None:
-        """Do not count ranks as too slow that ended by themselves while they were sampled."""
-        if self._announced == self.attempt.world_size and not any(map(processes.alive, self._ranks.values())):
-            limit = time.monotonic() + processes.KILL_S
-            while time.monotonic() < limit and not finished(POLL_S):
-                pass
-            self.result.timed_out, self.result.samples = False, {}
 
     def _sample_at_deadline(self, stop: threading.Event) -> None:
         """Sample the ranks until it is known whether they move. One move may have come just before the hang."""
@@ -222,8 +200,7 @@ class Watch:
         self.memory |= processes.shared_memory_of(target.pid for target in living)
         for path in self.attempt.logs.glob("*.log"):
             cut(path)
-        # A rank of this attempt may wait for the lock of a dead one.
-        self._closed_locks = remove_stale_locks(self._extensions, self._closed_locks)
+        processes.remove_stale_locks(self._extensions)  # a rank of this attempt may wait for the lock of a dead one
 
     def _note_quiet(self, used: float) -> None:
         """Note since when the attempt has been quiet. Checking its processes costs none of their CPU time."""
@@ -252,8 +229,7 @@ class Watch:
 
     def _find(self) -> set[psutil.Process]:
         self.known |= processes.tree(self.known)
-        if not self._alone:  # reads the environment of every process: slow where there are thousands
-            self.known |= processes.with_token(ATTEMPT_TOKEN, self.attempt.id)
+        self.known |= processes.with_token(ATTEMPT_TOKEN, self.attempt.id)
         return self._living()
 
     def _end_early(self, finished: Callable[[float], bool]) -> None:
@@ -272,7 +248,6 @@ class Watch:
 
     def _end_rest(self) -> None:
         early = self.result.timed_out or self.result.interrupted
-        self._alone = read_launch(self.attempt.launch_file).get("alone") is True
         ended = processes.end(self._find, term_s=0.5)
         answer = read_launch(self.attempt.launch_file)
         pids = {target.pid for target in self.known} | {int(entry.get("pid") or 0) for entry in answer["ranks"]}

@@ -24,7 +24,7 @@ from repro_matrix.environment.gpus import states
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
-from repro_matrix.launch import extensions
+from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Attempt, stack_environment
 from repro_matrix.paths import REPROS, cache_dir, write_text
 from repro_matrix.planning import cells as matrix
@@ -181,9 +181,9 @@ class Prerequisites:
 
 def _with_op(stack: Stack) -> Stack:
     """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without DeepSpeed."""
-    if not extensions.ready(stack):
+    if not processes.op_compiled(stack):
         log(f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once")
-    problem = extensions.prepare(stack)
+    problem = processes.compile_op(stack)
     if problem is None:
         return stack
     versions = {name: version for name, version in stack.versions.items() if name != "deepspeed"}

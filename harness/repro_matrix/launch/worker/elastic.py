@@ -14,6 +14,7 @@ The fork server (worker/fork_server.py) imports its process helpers from here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,14 +24,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER = 1, 36, 0x59616D61
-TERM_GRACE_S = 3.0  # for the ranks that elastic ends because another one failed; its own limit is 30 s
+TERM_GRACE_S = 3.0  # for the ranks that the fork server ends because another one failed (elastic's limit: 30 s)
 ORPHAN_GRACE_S = 1.0  # helpers of a rank (resource tracker, fork server) end by themselves shortly after it
+KILL_S = 5.0  # for killed processes to vanish
 POLL_S = 0.05  # for the ranks of a user's command
 QUOTED_LINES = 12  # of a user's launcher, in an error
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
@@ -105,20 +106,14 @@ def record_signals(send: Callable[[int, int], None]) -> Callable[[int, int], Non
     return wrapper
 
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
-
-
 def rank_entry(rank: int, pid: Any, code: Any, by_launcher: bool) -> dict[str, Any]:
     """Return a rank's entry in launch.json. ``code``: a negative one is a signal; None: it still runs, or unknown."""
+    killed_by = None if code is None or code >= 0 else -code
     return {
         "rank": rank,
         "pid": pid,
-        "exit_code": code if code is None or code >= 0 else None,
-        "signal": signal_name(-code) if code is not None and code < 0 else None,
+        "exit_code": code if killed_by is None else None,
+        "signal": killed_by and next((each.name for each in signal.Signals if each == killed_by), f"SIG{killed_by}"),
         "terminated_by": "launcher" if by_launcher else "self",
     }
 
@@ -133,65 +128,43 @@ def rank_entries() -> list[dict[str, Any]]:
     return entries
 
 
-def kill_stragglers() -> None:
-    """KILL the ranks that ignore elastic's TERM; elastic itself would wait for 30 s."""
-    while not any(process.poll() for process in ranks.values()):
-        time.sleep(0.05)
-    time.sleep(TERM_GRACE_S)
-    for process in ranks.values():
-        if process.poll() is None:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except OSError:
-                pass
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Return the living descendants (pid -> name) of ``root``, which as a child subreaper has adopted all orphans."""
-    children: dict[int, list[int]] = {}
+def children() -> dict[int, str]:
+    """Return this process's children (pid -> name)."""
     names = {}
-    for entry in os.listdir("/proc"):
+    for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            text = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace") if entry.isdigit() else ""
+            text = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue  # it has ended meanwhile
         name, _, rest = text.partition("(")[2].rpartition(") ")
-        if rest:
-            state, parent = rest.split()[:2]
-            children.setdefault(int(parent), []).append(int(entry))
-            if state not in "ZX":
-                names[int(entry)] = name
-    pids = [root]
-    for pid in pids:
-        pids += children.get(pid, ())
-    return {pid: names[pid] for pid in pids[1:] if pid in names}
+        if rest.split()[1] == str(os.getpid()):
+            names[int(entry)] = name
+    return names
+
+
+def reap() -> bool:
+    """Collect the children that have ended. Return whether one is left (a subreaper adopts orphans)."""
+    for process in ranks.values():
+        process.poll()  # before the next lines take its status away
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def kill_orphans() -> list[str]:
     """KILL the processes that the ranks left behind; return their names."""
-    if no_children():
-        return []
-    limit = time.monotonic() + ORPHAN_GRACE_S
-    while (left := descendants(os.getpid())) and time.monotonic() < limit:
+    began, killed = time.monotonic(), {}
+    while reap() and time.monotonic() - began < ORPHAN_GRACE_S + KILL_S:
+        if time.monotonic() - began > ORPHAN_GRACE_S:
+            for pid, name in children().items():  # what these leave behind becomes a child in turn
+                killed[pid] = f"{name}({pid}) killed"
+                with contextlib.suppress(OSError):  # it runs as another user
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    killed = [f"{name}({pid}) killed" for pid, name in sorted(left.items())]
-    limit = time.monotonic() + 5
-    while left and time.monotonic() < limit:
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass  # it has ended meanwhile
-        time.sleep(0.02)
-        left = descendants(os.getpid())
-    for process in ranks.values():
-        process.poll()  # before the next lines take its status away
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:  # so that their CPU time is counted
-            pass
-    except OSError:
-        pass
-    return killed
+    return [killed[pid] for pid in sorted(killed)]
 
 
 def free_port() -> int:
@@ -213,20 +186,10 @@ def write(path: Path, answer: dict[str, Any]) -> None:
         print(f"the launch cannot be recorded: {error}", file=sys.stderr)
 
 
-def no_children() -> bool:
-    """Return whether no child of this process is left, not even a zombie (a subreaper adopts orphans)."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True
-    return False
-
-
-def finish(path: Path, answer: dict[str, Any], reaper: bool) -> None:
+def finish(path: Path, answer: dict[str, Any]) -> None:
     """Write ``answer``, end what the ranks left behind, and write the final answer."""
     write(path, answer)
     answer["leaked_processes"] = kill_orphans()
-    answer["alone"] = reaper and no_children()
     if ranks:
         answer["ranks"] = rank_entries()  # a rank that elastic did not end was killed as an orphan
     usage = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -235,17 +198,12 @@ def finish(path: Path, answer: dict[str, Any], reaper: bool) -> None:
     write(path, answer)
 
 
-def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
+def launch(spec: dict[str, Any], answer_file: Path) -> None:
     subprocess.Popen = TrackedPopen  # type: ignore[misc]
     os.kill, os.killpg = record_signals(os.kill), record_signals(os.killpg)
     os.environ.update(spec["env"], REPRO_PARENT=str(os.getpid()))
     answer = blank_answer()
-
-    def up() -> None:
-        write(answer_file, {**answer, "ranks": rank_entries()})
-        threading.Thread(target=kill_stragglers, daemon=True).start()
-
-    TrackedPopen.on_complete = staticmethod(up)
+    TrackedPopen.on_complete = lambda: write(answer_file, {**answer, "ranks": rank_entries()})
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -276,7 +234,7 @@ def launch(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
         kind = "port" if PORT_TAKEN.search(str(error)) else "import" if isinstance(error, ImportError) else "launch"
         answer["error"] = {"kind": kind, "message": f"{type(error).__name__}: {error}"}
     answer["ranks"] = rank_entries()
-    finish(answer_file, answer, reaper)
+    finish(answer_file, answer)
 
 
 def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, Any]]:
@@ -300,7 +258,7 @@ def recorded_ranks(records: Path, command_exit: int | None) -> list[dict[str, An
     return entries
 
 
-def run_command(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
+def run_command(spec: dict[str, Any], answer_file: Path) -> None:
     """Run a user's own command and report the ranks that its processes recorded."""
     records, answer = Path(spec["record_dir"]), blank_answer()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -325,17 +283,17 @@ def run_command(spec: dict[str, Any], answer_file: Path, reaper: bool) -> None:
         quoted = "\n".join(log.splitlines()[-QUOTED_LINES:])
         message = f"the command ended with exit code {process.returncode} before any rank started\n{quoted}"
         answer["error"] = {"kind": "launch", "message": message}
-    finish(answer_file, answer, reaper)
+    finish(answer_file, answer)
 
 
 def main() -> None:
     if sys.argv[1] == "--rank":
         become_rank(*sys.argv[2:5])
     die_with_parent()
-    reaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     spec_file = Path(sys.argv[1])
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
-    (run_command if "command" in spec else launch)(spec, spec_file.parent / "launch.json", reaper)
+    (run_command if "command" in spec else launch)(spec, spec_file.parent / "launch.json")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # some releases of torch abort while the interpreter is torn down

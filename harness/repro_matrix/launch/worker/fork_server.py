@@ -23,7 +23,6 @@ import importlib
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -91,23 +90,16 @@ def preload(packages: list[str]) -> None:
         except BaseException as error:  # packages raise anything at import, SystemExit too
             if required:
                 raise Refused("import", f"{name}: {type(error).__name__}: {error}") from error
-            # This release may not have the part. One that fails does so in the rank, with its own error.
-            if not (isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name))):
-                traceback.print_exc()
-            continue
+            continue  # this release may not have the part; one that fails does so in the rank, with its own error
         check_forkable(name)
-    try:  # compile 900 regular expressions, which transformers does once in every process
-        sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
-    except Exception:
-        pass  # not imported, or another release; else it fails in the rank, with its own error
 
 
 def check_forkable(module: str) -> None:
     """Raise Refused if the import of ``module`` started a thread or initialised CUDA."""
     if thread_count() > 1:
         names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        names = names or ["not started by Python"]
-        raise Refused("thread", f"importing {module} started a thread ({', '.join(names)}): no rank can be forked")
+        who = ", ".join(names) or "not started by Python"
+        raise Refused("thread", f"importing {module} started a thread ({who}): no rank can be forked")
     if sys.modules["torch"].cuda.is_initialized() or driver_initialised():
         raise Refused("cuda", f"importing {module} initialised CUDA: a forked rank could not use it")
 
@@ -127,21 +119,21 @@ def driver_initialised() -> bool:
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a supervisor for each request until the socket is closed."""
+    """Fork a supervisor for each request until the socket is closed, or this process has a second thread."""
     server = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors, and orphans of killed ones, leave no zombies
     while True:
         data, fds, _, _ = socket.recv_fds(requests, 65536, 1)
         if not data:
             return
-        answer: dict[str, Any] = {}
+        if thread_count() > 1:
+            print("the fork server has a second thread", file=sys.stderr)
+            return
+        answer: dict[str, Any]
         try:
-            if thread_count() > 1:
-                raise RuntimeError("the fork server has a second thread")
             pid = os.fork()
-        except (OSError, RuntimeError) as error:
-            kind = "memory" if isinstance(error, OSError) else "launcher_died"
-            answer = {"kind": kind, "message": f"no process: {error}"}
+        except OSError as error:
+            answer = {"kind": "memory", "message": f"no process: {error}"}
         else:
             if pid == 0:
                 try:
@@ -178,10 +170,6 @@ def main(packages: list[str]) -> int:
         serve(requests)
     except OSError:
         pass  # the controller was killed
-    finally:
-        folder = os.environ.get("TMPDIR", "")
-        if os.path.basename(folder).startswith("repro-forkserver-"):  # a killed controller cannot remove it
-            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -201,7 +189,6 @@ class Supervisor:
         self.launch_file = spec_file.with_name("launch.json")
         self.server, self.life, self.requests = server, life, requests
         self.ranks: list[dict[str, Any]] = []
-        self.reaper = False  # whether this process adopts the attempt's orphans
         self.answer: dict[str, Any] = {**elastic.blank_answer(), "ranks": self.ranks}
         self.by_launcher = False  # whether a rank that ends now was ended by the launcher
 
@@ -216,12 +203,12 @@ class Supervisor:
         finally:
             try:
                 self._end_ranks()
-                elastic.finish(self.launch_file, self.answer, self.reaper)
+                elastic.finish(self.launch_file, self.answer)
             finally:
                 os._exit(0)
 
     def _start(self) -> None:
-        self.reaper = elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
+        elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
         elastic.prctl(elastic.PR_SET_PDEATHSIG, signal.SIGTERM)  # when the server dies: end the ranks in order
         if os.getppid() != self.server:
             os._exit(1)
@@ -301,7 +288,6 @@ class Supervisor:
             limit = time.monotonic() + elastic.TERM_GRACE_S
             for pid in self._running():
                 os.kill(pid, number)
-                os.kill(pid, signal.SIGCONT)  # a stopped process acts on SIGKILL alone
             while self._running() and time.monotonic() < limit:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.05)
                 self._reap()

@@ -16,6 +16,11 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
 Json = dict[str, Any]
 
 
@@ -35,8 +40,6 @@ def main() -> None:
 
 def facts(request: Json) -> Json:
     from repro_kit.models import on_meta
-
-    import torch
 
     dtype = getattr(torch, request["dtype"])
     run: Any = SimpleNamespace(model=request["model"], seed=0)
@@ -87,11 +90,9 @@ def split_by_tp(model: Any) -> int:
 
 def activations(model: Any, length: int, size: int) -> int:
     """Return the living bytes of a forward and backward of ``size`` sequences, beyond parameters and gradients."""
-    import torch
-
     model.zero_grad(set_to_none=True)
     ids = torch.zeros(size, length, dtype=torch.long, device="meta")
-    with live_bytes(model) as live:
+    with LiveBytes(model) as live:
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
         forward = live.peak
         loss.backward()
@@ -100,37 +101,29 @@ def activations(model: Any, length: int, size: int) -> int:
     return max(forward, live.peak - gradients)
 
 
-def live_bytes(model: Any) -> Any:
-    import torch
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_flatten
+class LiveBytes(TorchDispatchMode):
+    """Count the storages that the operations under it create and that still exist."""
 
-    class Live(TorchDispatchMode):
-        """Count the storages that the operations under it create and that still exist."""
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.peak = self.bound = 0
+        self.created: dict[int, tuple[Any, int]] = {}
+        self.known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.peak = self.bound = 0
-            self.created: dict[int, tuple[Any, int]] = {}
-            self.known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
-                return True  # `if mask.all()`: our masks are all ones
-            out = func(*args, **(kwargs or {}))
-            for tensor in tree_flatten(out)[0]:
-                storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-                if storage is not None and storage._cdata not in self.created and storage._cdata not in self.known:
-                    self.created[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                    self.bound += storage.nbytes()
-            if self.bound > self.peak:  # an upper bound until the storages that are gone are left out
-                self.created = {key: item for key, item in self.created.items() if not item[0].expired()}
-                self.bound = sum(size for _, size in self.created.values())
-                self.peak = max(self.peak, self.bound)
-            return out
-
-    return Live()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return True  # `if mask.all()`: our masks are all ones
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.created and storage._cdata not in self.known:
+                self.created[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.bound += storage.nbytes()
+        if self.bound > self.peak:  # an upper bound until the storages that are gone are left out
+            self.created = {key: item for key, item in self.created.items() if not item[0].expired()}
+            self.bound = sum(size for _, size in self.created.values())
+            self.peak = max(self.peak, self.bound)
+        return out
 
 
 if __name__ == "__main__":

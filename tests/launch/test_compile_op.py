@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import gone, wait_for
 from repro_matrix.environment.stacks.spec import Stack
-from repro_matrix.launch import extensions
+from repro_matrix.launch import processes
 
 # What torch does (torch.utils.file_baton): the process that creates the file compiles; the others wait for its removal.
 COMPILE = """#!{python}
@@ -50,29 +50,29 @@ def write_python(stack: Stack, code: str) -> None:
 def test_prepare_compiles_once_and_removes_the_lock_of_a_killed_compile(stack: Stack, killed: bool) -> None:
     if killed:
         (Path(stack.extensions_dir) / "op" / "lock").touch()
-    assert not extensions.ready(stack)
-    assert extensions.prepare(stack) is None and extensions.ready(stack)
+    assert not processes.op_compiled(stack)
+    assert processes.compile_op(stack) is None and processes.op_compiled(stack)
     Path(stack.python).unlink()
-    assert extensions.prepare(stack) is None
+    assert processes.compile_op(stack) is None
 
 
 def test_prepare_keeps_a_lock_that_a_process_holds(stack: Stack) -> None:
     lock = Path(stack.extensions_dir) / "op" / "lock"
     with open(lock, "w"):
-        assert "not released" in str(extensions.prepare(stack))
-    assert lock.exists() and not extensions.ready(stack)
+        assert "not released" in str(processes.compile_op(stack))
+    assert lock.exists() and not processes.op_compiled(stack)
 
 
 def test_prepare_ends_a_compile_that_takes_too_long(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     write_python(stack, HANG)
-    monkeypatch.setattr(extensions, "LIMIT_S", 3)
-    assert "not compiled within 3 s" in str(extensions.prepare(stack))
+    monkeypatch.setattr(processes, "COMPILE_S", 3)
+    assert "not compiled within 3 s" in str(processes.compile_op(stack))
     compiler = int((Path(stack.extensions_dir) / "compiler").read_text())
     wait_for(lambda: gone(compiler))
 
 
 def test_prepare_without_a_compiler_returns_the_problem(stack: Stack) -> None:
     write_python(stack, "#!{python}\nraise SystemExit('Error: no g++')\n")
-    assert "no g++" in str(extensions.prepare(stack))
+    assert "no g++" in str(processes.compile_op(stack))
     write_python(replace(stack, python=stack.python), "#!/nowhere/python\n")
-    assert "cannot be compiled" in str(extensions.prepare(stack))
+    assert "cannot be compiled" in str(processes.compile_op(stack))
