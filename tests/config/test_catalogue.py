@@ -61,7 +61,6 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
         # variants that would measure nothing
         (DDP, "\nclaims:", "\n  lie: {help: a lie, flags: {touch: false}}\nclaims:", ["changes nothing"]),
         (NORM, "\nclaims:", "\n  twin: {}\nclaims:", ["variants.twin", "'unfixed'", "changes nothing"]),
-        (NORM, "\nclaims:", "\n  twin: {strategy: fsdp}\nclaims:", ["changes nothing"]),
         (NORM, "\nclaims:", "\n  twin: {options: {wrap: size}}\nclaims:", ["changes nothing"]),
         (NORM, "\nclaims:", "\n  twin: {help: other words, flags: {call: root}}\nclaims:", ["changes nothing"]),
         # claims and pass criteria

@@ -53,7 +53,7 @@ def plans(
     known: catalogue.Catalogue = CATALOGUE,
 ) -> list[CellPlan]:
     settings = settings or RunSettings()
-    cells = place(known, matrix.enumerate_cells(known, overrides.parse(texts)), [profile], auto=False).cells
+    cells = place(known, matrix.enumerate_cells(known, overrides.parse(texts)), [profile], auto=False)[0]
     return Planner(known, settings, {profile.name: profile}, CPU, {"current": stack or FakeStack()}, {}).plan(cells)  # type: ignore[dict-item]
 
 
@@ -80,7 +80,7 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     ((NORM,), {}, None, ""),
     ((NORM,), {"profile": ONE}, "gpus", "needs 2 GPUs; hardware gpu1 has 1"),
     ((NORM, "ranks=4"), {"profile": TWO}, "gpus", "needs 4 GPUs; hardware gpu2 has 2"),
-    ((NORM,), {"profile": SHARED}, "shared", "does not declare `shared`"),
+    ((NORM,), {"profile": SHARED}, "shared", "does not declare `allow_gpu_sharing`"),
     (("case=qwen-remote-code-run",), {"profile": TWO}, "accelerator", "hardware gpu2"),
     (("case=device-map-distributed",), {"profile": TWO}, None, ""),
     (("case=device-map-distributed",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
@@ -154,7 +154,7 @@ def on(count: int, name: str, *texts: str) -> list[CellPlan]:
     """What `auto` plans on a node with so many GPUs."""
     machine = replace(CPU, gpus=gpus(count, name))
     profiles = settle_all(["auto"], CATALOGUE.hardware, machine)
-    cells = place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True).cells
+    cells = place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, overrides.parse(texts)), profiles, auto=True)[0]
     by_name = {profile.name: profile for profile in profiles}
     return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(cells)  # type: ignore[dict-item]
 
@@ -198,8 +198,8 @@ def test_place_measures_on_the_cpu_what_the_gpus_cannot_show() -> None:
     for plan in on(8, "NVIDIA A100-SXM4-80GB", "case=qwen-remote-code-*,fsdp-cpu-offload-state-dict"):
         assert plan.cell.hardware == plan.profile.name == "cpu" and all(variant.gpus == 0 for variant in plan.variants)
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=device-map-distributed"]))
-    placed = place(CATALOGUE, cells, [EXCLUSIVE, CPU_PROFILE], auto=True)
-    assert {cell.hardware for cell in placed.cells} == {"cpu"} and len(placed.elsewhere) == 1
+    placed, elsewhere = place(CATALOGUE, cells, [EXCLUSIVE, CPU_PROFILE], auto=True)
+    assert {cell.hardware for cell in placed} == {"cpu"} and list(elsewhere.values()) == [len(cells)]
 
 
 def test_place_one_gpu_measures_what_it_can() -> None:
@@ -217,7 +217,7 @@ def test_sweeps_have_distinct_keys() -> None:
     def keys(*texts: str) -> set[str]:
         selection = overrides.parse(["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", *texts])
         changes = matrix.overrides_of(compose_run(selection.run), selection.patches)
-        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, changes)}
+        return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, overrides=changes)}
 
     sweeps = [
         ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"], ["tp_size=2"],
@@ -247,7 +247,7 @@ def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
     texts = ["case=train-step", "model=qwen-14b", "strategy=fsdp", "model.config.num_hidden_layers=2"]
     selection = overrides.parse(texts)
     known, full = catalogue.load(patches=selection.patches), RunSettings(scale=Scale.full)
-    named = matrix.enumerate_cells(known, selection, matrix.overrides_of(full, selection.patches))
+    named = matrix.enumerate_cells(known, selection, overrides=matrix.overrides_of(full, selection.patches))
     assert "scale=full" in named[0].key and "num_hidden_layers=2" in named[0].key
     found = plans(*texts, settings=full, known=known)[0].variants[0].settings["model"]["config"]
     assert found["num_hidden_layers"] == 2 and found["hidden_size"] == 5120

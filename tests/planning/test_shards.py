@@ -14,7 +14,8 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import selection as overrides
 from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.shards import parse, select
+from repro_matrix.planning.plan import parse_shard as parse
+from repro_matrix.planning.plan import select_shard as select
 from repro_matrix.results import runs
 from repro_matrix.runner import session
 

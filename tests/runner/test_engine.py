@@ -133,7 +133,7 @@ def engine_of(
     machine = Machine((), None, "cpu", 2, 24.0, "linux")
     cells = matrix.enumerate_cells(CATALOGUE, overrides.parse([f"case={case}"]))
     plans = Planner(CATALOGUE, settings, {profile.name: profile}, machine, {"current": STACK}, code or {}).plan(
-        place(CATALOGUE, cells, [profile], auto=False).cells
+        place(CATALOGUE, cells, [profile], auto=False)[0]
     )
     store = Store(tmp_path / "results")
     store.open()

@@ -48,7 +48,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
 def plans(stack: Stack, *texts: str, weights: Weights = Weights.hub) -> list[CellPlan]:
     machine, profile = Machine((), None, "cpu", 2, 24.0, "linux"), Profile("cpu", "cpu", "gloo", ())
     named = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=train-step", *texts]))
-    cells = place(CATALOGUE, named, [profile], auto=False).cells
+    cells = place(CATALOGUE, named, [profile], auto=False)[0]
     stacks = {"current": stack}
     return Planner(CATALOGUE, RunSettings(weights=weights), {"cpu": profile}, machine, stacks, {}).plan(cells)
 

@@ -76,10 +76,10 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Prerequisites, CellP
     if settings.variants:
         settings.variants = expand("variant", settings.variants, case.variants)
     settled = profiles.settle_all(request.hardware, request.catalogue.hardware, here)
-    placed = cells.place(request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"])
+    placed, _ = cells.place(request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"])
     by_name = {profile.name: profile for profile in settled}
     prepared = Prerequisites(request.catalogue, settings, by_name, here, build=False, stacks={})
-    return prepared, prepared.plan(placed.cells)[0]
+    return prepared, prepared.plan(placed)[0]
 
 
 def _variants(prepared: Prerequisites, plan: CellPlan, case: Case) -> Iterator[dict[str, Any]]:

@@ -337,16 +337,13 @@ def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:
             raise ConfigError(f"{path}: claims: id {claim_id!r} given twice")
 
 
-# Keys of a variant that do not change how it runs.
-DESCRIPTIVE = {"help", "requires", "invariants"}
-
-
 def check_variants(case: Case, strategies: Mapping[str, Strategy], path: str, patched: bool = False) -> None:
     """Check the strategy options of a case and that its variants differ.
 
     ``patched``: overrides may make a variant equal to the unfixed one; the plan reports that. Raise ConfigError.
     """
     _check_options(case.options, case.axes.strategy, strategies, f"{path}: options")
+    first: dict[str, str] = {}
     for name, variant in case.variants.items():
         names = [variant.strategy] if variant.strategy else case.axes.strategy
         _check_options(variant.options, names, strategies, f"{path}: variants.{name}.options")
@@ -354,32 +351,21 @@ def check_variants(case: Case, strategies: Mapping[str, Strategy], path: str, pa
             known = strategies[variant.strategy].options
             inherited = {key: value for key, value in case.options.items() if key in known.keys() - variant.options}
             _check_options(inherited, names, strategies, f"{path}: variants.{name} inherits options")
-    if patched:
-        return
-    first: dict[str, str] = {}
-    for name, variant in case.variants.items():
-        key = json.dumps(changes(case, variant), sort_keys=True, default=str)
-        if key in first:
-            raise ConfigError(f"{path}: variants.{name}: its settings are those of {first[key]!r}: it changes nothing")
-        first[key] = name
+        changed = json.dumps(_changes(case, variant), sort_keys=True, default=str)
+        if changed in first and not patched:
+            twin = first[changed]
+            raise ConfigError(f"{path}: variants.{name}: its settings are those of {twin!r}: it changes nothing")
+        first[changed] = name
 
 
-def changes(case: Case, variant: Variant) -> dict[str, Any]:
-    """Return what a variant sets to another value than the case has by default."""
-    found = variant.model_dump(exclude=DESCRIPTIVE, exclude_defaults=True)
-    flags = {name: value for name, value in variant.flags.items() if not _same(value, case.flags[name].default)}
-    options = {name: value for name, value in variant.options.items() if not _same(value, case.options.get(name))}
-    usual: dict[str, Any] = {"tp_size": case.launch.tp_size}  # a number of ranks is a change where the cell has others
-    for axis in ("model", "strategy"):
-        names = getattr(case.axes, axis)
-        usual[axis] = names[0] if len(names) == 1 else None
-    usual["env"] = {name: value for name, value in variant.env.items() if case.launch.env.get(name) == value}
-    rest = {key: value for key, value in found.items() if key not in ("flags", "options") and value != usual.get(key)}
-    return {**rest, **({"flags": flags} if flags else {}), **({"options": options} if options else {})}
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
+def _changes(case: Case, variant: Variant) -> dict[str, Any]:
+    """Return what a variant sets, without flags and options that have this value already. The plan finds the rest."""
+    found = variant.model_dump(exclude={"help", "requires", "invariants"}, exclude_defaults=True)
+    usual = {"flags": {name: flag.default for name, flag in case.flags.items()}, "options": case.options}
+    for group, values in usual.items():
+        given = found.pop(group, {})
+        found |= {f"{group}.{name}": given[name] for name in given if repr(given[name]) != repr(values.get(name))}
+    return found
 
 
 def _check_options(options: Mapping[str, Any], names: list[str], strategies: Mapping[str, Strategy], path: str) -> None:

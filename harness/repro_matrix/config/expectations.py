@@ -82,15 +82,11 @@ class Table(Strict):
         """A column each."""
         found = []
         for index, version_range in enumerate(self.ranges):
-            verdicts, failure_ids = (
-                {variant: row[index] for variant, row in rows.items() if row[index] is not None}
-                for rows in (self.verdicts, self.failure_ids)
-            )
-            found.append(
-                Expectation.model_validate(
-                    {**version_range.model_dump(), "verdicts": verdicts, "failure_ids": failure_ids}
-                )
-            )
+            values: dict[str, Any] = version_range.model_dump()
+            for key in ("verdicts", "failure_ids"):
+                rows = getattr(self, key).items()
+                values[key] = {variant: row[index] for variant, row in rows if row[index] is not None}
+            found.append(Expectation.model_validate(values))
         return found
 
 
@@ -132,10 +128,8 @@ class Prediction(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> Prediction:
-        if (
-            sum(part is not None for part in (self.verdict, self.outcome, self.outcome_without_warning, self.metric))
-            != 1
-        ):
+        kinds = (self.verdict, self.outcome, self.outcome_without_warning, self.metric)
+        if sum(kind is not None for kind in kinds) != 1:
             raise ValueError("a prediction needs exactly one of verdict, outcome, outcome_without_warning and metric")
         return self
 
@@ -159,11 +153,8 @@ def text(slug: str, entries: Iterable[Expectation]) -> str:
     entries = list(entries)
     lines = [f"{HEAD}case: {slug}", "ranges:"]
     for entry in entries:
-        said = entry.model_dump(include=set(VersionRange.model_fields), exclude_defaults=True) | {
-            "hardware": entry.hardware
-        }
-        ordered = {key: said[key] for key in VersionRange.model_fields if key in said}
-        items = [f"  {_line({key: value})}" for key, value in ordered.items()]
+        values = entry.model_dump(exclude_defaults=True) | {"hardware": entry.hardware}
+        items = [f"  {_line({key: values[key]})}" for key in VersionRange.model_fields if key in values]
         lines += [f"- {items[0].strip()}", *items[1:]]
     for key in ("verdicts", "failure_ids"):
         rows: list[Mapping[str, Any]] = [getattr(entry, key) for entry in entries]

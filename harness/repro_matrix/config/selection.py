@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from repro_matrix.config.project import conf_folders
 from repro_matrix.config.settings import RunSettings, as_path, quoted
@@ -153,35 +153,20 @@ class Block(Strict):
     case: list[str] = Field(default=["*"], min_length=1)
     model: list[str] | None = None
     strategy: list[str] | None = None
-    ranks: list[int] | None = Field(default=None, min_length=1)
+    ranks: list[PositiveInt] | None = Field(default=None, min_length=1)
     stack: list[str] = Field(default=["current"], min_length=1)
     hardware: list[str] = Field(default=["auto"], min_length=1)
     flags: dict[str, list[Any]] = Field(default={})
 
-    @field_validator("case", "model", "strategy", "stack", "hardware", mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _names(cls, value: Any) -> Any:
-        """Accept a list, one name, or names separated by commas."""
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-    @field_validator("ranks", mode="before")
-    @classmethod
-    def _several(cls, value: Any) -> Any:
+    def _listed(cls, value: Any) -> Any:
+        """Accept a list, one value, or names separated by commas; under ``flags`` a list or one value for each."""
+        if isinstance(value, Mapping):
+            return {name: each if isinstance(each, list) else [each] for name, each in value.items()}
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",")]
         return [value] if isinstance(value, int) else value
-
-    @field_validator("ranks")
-    @classmethod
-    def _positive(cls, value: list[int] | None) -> list[int] | None:
-        if value is not None and min(value) < 1:
-            raise ValueError("a number of ranks is 1, 2, 4 ...")
-        return value
-
-    @field_validator("flags", mode="before")
-    @classmethod
-    def _sweeps(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {name: each if isinstance(each, list) else [each] for name, each in value.items()}
 
 
 def blocks(matrix: Mapping[str, Any], line: Selection) -> list[Selection]:

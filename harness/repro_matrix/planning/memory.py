@@ -1,14 +1,15 @@
 """What each rank needs in memory, from a model's facts and a strategy; what cannot fit; how long it takes. Pure.
 
-A phase is a moment of an attempt; its parts are what is in memory then, in bytes, never less than what was measured
-(docs/guides/full-size.md). The parts:
+A phase is a moment of an attempt; its parts are what is in memory then, in bytes; docs/guides/full-size.md compares
+the sums with measured peaks. The parts:
 
 base         the interpreter, torch and the other packages; on a GPU, its context
 weights      the parameters a rank holds: all of them, or its shard
 gradients    of the trainable ones, all or its shard
 optimizer    states (the runs use plain SGD, which has none; DeepSpeed keeps float32 copies of its shard)
 buckets      where reductions are gathered: DDP's are as large as the gradients
-units        parameters that are whole for a moment: the layers at work under FSDP and ZeRO-3, what is compared
+units        parameters that are whole for a moment: the layers at work under FSDP and ZeRO-3
+compared     what is gathered for the comparison with the reference
 activations  what the backward needs, and the largest temporary
 reference    the single process that the ranks are compared with, on one rank or two
 copies       further whole models that a case's script keeps
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.environment.machine import Machine
 from repro_matrix.environment.profiles import Profile
@@ -34,13 +34,14 @@ CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
 BASE = 435 * MIB
 # DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
 # (docs/guides/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
-OPTIMIZER = {"zero2": 8, "zero3": 16}
+OPTIMIZER = {"zero2": 10, "zero3": 12}
+SEQUENCES = 2  # in one rank's batch
 COMPARED_MB = 64 * MIB  # float32 chunks of a tensor while it is compared (repros/repro_kit/norms.py)
 
 # Where a single process computes the reference, the first that fits: its two runs (repro_kit/reference_checks.py) each
 # on a device, side by side on the host, one after the other, or so with the weights on disk, a module's at a time.
-Reference = Literal["device", "host", "turns", "layers", "none"]
-REFERENCES: tuple[Reference, ...] = ("device", "host", "turns", "layers")
+REFERENCES = ("device", "host", "turns", "layers")
+ONCE = ("turns", "layers")  # on one rank at a time, not on two
 
 # Seconds of one core per parameter at full size: of a rank, and half of the reference's two runs.
 SECONDS = {"cpu": 1.5e-7, "cuda": 5e-8}
@@ -85,21 +86,18 @@ class Layout:
     strategy: str
     ranks: int
     place: Literal["cpu", "cuda"] = "cpu"
-    sequences: int = 2  # in one rank's batch
     sharding: str = "FULL_SHARD"
     copies: int = 0
     trains: bool = True  # False: a case that only runs the model forward
     loads: bool = True  # what is saved is loaded into a second model beside the first
-    reference: Reference = "host"
+    reference: str = "host"  # one of REFERENCES, or "none"
 
     @property
     def shards(self) -> int:
         """Over how many ranks the weights are spread."""
-        if self.strategy in ("fsdp2", "zero3"):
-            return self.ranks
-        if self.strategy == "fsdp" and self.sharding != "NO_SHARD":
-            return max(1, self.ranks // 2) if self.sharding.startswith("HYBRID") else self.ranks
-        return 1
+        if self.strategy not in ("fsdp", "fsdp2", "zero3") or self.sharding == "NO_SHARD":
+            return 1
+        return max(1, self.ranks // 2) if self.sharding.startswith("HYBRID") else self.ranks
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,7 @@ class Phase:
         return sum(self.parts.values())
 
     def node(self, ranks: int) -> int:
-        reference = self.parts.get("reference", 0)
-        return ranks * (self.rank() - reference) + self.runs * reference
+        return ranks * self.rank() - (ranks - self.runs) * self.parts.get("reference", 0)
 
     def describe(self) -> str:
         """``weights 14.0, gradients 14.0, activations 0.3`` (GiB), largest first, without parts of less than 1 %."""
@@ -153,49 +150,34 @@ def fullest(phases: Iterable[Phase]) -> Phase:
 
 def plan(facts: ModelSizes, layout: Layout) -> MemoryPlan:
     """Return what one attempt needs."""
-    whole = facts.bytes * facts.parameters
-    on_device = layout.place == "cuda" and layout.reference in ("device", "layers")
-    reference = Phase(
-        "reference", _reference(facts, layout), 1 if layout.reference in ("turns", "layers") else min(2, layout.ranks)
-    )
+    whole, held, buffers = facts.bytes * facts.parameters, weights_held(facts, layout), facts.buffers
     base = {"base": BASE, "copies": layout.copies * whole}
-    work = [_working(facts, layout)]
+    reference = Phase("reference", _reference(facts, layout), min(1 if layout.reference in ONCE else 2, layout.ranks))
+    optimizer = OPTIMIZER.get(layout.strategy, 0) * -(-facts.trainable // layout.ranks)
+    compared = facts.bytes * (max(facts.layer, facts.root) + 2 * facts.largest) + COMPARED_MB
+    parts = {"weights": held + buffers, "optimizer": optimizer, "units": _whole_at_once(facts, layout)}
+    parts["activations"] = facts.activation_bytes(SEQUENCES)
+    work = [Phase("forward", parts)]
+    if layout.trains:  # and compared part by part afterwards, counted as at once
+        trained = facts.bytes * facts.trainable
+        parts["gradients"] = trained // layout.ranks if layout.strategy == "zero2" else trained * held // whole
+        parts["buckets"] = trained if layout.strategy == "ddp" and layout.ranks > 1 else 0
+        work = [Phase("training", {**parts, "compared": compared})]
     if layout.copies:  # the script builds the model whole before it is sharded
         work.append(Phase("drawing", {"weights": whole}))
     if layout.trains and layout.loads:  # into a second model; where every rank holds the whole one, from a whole file
-        file = whole if layout.strategy in ("ddp", "zero2") else _compared(facts)
-        held = 2 * (weights_held(facts, layout) + facts.buffers)
-        work.append(Phase("loading", {"weights": held, "optimizer": 2 * _optimizer(facts, layout), "units": file}))
+        file = whole if layout.strategy in ("ddp", "zero2") else compared
+        work.append(Phase("loading", {"weights": 2 * (held + buffers), "optimizer": optimizer, "units": file}))
     if layout.place == "cpu":
-        return MemoryPlan(layout.ranks, tuple(_beside(base, phase) for phase in (reference, *work)), ())
+        return MemoryPlan(layout.ranks, _beside(base, [reference, *work]), ())
     base["base"] += CUDA_HOST
-    moved = {**base, "units": 2 * facts.bytes * facts.largest}  # a tensor from the device that is compared, and a copy
-    host = [Phase("comparing", moved), *([] if on_device else [_beside(base, reference)])]
-    device = [_beside({"base": CONTEXT}, phase) for phase in (*([reference] if on_device else []), *work)]
-    return MemoryPlan(layout.ranks, tuple(host), tuple(device))
+    host = [Phase("comparing", {"compared": 2 * facts.bytes * facts.largest})]  # a tensor from the device, and a copy
+    (work if layout.reference in ("device", "layers") else host).append(reference)
+    return MemoryPlan(layout.ranks, _beside(base, host), _beside({"base": CONTEXT}, work))
 
 
-def _beside(base: Mapping[str, int], phase: Phase) -> Phase:
-    return replace(phase, parts={**base, **phase.parts})
-
-
-def _working(facts: ModelSizes, layout: Layout) -> Phase:
-    """The forward and backward passes; a trained model is compared part by part afterwards, counted as at once."""
-    units, weights = _whole_at_once(facts, layout), weights_held(facts, layout)
-    parts = {"weights": weights + facts.buffers, "optimizer": _optimizer(facts, layout)}
-    parts["activations"] = facts.activation_bytes(layout.sequences)
-    if not layout.trains:
-        return Phase("forward", {**parts, "units": units})
-    trained = facts.bytes * facts.trainable
-    parts["gradients"] = round(trained * weights / (facts.bytes * facts.parameters))
-    if layout.strategy == "zero2":  # its part, and those that wait for their reduction
-        parts["gradients"] = trained // layout.ranks + facts.bytes * min(facts.largest, facts.trainable)
-    parts["buckets"] = trained if layout.strategy == "ddp" and layout.ranks > 1 else 0
-    return Phase("training", {**parts, "units": max(units, _compared(facts))})
-
-
-def _compared(facts: ModelSizes) -> int:
-    return facts.bytes * (max(facts.layer, facts.root) + 2 * facts.largest) + COMPARED_MB
+def _beside(base: Mapping[str, int], phases: Iterable[Phase]) -> tuple[Phase, ...]:
+    return tuple(replace(phase, parts={**base, **phase.parts}) for phase in phases)
 
 
 def weights_held(facts: ModelSizes, layout: Layout) -> int:
@@ -204,16 +186,15 @@ def weights_held(facts: ModelSizes, layout: Layout) -> int:
     return facts.bytes * -(-facts.parameters // layout.shards)
 
 
-def _optimizer(facts: ModelSizes, layout: Layout) -> int:
-    return OPTIMIZER.get(layout.strategy, 0) * -(-facts.trainable // layout.ranks)
-
-
 def _whole_at_once(facts: ModelSizes, layout: Layout) -> int:
     """FSDP: the root unit stays whole from its forward to the end of the backward, and has its gradient; so have the
-    layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter."""
+    layer at work and, without its gradient, the next one. ZeRO-3: parameter by parameter. ZeRO-2: the gradients that
+    wait for their reduction."""
+    trained = facts.trainable / facts.parameters if layout.trains else 0
+    if layout.strategy == "zero2":
+        return facts.bytes * round(facts.largest * trained)
     if layout.shards == 1:
         return 0
-    trained = facts.trainable / facts.parameters if layout.trains else 0
     if layout.strategy == "zero3":
         return facts.bytes * round(facts.largest * (1 + trained))
     return facts.bytes * round(facts.root * (1 + trained) + facts.layer * (2 + trained))
@@ -224,7 +205,7 @@ def _reference(facts: ModelSizes, layout: Layout) -> dict[str, int]:
     made. With ``layers`` its weights are on disk, and read one parameter at a time."""
     if layout.reference == "none":
         return {}
-    sequences = layout.sequences * (1 if layout.strategy == "tp" else layout.ranks)
+    sequences = SEQUENCES * (1 if layout.strategy == "tp" else layout.ranks)
     weights = facts.largest * 2 if layout.reference == "layers" else facts.parameters
     gradient = facts.bytes * min(facts.largest, facts.trainable) * (2 if facts.tied else 1)
     compared = facts.largest * (2 * facts.bytes + 8) + COMPARED_MB
@@ -232,13 +213,10 @@ def _reference(facts: ModelSizes, layout: Layout) -> dict[str, int]:
     return {"reference": facts.bytes * weights + facts.buffers + moment}
 
 
-def choose_reference(
-    facts: ModelSizes, layout: Layout, profile: Profile, machine: Machine
-) -> tuple[MemoryPlan, Reference]:
+def choose_reference(facts: ModelSizes, layout: Layout, profile: Profile, machine: Machine) -> tuple[MemoryPlan, str]:
     """Return the plan with the reference where it fits first, or where it needs least; and which that is."""
-    if layout.reference == "none":
-        return plan(facts, layout), "none"
-    for reference in REFERENCES[0 if layout.place == "cuda" else 1 :]:
+    places = REFERENCES[0 if layout.place == "cuda" else 1 :] if layout.reference != "none" else ["none"]
+    for reference in places:
         found = plan(facts, replace(layout, reference=reference))
         if too_much(found, profile, machine) is None:
             break
@@ -257,10 +235,9 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
     if need.host_node > free * GIB:
         full = max(need.host, key=lambda phase: phase.node(need.ranks))
         have = "" if machine.free_gb is None else f", of which {free:g} are free"
-        return (
-            f"needs {need.host_node / GIB:.1f} GiB on the host for {need.ranks} ranks (most while {full.name}: "
-            f"{full.describe()}); this machine has {machine.memory_gb:g}{have}"
-        )
+        most = f"most while {full.name}: {full.describe()}"
+        needed = f"needs {need.host_node / GIB:.1f} GiB on the host for {need.ranks} ranks ({most})"
+        return f"{needed}; this machine has {machine.memory_gb:g}{have}"
     return None
 
 
@@ -270,27 +247,25 @@ def expected_seconds(facts: ModelSizes, layout: Layout, cores: int) -> float:
     return START_S + facts.parameters * SECONDS[layout.place] * work
 
 
-# Of one variant: its model's facts; None: unknown, then nothing is planned.
-LookUp = Callable[[VariantPlan], "ModelSizes | None"]
-
-
 def add_memory(
-    cell: CellPlan, catalogue: Catalogue, profile: Profile, machine: Machine, look_up: LookUp,
+    cell: CellPlan,
+    case: Case,
+    machine: Machine,
+    look_up: Callable[[VariantPlan], ModelSizes | None],
     deadline: float | None = None,
-) -> CellPlan:  # fmt: skip
+) -> CellPlan:
     """Return the cell with its variants' needs; variants that cannot fit are skipped, all of them where the first one
-    cannot. ``deadline``: the user's own."""
-    case = catalogue.cases[cell.cell.case]
-    variants = [_add_memory(variant, case, profile, machine, look_up, deadline) for variant in cell.variants]
+    cannot. ``look_up``: a variant's model facts; None: unknown, nothing is planned. ``deadline``: the user's own."""
+    variants = []
+    for variant in cell.variants:
+        facts = None if variant.skipped else look_up(variant)
+        variants.append(_with_memory(variant, facts, case, cell.profile, machine, deadline) if facts else variant)
     return replace(cell, variants=skip_with_first(variants))
 
 
-def _add_memory(
-    variant: VariantPlan, case: Case, profile: Profile, machine: Machine, look_up: LookUp, deadline: float | None
+def _with_memory(
+    variant: VariantPlan, facts: ModelSizes, case: Case, profile: Profile, machine: Machine, deadline: float | None
 ) -> VariantPlan:
-    facts = None if variant.skipped else look_up(variant)
-    if facts is None:
-        return variant
     kind, strategy = case.pass_criteria.kind, variant.settings["strategy"]
     layout = Layout(
         strategy=strategy["slug"],
@@ -308,7 +283,6 @@ def _add_memory(
     if variant.settings["model"]["scale"] != "full":
         return planned
     seconds = expected_seconds(facts, replace(layout, reference=reference), machine.cores)
-    if deadline is None:
-        planned = replace(planned, deadline=max(variant.deadline, DEADLINE_FACTOR * seconds))
     settings = variant.settings if case.reference_models else {**variant.settings, "reference": reference}
-    return replace(planned, expected_s=seconds, settings=settings)
+    deadline = deadline or max(variant.deadline, DEADLINE_FACTOR * seconds)
+    return replace(planned, expected_s=seconds, settings=settings, deadline=deadline)

@@ -1,9 +1,10 @@
-"""Cells -> what is launched, and what is skipped with which reason. Pure."""
+"""Cells -> what is launched, and what is skipped with which reason; the cells of one shard. Pure."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -150,17 +151,13 @@ class Planner:
         profile = self.profiles[cell.hardware]
         model = self.catalogue.models[settings["model"]["slug"]]
         strategy = self.catalogue.strategies[settings["strategy"]["slug"]]
-        if wrong := unsuitable(case, strategy, settings, cell.ranks, profile):
-            return wrong
+        for skip in unsuitable(case, strategy, settings, cell.ranks, profile):
+            return skip
         if isinstance(stack, str):
             reason = f"needs stack {variant.stack}: {stack}" if variant.stack else stack
             return Skip("stack", reason, (f"stack {variant.stack or cell.stack}",))
-        needed = [
-            *case.requires.packages,
-            *variant.needs_on(profile.accelerator),
-            *model.requires,
-            *strategy.needs_on(profile.accelerator),
-        ]
+        kind = profile.accelerator
+        needed = [*case.requires.packages, *variant.needs_on(kind), *model.requires, *strategy.needs_on(kind)]
         named = {Requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
@@ -171,7 +168,7 @@ class Planner:
         reasons = ", ".join(dict.fromkeys((unmet | unusable).values()))
         other = case.requires.stack if case.requires.stack != stack.name else None
         why = case.requires.reason if unmet.keys() & set(case.requires.packages) else None
-        reason = f"stack {stack.name}: on {profile.accelerator} needs {reasons}"
+        reason = f"stack {stack.name}: on {kind} needs {reasons}"
         reason += (f"; needs stack {other}" if other else "") + (f" ({why})" if why else "")
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
 
@@ -197,3 +194,38 @@ def fingerprint(settings: Mapping[str, Any], code: str, versions: Mapping[str, s
     gpus = [gpu.name for gpu in profile.gpus]
     text = json.dumps([settings, code, sorted(versions.items()), profile.accelerator, gpus], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# -- shards: one selection over several machines (``shard=2/8``)
+#
+# Every machine computes the same shards independently of the others: from the selection and from durations that the
+# commit itself holds (the published baseline), never from what a machine has measured. The longest cell goes to the
+# shard that has least so far (Graham 1969), so that no shard is longer than the shortest by more than its longest cell.
+
+Shard = tuple[int, int]  # its number, from 1, and how many there are
+
+
+def parse_shard(text: str | None) -> Shard | None:
+    """``2/8`` -> (2, 8). Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", str(text))
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise ConfigError(f"shard={text}: not PART/PARTS. Write shard=2/8 (from 1/8 to 8/8).")
+    return number, count
+
+
+def select_shard(cells: Sequence[Cell], shard: Shard, seconds: Mapping[Cell, float]) -> list[Cell]:
+    """Return this shard's cells, in their order. Raises ConfigError where there are more shards than cells."""
+    number, count = shard
+    if count > len(cells):
+        raise ConfigError(f"shard={number}/{count}: the selection has only {len(cells)} cells. Use fewer shards.")
+    loads = [0.0] * count
+    selected = set()
+    for cell in sorted(cells, key=lambda cell: (-seconds[cell], cell.key, cell.stack, cell.hardware)):
+        least = loads.index(min(loads))
+        loads[least] += seconds[cell]
+        if least == number - 1:
+            selected.add(cell)
+    return [cell for cell in cells if cell in selected]

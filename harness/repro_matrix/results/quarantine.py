@@ -104,7 +104,7 @@ def _is_of(name: str, cell: Cell, catalogue: Catalogue) -> bool:
     try:
         line = parse_overrides([f"case={cell.case}", f"model={cell.model}", f"strategy={cell.strategy}", *words])
         overrides = overrides_of(compose_run(line.run), line.patches)
-        return name in {each.key for each in enumerate_cells(catalogue, line, overrides)}
+        return name in {each.key for each in enumerate_cells(catalogue, line, overrides=overrides)}
     except ConfigError:
         return False
 

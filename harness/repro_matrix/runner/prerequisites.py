@@ -331,6 +331,6 @@ def with_memory(
         return facts[variant.stack].model(question(variant.settings))
 
     return [
-        add_memory(plan, catalogue, plan.profile, machine, partial(look_up, plan.cell.case), settings.deadline)
+        add_memory(plan, catalogue.cases[plan.cell.case], machine, partial(look_up, plan.cell.case), settings.deadline)
         for plan in plans
     ], problems

@@ -26,9 +26,8 @@ from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
-from repro_matrix.planning import shards
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.plan import CellPlan
+from repro_matrix.planning.plan import CellPlan, Shard, parse_shard, select_shard
 from repro_matrix.results import provenance, runs
 from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.summary import Row
@@ -93,7 +92,7 @@ class Request:
         for name in self.hardware:
             if name not in self.catalogue.hardware:
                 raise unknown("hardware", name, self.catalogue.hardware, "hardware")
-        if shards.parse(self.settings.shard):
+        if parse_shard(self.settings.shard):
             raise ConfigError(
                 "shard=: this command shows the whole selection. `repro matrix --dry-run shard=...` shows a shard."
             )
@@ -118,7 +117,9 @@ class Request:
         changes = matrix.overrides_of(self.settings, self.selections[0].patches)
         reproducing = [each for each in self.selections if matrix.REPRODUCING in each.stack]
         names = {name for each in reproducing for name in overrides.expand("case", each.case, self.catalogue.cases)}
-        return matrix.enumerate_all(self.catalogue, self.selections, changes, reproduces_on(self.catalogue, names))
+        return matrix.enumerate_cells(
+            self.catalogue, *self.selections, overrides=changes, known=reproduces_on(self.catalogue, names)
+        )
 
 
 def ask(texts: Sequence[str]) -> Request:
@@ -251,16 +252,15 @@ def prepare(
         profiles, machine, planned = profiles_module.settle_planned(request.hardware, catalogue.hardware, machine)
     else:
         profiles = profiles_module.settle_all(request.hardware, catalogue.hardware, machine)
-    placed = matrix.place(catalogue, request.cells, profiles, auto=request.hardware == ["auto"])
-    cells = placed.cells
+    cells, elsewhere = matrix.place(catalogue, request.cells, profiles, auto=request.hardware == ["auto"])
     for slug in sorted({cell.case for cell in cells}):
         check_syntax(catalogue.script(catalogue.cases[slug]))
     if settings.variants:  # of the whole selection: what is right for it is right for each of its shards
         variants = {variant for cell in cells for variant in catalogue.cases[cell.case].variants}
         settings.variants = overrides.expand("variant", settings.variants, variants)
-    shard = shards.parse(settings.shard)
+    shard = parse_shard(settings.shard)
     if shard:
-        cells = shards.select(cells, shard, _published_seconds(catalogue, cells, settings))
+        cells = select_shard(cells, shard, _published_seconds(catalogue, cells, settings))
     time_limit = seconds_of("time_limit", settings.time_limit)
     if time_limit is not None:
         settings.order = Order.declared
@@ -278,7 +278,7 @@ def prepare(
     return Session(
         catalogue, settings, profiles, machine, stacks, plans, prerequisites.unavailable, prerequisites.unusable,
         _manifest(shard, request, settings, cells, stacks) if shard else None, planned, prerequisites.unplanned,
-        list(request.left_out), {why: len(group) for why, group in placed.elsewhere.items()}, time_limit,
+        list(request.left_out), elsewhere, time_limit,
     )  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def selected_by(line: Selection) -> list[str]:
 
 
 def _manifest(
-    shard: shards.Shard, request: Request, settings: RunSettings, cells: Sequence[Cell], stacks: Mapping[str, Stack]
+    shard: Shard, request: Request, settings: RunSettings, cells: Sequence[Cell], stacks: Mapping[str, Stack]
 ) -> ShardManifest:
     names = sorted((cell.hardware, cell.stack, cell.key) for cell in cells)
     repeat = {cell.case: settings.repeat or request.catalogue.cases[cell.case].repeat for cell in cells}
