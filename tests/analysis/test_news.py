@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok, summary_rows
 from repro_matrix.report.run_summary import by_attention, figures, without_expectation
-from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.expectations import exit_code
 
 STATES = ["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
 

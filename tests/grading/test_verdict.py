@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from observations import case, control, document, observation, ok, outcome, summary_rows
 from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, judge_pair, wilson
 from repro_matrix.records.outcome import Outcome, Recognized, Verdict
-from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.expectations import exit_code
 
 CASE = case()
 NAMES = ["reproduced", "passed", "other_failure", "hang", "infra_error", "skipped"]

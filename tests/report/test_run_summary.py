@@ -12,7 +12,7 @@ from observations import document, exception, failed, observation, ok
 from repro_matrix import text
 from repro_matrix.report import run_summary, terminal
 from repro_matrix.report.run_summary import by_attention, describe_counts, describe_exit
-from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner.engine import Summary
 from rich.console import Console

@@ -14,7 +14,7 @@ from repro_matrix.cli import accept as command
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.paths import BASELINE, ROOT, cache_dir
-from repro_matrix.results import accept, provenance
+from repro_matrix.results import accept, store
 from repro_matrix.results.accept import place, publication
 from repro_matrix.results.store import Store, portable
 
@@ -106,7 +106,7 @@ def test_accept_publishes_complete_results_of_this_code_only(
     for module in (accept, command):
         monkeypatch.setattr(module, "project", SimpleNamespace(current=lambda: own, published=list))
     other: list[str] = []  # what has changed since the commit
-    monkeypatch.setattr(provenance, "since", lambda commit, root, paths: other[0] if other else None)
+    monkeypatch.setattr(store, "since", lambda commit, root, paths: other[0] if other else None)
 
     def accepted(source: str, *more: str) -> tuple[int, str, str]:
         code = main(["accept", f"case={SLUG}", "--reason", "measured anew", "--from", str(tmp_path / source), *more])

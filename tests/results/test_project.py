@@ -12,7 +12,7 @@ from repro_matrix.config import project
 from repro_matrix.environment.stacks import spec
 from repro_matrix.errors import ConfigError
 from repro_matrix.launch.attempt import Attempt, private_environment, torchrun_line
-from repro_matrix.results import provenance, runs
+from repro_matrix.results import runs, store
 
 TEAM = Path(__file__).parents[1] / "team"  # a repository with a catalogue of its own
 
@@ -142,11 +142,11 @@ def test_git_state_detects_changes_in_the_project(team: Path) -> None:
     git("init", "-q")
     git("add", "-A")
     git("commit", "-qm", "one")
-    commit, changed = provenance._state(team, [team / "failures"])
+    commit, changed = store._commit_state(team, [team / "failures"])
     assert commit and not changed
     (team / "failures/scripts/odd_batch.py").write_text("pass\n")
-    assert provenance._state(team, [team / "failures"]) == (commit, True)
-    assert provenance.git_state() == (commit, True)
+    assert store._commit_state(team, [team / "failures"]) == (commit, True)
+    assert store.git_state() == (commit, True)
 
 
 def test_git_state_of_a_failing_git_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,22 +165,22 @@ def test_git_state_of_a_failing_git_is_not_clean(tmp_path: Path, monkeypatch: py
         git(each, "add", "-A")
         git(each, "commit", "-qm", "one")
     script = own / "code" / "script.py"
-    commit, changed = provenance._state(own, [own / "code"])
-    assert commit and not changed and provenance.since(commit, own, [script]) is None
+    commit, changed = store._commit_state(own, [own / "code"])
+    assert commit and not changed and store.since(commit, own, [script]) is None
     git(own, "config", "status.showUntrackedFiles", "no")
     (own / "code" / "new.py").write_text("1\n")
-    assert provenance._state(own, [own / "code"]) == (commit, True)
+    assert store._commit_state(own, [own / "code"]) == (commit, True)
     (own / "code" / "new.py").unlink()
     script.write_text("# edited\n")
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(other))
-    assert provenance._state(own, [own / "code"]) == (commit, True)
-    assert provenance.since(commit, own, [script]) == f"code/script.py has changed since commit {commit[:12]}"
-    assert provenance.since("f" * 40, own, [script]) == f"commit {'f' * 12} is not in this repository"
+    assert store._commit_state(own, [own / "code"]) == (commit, True)
+    assert store.since(commit, own, [script]) == f"code/script.py has changed since commit {commit[:12]}"
+    assert store.since("f" * 40, own, [script]) == f"commit {'f' * 12} is not in this repository"
     monkeypatch.delenv("GIT_DIR")
     monkeypatch.delenv("GIT_WORK_TREE")
     (own / ".git" / "index").write_text("garbage")
-    assert provenance._state(own, [own / "code"]) == (None, False), "no commit is known to be this code"
+    assert store._commit_state(own, [own / "code"]) == (None, False), "no commit is known to be this code"
 
 
 def test_export_variant_of_a_project_case(team: Path) -> None:

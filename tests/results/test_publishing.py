@@ -14,7 +14,7 @@ from repro_matrix.cli.main import main
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import BASELINE, EXPECTED
-from repro_matrix.results import provenance
+from repro_matrix.results import store
 from repro_matrix.results.accept import Publication, place, publication
 from repro_matrix.results.expectations import unsupported
 from repro_matrix.results.store import Store
@@ -173,7 +173,7 @@ def test_publication_lists_changed_verdicts_with_the_old_ones() -> None:
 @pytest.fixture
 def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published was measured with older kits."""
-    monkeypatch.setattr(provenance, "since", lambda commit, root, paths: None)
+    monkeypatch.setattr(store, "since", lambda commit, root, paths: None)
 
 
 @pytest.mark.usefixtures("same_code")

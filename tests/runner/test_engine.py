@@ -28,9 +28,8 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell, place
 from repro_matrix.planning.plan import CellPlan, Planner
-from repro_matrix.results import provenance
-from repro_matrix.results.exit_code import bisect_exit, exit_code
-from repro_matrix.results.store import Store
+from repro_matrix.results.expectations import bisect_exit, exit_code
+from repro_matrix.results.store import Store, code_hashes
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner.attempts import Attempts
 from repro_matrix.runner.engine import Engine, Event, RunContext, Summary
@@ -186,7 +185,7 @@ def test_script_changed_during_the_run_is_infra(tmp_path: Path, monkeypatch: pyt
         if attempt.settings["variant"] == "root-call":
             script.write_text(script.read_text() + "\n# saved\n")
 
-    summary = run(tmp_path, Fake(saved), code=provenance.code_hashes(copied))
+    summary = run(tmp_path, Fake(saved), code=code_hashes(copied))
     outcomes = {name: variant["attempts"][0]["outcome"] for name, variant in summary.documents[0]["variants"].items()
                 if variant["attempts"]}  # fmt: skip
     assert outcomes["unfixed"]["outcome"] == "reproduced", "it had ended by then"

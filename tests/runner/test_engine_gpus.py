@@ -17,7 +17,7 @@ from repro_matrix.environment.gpus import Gpu, GpuProcess, GpuState, Nvml
 from repro_matrix.environment.profiles import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import classify_device_error
-from repro_matrix.results.exit_code import exit_code
+from repro_matrix.results.expectations import exit_code
 from repro_matrix.runner.engine import Event, Summary
 from test_engine import Fake, engine_of, observation, verdicts
 

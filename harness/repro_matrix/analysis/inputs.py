@@ -70,7 +70,7 @@ def from_row(row: Row, folder: str = "") -> VariantResult:
         {name: version for name, version in row.stack.versions.items() if name in RELEVANT}, row.started, row.commit,
         row.kind == "control", row.first, cast(Any, as_expected(row.verdict) if row.verdict else None), row.state,
         cast(Any, Counter(each.outcome for each in attempts)), tuple(failures),
-        row.failure_text or (row.reason if row.attempts and not attempts else ""), row.skipped, row.error_at,
+        row.reason if set(row.counts) - {"passed"} else "", row.skipped, row.error_at,
         row.settings, os.path.join(folder, row.evidence) if row.evidence else "",
     )  # fmt: skip
 

@@ -45,20 +45,17 @@ def main(args: argparse.Namespace) -> int:
         raise ResultsError(f"{named}: no such folder of results. `repro matrix` writes one.")
     names = set(overrides.expand("case", selection.case, known.cases))
     shipped = set() if own.is_shipped else names - known.own.get("case", {}).keys()
-    proposal = propose(source, selection, known, names - shipped, args.reason or "", args.allow)
+    found = propose(source, selection, known, names - shipped, args.reason or "", args.allow)
     notes = [f"left out: {text}" for text in known.left_out]
     if shipped:
         notes.append("left out: cases that are shipped with repro-matrix. Their expectations are read-only here.")
-    if proposal.partial:
-        notes.append(f"left out: {counted(proposal.partial, 'cell')} of which only some variants were measured")
-    print_notes([*notes, *proposal.notes])
-    found = proposal.publication
-    if args.json and (args.dry_run or not proposal.refused):
+    print_notes([*notes, *found.notes])
+    if args.json and (args.dry_run or not found.refused):
         print_json({**asdict(found), "written": sorted(found.written), "tables": sorted(found.tables)})
-    elif args.dry_run or not proposal.refused:
+    elif args.dry_run or not found.refused:
         _print(found)
-    if proposal.refused:
-        raise ResultsError("\n  ".join([f"{source}: cannot be published:", *_group(proposal.refused)]))
+    if found.refused:
+        raise ResultsError("\n  ".join([f"{source}: cannot be published:", *_group(found.refused)]))
     if not args.dry_run:
         publish(found, known)
         if not args.json:
@@ -73,8 +70,7 @@ def _print(found: Publication) -> None:
     for places, meaning in (
         (found.written, "to publish"),
         (found.same, "with the same results as published"),
-        (found.unused, "left out: no expectation rests on them"),
-        (found.inner, "left out: between two releases with the same results"),
+        (found.left_out, "left out: no expectation rests on them"),
         (found.dropped, "to remove: no expectation rests on them any more"),
     ):
         if places:

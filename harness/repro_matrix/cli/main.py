@@ -110,19 +110,13 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     from repro_matrix.paths import PACKAGE, ROOT
-    from repro_matrix.results.provenance import code_state
+    from repro_matrix.results.store import code_state, harness_version
 
-    try:
-        release = version("repro-matrix")
-    except PackageNotFoundError:  # run from its folder, never installed
-        release = "not installed"
     commit, changed = code_state()
     state = f", commit {commit[:12]}{' and changes' if changed else ''}" if commit else ""
     place = ROOT if ROOT in PACKAGE.parents else PACKAGE
-    return f"repro-matrix {release}{state}, in {place}; Python {sys.version.split()[0]}"
+    return f"repro-matrix {harness_version()}{state}, in {place}; Python {sys.version.split()[0]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from repro_matrix.report.terminal import (
     skipped_lines,
 )
 from repro_matrix.results import runs
-from repro_matrix.results.exit_code import identical_failures, unpaired_cells, unpaired_failures
+from repro_matrix.results.expectations import uncompared_failures
 from repro_matrix.results.runs import results_folder
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session
@@ -349,16 +349,11 @@ def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
             yield from _title(f"{title}: {_variants(differing)}", width)
             for same in _same_reason(differing):
                 yield from _detail(same, width)
-    failures = {
-        "NOT COMPARED: in {} only the unfixed variant was measured, and its error is unexpected. Run the whole case.":
-            unpaired_failures(rows),
-        "NO COMPARISON: in {} every variant fails with the same error. This says nothing about the known failure.":
-            identical_failures(rows),
-    }  # fmt: skip
-    for title, members in failures.items():
-        if members:
-            yield from _title(title.format(counted(len(members), "cell")), width)
-        for row in members:
+    failures = uncompared_failures(rows)
+    if failures:
+        meaning = "the unfixed variant fails with an unexpected error, and no variant shows anything else"
+        yield from _title(f"NOT COMPARED: in {counted(len(failures), 'cell')} {meaning}. Run the whole case.", width)
+        for row in failures:
             reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
             yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     unanswered = [row for row in rows if _is_unanswered(row)]
@@ -465,7 +460,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def describe_counts(rows: Sequence[Row]) -> str:
     """Return the numbers of a run in one line."""
-    numbers, alone = figures(rows), unpaired_cells(rows)
+    numbers = figures(rows)
     unfixed: dict[str, bool] = {}
     for row in rows:
         if row.first and row.attempts and row.kind != "control":
@@ -481,7 +476,6 @@ def describe_counts(rows: Sequence[Row]) -> str:
         ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),
         _describe_differences(numbers["unexpected"]) if numbers["unexpected"] else "nothing unexpected",
         *(f"{counted(numbers[name], 'variant')} {text}" for name, text in others.items() if numbers[name]),
-        f"{counted(alone, 'cell')} without a verdict: only the unfixed variant was measured" if alone else "",
     ]
     return "; ".join(filter(None, parts))
 

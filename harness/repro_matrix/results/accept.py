@@ -7,7 +7,6 @@ agree, the first and the last are published; what shows nothing stable only wher
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,14 +22,14 @@ from repro_matrix.config.selection import Selection
 from repro_matrix.errors import ConfigError, ResultsError, nearest
 from repro_matrix.grading.comparability import machine, same_release
 from repro_matrix.grading.expectations import as_expected, expected
-from repro_matrix.grading.regrade import document_name
 from repro_matrix.grading.regrade import regrade as grade_documents
+from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.paths import ROOT, write_text
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import FailureId, StoredVerdict
-from repro_matrix.results import provenance, store, summary
+from repro_matrix.records.outcome import FailureId, Outcome, StoredVerdict
+from repro_matrix.results import store, summary
 from repro_matrix.results.expectations import expectations, is_whole, measured_in_order, ranges, unsupported, upstream
 from repro_matrix.results.store import Store
 from repro_matrix.results.summary import Row
@@ -38,6 +37,7 @@ from repro_matrix.text import counted
 
 ATTEMPTS = 3  # of each variant that ran; fewer may be chance
 SUSPICIOUS = ("SIGNATURE_MISMATCH", "FIX_BREAKS")  # may be an error of the case or of the machine: only on request
+COMPARED = ("outcome", "verdict", "failures", "skipped", "measured", "unseen")  # of stored rows, by `repro regrade`
 AXES = ("model", "strategy", "ranks", "stack", "hardware")
 
 
@@ -146,49 +146,40 @@ def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = F
     ``with_expectations``: also name those that no stored result supports.
     """
     found = Regrade()
-    stored = summary.stored_rows(folder, found.damaged)
-    results = Store(folder)
+    stored, results = summary.stored_rows(folder, found.damaged), Store(folder)
     documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
-    for path, document in documents.items():
-        found.edited += [f"{folder / path}: {reason}" for reason in inconsistencies(document)]
-    cells = summary.grade_cells(folder, documents, cases, found.damaged)
-    found.damaged = list(dict.fromkeys([*found.damaged, *results.damaged]))
+    found.damaged += results.damaged
+    cells = summary.grade_cells(folder, documents, cases)
     for path in stored.keys() - cells.keys():
         found.differences.append(f"{folder / path}: in the summary, and its evidence is missing")
     for path, rows in cells.items():
+        document, variants = documents[path], {row.variant for row in rows}
         found.rows += rows
-        found.edited += [f"{folder / path}: {reason}" for reason in _edited_grades(documents[path], rows)]
-        for variant in {row.variant for row in stored.get(path, ())} - {row.variant for row in rows}:
-            found.differences.append(f"{folder / path}: variant {variant}: in the summary, and its evidence is missing")
-        before = {row.variant: row for row in stored.get(path, ())}
-        for row in rows:
-            where, old = f"{folder / path}: variant {row.variant}", before.get(row.variant)
-            if old is None and stored:
-                found.differences.append(f"{where}: not in the summary")
-            for name in ("outcome", "verdict", "failures", "skipped", "measured", "unseen") if old else ():
-                one, now = (
-                    ", ".join(map(str, v)) if isinstance(v := getattr(each, name), tuple) else v for each in (old, row)
-                )
-                if one != now:
-                    found.differences.append(f"{where}: {name} stored as {one}, graded as {now}")
+        own = [row for row in summary.rows_of(document, cases) if row.variant in variants]
+        edited = _differences(own, rows, ("outcome", "verdict") if document["complete"] else ("outcome",))
+        found.edited += [f"{folder / path}: {text}" for text in (*inconsistencies(document), *edited)]
+        compared = _differences(stored.get(path, ()), rows, COMPARED) if stored else ()
+        found.differences += [f"{folder / path}: {text}" for text in compared]
         verdicts = {row.variant: {"name": row.verdict, "failure_ids": [vars(each) for each in row.failures]}
                     for row in rows if row.verdict}  # fmt: skip
-        documents[path] = {**documents[path], "verdicts": verdicts}
+        documents[path] = {**document, "verdicts": verdicts}
     for slug, case in cases.items() if with_expectations else ():
         found.unsupported += unsupported(case, {place(d): d for d in documents.values() if d["case"] == slug})
     return found
 
 
-def _edited_grades(document: Document, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield stored outcomes and verdicts that the evidence does not give."""
-    for row in rows:
-        variant, verdict = document["variants"][row.variant], document["verdicts"].get(row.variant)
-        stored = [each["outcome"]["outcome"] for each in variant["attempts"]]
-        graded = [each.outcome for each in row.attempts]
-        if stored != graded:
-            yield f"variant {row.variant}: outcomes stored as {', '.join(stored)}, graded as {', '.join(graded)}"
-        if verdict and row.verdict and verdict["name"] != row.verdict:
-            yield f"variant {row.variant}: verdict stored as {verdict['name']}, graded as {row.verdict}"
+def _differences(stored: Iterable[Row], graded: Iterable[Row], names: Iterable[str]) -> Iterator[str]:
+    before = {row.variant: row for row in stored}
+    for row in graded:
+        old = before.pop(row.variant, None)
+        if old is None:
+            yield f"variant {row.variant}: not in the summary"
+        for name in names if old else ():
+            one, now = (", ".join(map(str, v)) if isinstance(v := getattr(each, name), tuple) else v
+                        for each in (old, row))  # fmt: skip
+            if one != now:
+                yield f"variant {row.variant}: {name} stored as {one}, graded as {now}"
+    yield from (f"variant {variant}: in the summary, and its evidence is missing" for variant in before)
 
 
 # Publication
@@ -212,25 +203,16 @@ class Publication:
 
     written: dict[str, Document] = field(default_factory=dict)
     same: list[str] = field(default_factory=list)  # published already, and measured again with the same results
-    inner: list[str] = field(default_factory=list)  # measured, between two releases with the same results
-    unused: list[str] = field(default_factory=list)  # measured, and no expectation rests on it
-    dropped: list[str] = field(default_factory=list)  # published, and now one of these two, or replaced
+    left_out: list[str] = field(default_factory=list)  # measured, and no expectation rests on it
+    dropped: list[str] = field(default_factory=list)  # published, and no expectation rests on it any more, or replaced
     tables: dict[str, str | None] = field(default_factory=dict)  # case -> its table; None: nothing is expected of it
     changes: list[Change] = field(default_factory=list)
-
-
-@dataclass
-class Proposal:
-    """``partial``: number of cells of which only some variants were measured."""
-
-    publication: Publication
-    refused: list[Refusal]
-    notes: list[str]
-    partial: int
+    refused: list[Refusal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def propose(source: Path, selection: Selection, catalogue: Catalogue, names: set[str], reason: str,
-            allowed: Collection[str]) -> Proposal:  # fmt: skip
+            allowed: Collection[str]) -> Publication:  # fmt: skip
     """Return what accepting these results would publish. Raises ResultsError: no result can be used, or the baseline is
     damaged."""
     own = project.current()
@@ -245,12 +227,16 @@ def propose(source: Path, selection: Selection, catalogue: Catalogue, names: set
     held = [d for d in graded.documents if Path(d["path"]).is_relative_to(own.baseline)]
     given = [d for d in graded.documents if Path(d["path"]).is_relative_to(source)]
     whole = [d for d in given if is_whole(catalogue.cases[d["case"]], d)]
-    refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
+    found = publication(catalogue.cases, held, whole, reason)
+    found.refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
     for name in sorted({d["case"] for d in whole}):
         why = _never_reproduced(catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name))
-        refused += [Refusal(name, "", why)] if why else []
-    published = publication(catalogue.cases, held, whole, reason)
-    return Proposal(published, refused, [*results.damaged, *graded.notes], len(given) - len(whole))
+        found.refused += [Refusal(name, "", why)] if why else []
+    found.notes = [*results.damaged, *graded.notes]
+    if len(given) > len(whole):
+        partial = counted(len(given) - len(whole), "cell")
+        found.notes.append(f"left out: {partial} of which only some variants were measured")
+    return found
 
 
 def publish(found: Publication, catalogue: Catalogue) -> None:
@@ -294,19 +280,14 @@ def _is_usable(document: Document) -> bool:
     return document["complete"] and ran and "#" not in document["stack"]["name"]
 
 
-def _of_other_code(documents: Sequence[Document], catalogue: Catalogue, own: Project) -> Iterator[Refusal]:
-    """Yield the documents that were measured with another script or kit than the checkout has."""
+def _of_other_code(documents: Iterable[Document], catalogue: Catalogue, own: Project) -> Iterator[Refusal]:
+    """Yield the cases that were measured with another script or kit than the checkout has."""
     root = own.folder if own.file else ROOT
-
-    @functools.cache
-    def difference(commit: str, slug: str) -> str | None:
-        paths = [catalogue.script(catalogue.cases[slug]), *provenance.shared_code(catalogue)]
-        return provenance.since(commit, root, [path for path in paths if path.is_relative_to(root)])
-
-    for document in documents:
-        commit = document["provenance"]["git_commit"]
-        if commit and (reason := difference(commit, document["case"])):
-            yield Refusal(document_name(document), "", f"measured with other code: {reason}")
+    for slug, commit in sorted({(d["case"], d["provenance"]["git_commit"] or "") for d in documents}):
+        paths = [catalogue.script(catalogue.cases[slug]), *store.shared_code(catalogue)]
+        reason = store.since(commit, root, [path for path in paths if path.is_relative_to(root)]) if commit else None
+        if reason:
+            yield Refusal(slug, "", f"measured with other code: {reason}")
 
 
 def publication(
@@ -345,12 +326,11 @@ def _publish_case(
     inner = set[str]().union(*(each.inner for each in line)) - set[str]().union(*(each.kept for each in line))
     inner -= {key for key in inner & shown if "+" not in every[key]["stack"]["name"]}
     used = [each for each in line if each.members[0].verdicts or not each.alone]
-    unused = every.keys() - shown - set[str]().union(*(each.kept | each.inner for each in used))
+    unneeded = inner | (every.keys() - shown - set[str]().union(*(each.kept | each.inner for each in used)))
     found.same += sorted(same)
-    found.inner += sorted(inner & now.keys())
-    found.unused += sorted(unused & now.keys())
-    found.dropped += sorted(replaced | ((inner | unused) & before.keys()))
-    found.written |= {key: now[key] for key in sorted(now.keys() - inner - unused)}
+    found.left_out += sorted(unneeded & now.keys())
+    found.dropped += sorted(replaced | (unneeded & before.keys()))
+    found.written |= {key: now[key] for key in sorted(now.keys() - unneeded)}
     entries = expectations(measured, reason, case.expect)
     found.tables[case.slug] = tables.text(case.slug, entries) if entries else None
 
@@ -372,11 +352,8 @@ def _results(document: Document) -> Any:
     """Return what a measurement shows: a second one with equal results on the same machine is not published."""
     variants = {}
     for name, variant in document["variants"].items():
-        outcomes = [attempt["outcome"] for attempt in variant["attempts"]]
-        known = [sorted((item["case"], item["signature"]) for item in each["recognized"]) for each in outcomes]
-        shown = sorted(
-            str((each["outcome"], ids, list(each.get("failed") or ()))) for each, ids in zip(outcomes, known)
-        )
+        outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in variant["attempts"]]
+        shown = sorted([each.outcome, *map(str, failure_ids(document["case"], each))] for each in outcomes)
         variants[name] = (variant.get("fingerprint"), bool(variant["skipped"]), shown)
     verdicts = {name: _describe_verdict(verdict) for name, verdict in document["verdicts"].items()}
     return machine(document), variants, document["hardware"].get("capabilities"), verdicts

@@ -3,6 +3,8 @@
 Measurements of one cell that differ in the release of one package only form a line, for example a version map.
 Neighbors on it with the same verdicts and failures make one expectation, which names the first and the last of them. It
 holds for whole minor releases, unless the line shows another result within one.
+
+The exit code of a run says whether its results are the expected ones.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from packaging.version import Version
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.errors import ExitCode
 from repro_matrix.grading.comparability import depends_on_capabilities
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.records.document import Cell
 from repro_matrix.records.outcome import FailureId
+from repro_matrix.results.summary import Row
 
 release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is published
 UNSTABLE = ("FLAKY", "INCONCLUSIVE", "FAILED")  # nothing is expected of these
@@ -194,3 +198,55 @@ def _range(first: Version, last: Version, below: Version | None, above: Version 
 
 def _minor(version: Version, plus: int = 0) -> str:
     return f"{version.major}.{version.minor + plus}"
+
+
+# The exit code of a run
+
+
+def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) -> ExitCode:
+    """Return DIFFERS for a result that differs from its expectation, else INCOMPLETE where less was measured than
+    requested: attempts without evidence, cells without a comparison, or mostly results on GPUs that nothing expects."""
+    if any(row.state == "unexpected" for row in rows):
+        return ExitCode.DIFFERS
+    measured = {row.cell for row in rows if row.attempts and row.complete}
+    on_gpus = [row.state for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"]
+    incomplete = (
+        stopped_early
+        or len(measured) < min_cells
+        # A build that failed is no property of the stack: another try, or a compiler, would measure it.
+        or any(row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen for row in rows)
+        or uncompared_failures(rows)
+        or 2 * on_gpus.count("no_expectation") > len(on_gpus)
+    )
+    return ExitCode.INCOMPLETE if incomplete else ExitCode.OK
+
+
+def bisect_exit(rows: Iterable[Row]) -> int:
+    """Return the exit code for `git bisect run`: 1 the known failure reproduces, 0 it does not, 125 it is unknown."""
+    outcomes = {attempt.outcome for row in rows if row.first for attempt in row.attempts}
+    return 1 if "reproduced" in outcomes else 0 if outcomes == {"passed"} else 125
+
+
+def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
+    """Return unfixed variants that failed with another error than the known one, where nothing tells more: no other
+    variant gave an answer, or all attempts of all variants failed with the same error, which is not expected. The
+    settings then made no difference, so the cell shows nothing of the failure or its fixes."""
+    found = []
+    for cell in _measured_cells(rows):
+        answers = [row for row in cell if row.evidence_attempts]
+        errors = {each.failures if each.outcome == "other_failure" else () for row in answers
+                  for each in row.evidence_attempts}  # fmt: skip
+        same = len(answers) > 1 and len(errors) == 1 and errors != {()}
+        expected = {row.state for row in answers if row.verdict} == {"expected"}
+        if (same and not expected) or not any(row.verdict and row.measured for row in cell):
+            unfixed = (row for row in cell if row.variant == "unfixed")
+            found += [row for row in unfixed if row.counts.keys() - {"reproduced", "passed", "infra_error"}]
+    return found
+
+
+def _measured_cells(rows: Iterable[Row]) -> list[list[Row]]:
+    cells: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row.attempts:
+            cells.setdefault(row.cell, []).append(row)
+    return list(cells.values())

@@ -7,23 +7,19 @@ quarantined.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue, parse, read_yaml
 from repro_matrix.config.selection import Selection
-from repro_matrix.config.selection import parse as parse_overrides
-from repro_matrix.config.settings import compose_run
 from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, nearest
-from repro_matrix.planning.cells import Cell, enumerate_cells, overrides_of
+from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.results.summary import Row
 
 AT_MOST = timedelta(days=366)  # ahead of today
@@ -52,14 +48,6 @@ class Quarantine(Strict):
 class _File(Strict):
     quarantined: tuple[Quarantine, ...] = ()
 
-    @model_validator(mode="after")
-    def _each_once(self) -> _File:
-        counts = Counter((entry.cell, entry.variant) for entry in self.quarantined)
-        for (cell, variant), count in counts.items():
-            if count > 1:
-                raise ValueError(f"{cell} {variant or ''}: quarantined twice. Keep one entry.")
-        return self
-
 
 def file() -> Path:
     return project.current().results / "quarantine.yaml"
@@ -78,35 +66,20 @@ def read() -> Sequence[Quarantine]:
 
 
 def check(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
-    """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest one."""
+    """Raise ConfigError for a cell or a variant that the catalogue does not have, with the nearest one.
+
+    The settings after a cell's key (``-ranks=4``) are not checked: wrong ones accept nothing.
+    """
     entries = list(entries)
-    cells = enumerate_cells(catalogue, Selection()) if entries else []
-    known = [cell.key for cell in cells]
+    known = [cell.key for cell in enumerate_cells(catalogue, Selection())] if entries else []
     for entry in entries:
         case = entry.cell.partition("/")[0]
-        if not any(_is_of(entry.cell, cell, catalogue) for cell in cells):
+        if not any(f"{entry.cell}-".startswith(f"{key}-") for key in known):
             near = [key for key in known if key.startswith(f"{case}/")] or known
             raise ConfigError(f"{file()}: no cell {entry.cell!r}{nearest(entry.cell, near)}")
         variants = catalogue.cases[case].variants
         if entry.variant is not None and entry.variant not in variants:
             raise ConfigError(f"{file()}: {entry.cell}: no variant {entry.variant!r}{nearest(entry.variant, variants)}")
-
-
-def _is_of(name: str, cell: Cell, catalogue: Catalogue) -> bool:
-    """Whether it is the id of this cell, or of one with other settings or flags: the id, then ``-name=value...``."""
-    if not name.startswith(f"{cell.key}-"):
-        return name == cell.key
-    if re.search(r"-[0-9a-f]{8}$", name):  # a hash replaces characters that a path cannot have: it cannot be read back
-        return True
-    words = re.split(r"-(?=[\w.]+=)", name.removeprefix(f"{cell.key}-"))
-    flags = catalogue.cases[cell.case].flags
-    words = [f"flags.{word}" if word.partition("=")[0] in flags else word for word in words]
-    try:
-        line = parse_overrides([f"case={cell.case}", f"model={cell.model}", f"strategy={cell.strategy}", *words])
-        overrides = overrides_of(compose_run(line.run), line.patches)
-        return name in {each.key for each in enumerate_cells(catalogue, line, overrides=overrides)}
-    except ConfigError:
-        return False
 
 
 def mark_rows(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -> list[Row]:

@@ -8,12 +8,16 @@ line begins with its key. `repro accept` is its only writer.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +26,9 @@ from filelock import FileLock, Timeout
 from pydantic_core import from_json, to_json
 
 from repro_matrix.config import project
+from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ResultsError
-from repro_matrix.paths import ROOT, cache_dir, write_bytes, write_text
+from repro_matrix.paths import CHECKOUT, ROOT, cache_dir, write_bytes, write_text
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
@@ -47,15 +52,11 @@ class Store:
         self.root = root
         self.damaged: list[str] = []
         self._lock = FileLock(root / LOCK, timeout=0)
-        self._written: dict[Path, float] = {}  # when this process's document there was started
 
     def open(self) -> None:
         """Lock the folder for writing. Raises ResultsError: it is not writable, or another run writes to it."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            probe = self.root / f".probe-{os.getpid()}"
-            probe.write_bytes(b"x" * 4096)
-            probe.unlink()
             self._lock.acquire()
         except Timeout:
             text = f"{self.root}: another run is writing here. Wait for it, or choose another folder: results=DIR"
@@ -74,10 +75,9 @@ class Store:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             started = document["provenance"]["started"]
-            older = self.read(path, replacing=True) if self._written.get(path) != started else None
+            older = self.read(path, replacing=True)
             if older and older["provenance"]["started"] != started:
                 self._keep(path, older)
-            self._written[path] = started
             write_json(path, document)
         except OSError as error:
             raise _describe(error, path) from None
@@ -110,15 +110,14 @@ class Store:
     def documents(self, history: bool = False, cases: Collection[str] = ()) -> Iterator[Document]:
         """Yield the documents of these cases (none named: of all) in a fixed order; ``history``: older ones too."""
         try:
-            every = list(listed(self.root, history)) if self.root.is_dir() else []
+            every = list(listed(self.root, history, cases)) if self.root.is_dir() else []
         except OSError as error:
             raise ResultsError(f"{error.filename}: cannot be read ({error.strerror})") from None
         for found in every:
-            if not cases or not found.case or found.case in cases:
-                document = self.read(Path(found.path))
-                if document is not None:
-                    document["path"] = found.path
-                    yield document
+            document = self.read(Path(found.path))
+            if document is not None:
+                document["path"] = found.path
+                yield document
 
 
 class Found(NamedTuple):
@@ -128,37 +127,29 @@ class Found(NamedTuple):
     case: str
 
 
-def listed(root: Path, history: bool = False, lines: bool = True) -> Iterator[Found]:
-    """List the documents in a folder or a file, in a fixed order. ``history``: older ones too. ``lines``: False lists a
-    file of several documents once. Raises OSError."""
-    if not root.is_dir():
-        yield from _lines(str(root)) if root.name.endswith(LINES) else [Found(str(root), root.parent.name)]
-        return
-    for folder, names, files in os.walk(root, onerror=_raise):
+def files(root: Path, history: bool = False) -> Iterator[str]:
+    """Yield the files of evidence in a folder, in a fixed order. ``history``: older ones too. Raises OSError."""
+    for folder, names, found in os.walk(root, onerror=_raise):
         names[:] = sorted(name for name in names if not name.startswith(".") and (history or name != "history"))
-        for name in sorted(files):
-            path = os.path.join(folder, name)
-            if name.startswith((".", SUMMARY)):
-                continue
-            if name.endswith(LINES) and lines:
-                yield from _lines(path)
-            elif name.endswith((".json", LINES)):
-                yield Found(path, os.path.basename(folder))
+        for name in sorted(found):
+            if name.endswith((".json", LINES)) and not name.startswith((".", SUMMARY)):
+                yield os.path.join(folder, name)
 
 
-def _lines(path: str) -> Iterator[Found]:
+def listed(root: Path, history: bool = False, cases: Collection[str] = ()) -> Iterator[Found]:
+    """Yield the documents of a folder in the order of ``files``. ``cases``: only of these, and each damaged file,
+    because its reader names it."""
+    for file in files(root, history):
+        yield from (found for found in documents_in(file) if not cases or found.case in ("", *cases))
+
+
+def documents_in(file: str) -> list[Found]:
+    if not file.endswith(LINES):
+        return [Found(file, os.path.basename(os.path.dirname(file)))]
     try:
-        lines = read_lines(path, _state(path))
+        return [Found(f"{file}:{n}", key_of(line).partition("/")[0]) for n, line in enumerate(read_lines(file), 1)]
     except ValueError:
-        yield Found(path, "")  # the reader names it as damaged
-        return
-    for number, line in enumerate(lines, 1):
-        yield Found(str(DocumentPath(path, number)), key_of(line).partition("/")[0])
-
-
-def _state(path: str) -> tuple[int, ...]:
-    info = os.stat(path)
-    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
+        return [Found(file, "")]
 
 
 def _raise(error: OSError) -> None:
@@ -170,7 +161,7 @@ def document_at(path: str) -> Document:
     at = DocumentPath.parse(path)
     if not at.file.endswith(LINES):
         return document_of(Path(path).read_text(encoding="utf-8"))
-    lines = read_lines(at.file, _state(at.file))
+    lines = read_lines(at.file)
     if at.line is None or not 0 < at.line <= len(lines):
         raise ValueError("no such line")
     return document_of(lines[at.line - 1])
@@ -208,12 +199,15 @@ def _describe(error: OSError, path: Path) -> ResultsError:
 _KEY = re.compile(rb'\{"cell_id": ?"([^"\\]+)"')
 
 
-@lru_cache(maxsize=4)
-def read_lines(path: str, state: tuple[int, ...]) -> tuple[bytes, ...]:
-    """Return a file's lines, without the empty end. ``state``: what changes when the file is written.
+def read_lines(path: str) -> tuple[bytes, ...]:
+    """Return a file's lines, without the empty end. Raises OSError, and ValueError for one that is truncated or
+    damaged."""
+    info = os.stat(path)
+    return _read_lines(path, info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino)
 
-    Raises OSError, and ValueError for a file that is truncated or damaged.
-    """
+
+@lru_cache(maxsize=4)
+def _read_lines(path: str, *state: int) -> tuple[bytes, ...]:
     content = Path(path).read_bytes()
     try:
         size = zstandard.frame_content_size(content)
@@ -257,7 +251,7 @@ def _to_line(document: Mapping[str, Any]) -> bytes:
 
 def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
     try:
-        stored = read_lines(str(path), _state(str(path))) if path.exists() else ()
+        stored = read_lines(str(path)) if path.exists() else ()
     except ValueError as error:
         raise ResultsError(f"{path}: damaged: {error}. Restore it from git first.") from None
     lines: dict[str, bytes | None] = {**{key_of(line): line for line in stored}, **changes}
@@ -272,11 +266,13 @@ def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
 
 
 _CHECKOUT = re.compile(r"(/[^\s\"':]+)/harness/repro_matrix/launch/worker/")  # the ranks were started from it
-_ATTEMPT_FOLDER = re.compile(r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?")
-_SEARCH_PATH = re.compile(r"\bPATH=[^\s\"']+ ")  # of a torchrun line
-_PYTHON = re.compile(r"(?<![\w.])/(?:[\w.@+~-]+/)*(lib(?:64)?/python3)(?!\.?\d*/(?:site|dist)-packages)")
-_INTERPRETER = re.compile(r"(?<![\w.])/(?:[\w.@+~-]+/)*(?:\.pyenv/versions|uv/python|envs)/[\w.@+~-]+/")
-_SCRATCH = re.compile(r"(?<![\w.])/(?:tmp|var/tmp|scratch)/[^\s\"',:)\\]+")
+_LOCAL = (
+    (r"/cache/state/runs/[^/\s\"']+/[^/\s\"']+(/work)?", "/attempt"),
+    (r"\bPATH=[^\s\"']+ ", ""),  # of a torchrun line
+    (r"(?<![\w.])/(?:[\w.@+~-]+/)*(lib(?:64)?/python3)(?!\.?\d*/(?:site|dist)-packages)", r"/python/\1"),
+    (r"(?<![\w.])/(?:[\w.@+~-]+/)*(?:\.pyenv/versions|uv/python|envs)/[\w.@+~-]+/", "/python/"),
+    (r"(?<![\w.])/(?:tmp|var/tmp|scratch)/[^\s\"',:)\\]+", "/tmp/results"),
+)
 
 
 def portable(document: Mapping[str, Any]) -> Any:
@@ -288,9 +284,93 @@ def portable(document: Mapping[str, Any]) -> Any:
         text = text.replace(f"{measured_from}/", "/checkout/")
     for folder, shown in ((ROOT, "/checkout"), (mine, "/project"), (cache_dir(), "/cache"), (Path.home(), "/home")):
         text = text.replace(f"{folder}/", f"{shown}/")
-    text = _ATTEMPT_FOLDER.sub("/attempt", text)
-    text = _SEARCH_PATH.sub("", text)
-    text = _PYTHON.sub(r"/python/\1", text)
-    text = _INTERPRETER.sub("/python/", text)
-    text = _SCRATCH.sub("/tmp/results", text)
+    for pattern, shown in _LOCAL:
+        text = re.sub(pattern, shown, text)
     return json.loads(text)
+
+
+# Where a result comes from: the commit, the version and the command
+
+
+def git_state() -> tuple[str | None, bool]:
+    """Return the commit of the user's repository, and whether the files that decide an answer differ from it.
+
+    In a checkout of this project the commit is its own; of an installed wheel the version identifies the code.
+    """
+    own = project.current()
+    commit, changed = _commit_state(own.folder, [own.file, *own.conf, *own.scripts] if own.file else [])
+    if not CHECKOUT:
+        return commit, changed
+    shipped, more = code_state()
+    return (commit if own.file else shipped), changed or more
+
+
+def code_state() -> tuple[str | None, bool]:
+    """Return the commit of this project's checkout, and whether it differs; (None, False) for an installed wheel."""
+    return _commit_state(ROOT, [ROOT / "conf", ROOT / "repros", ROOT / "harness"]) if CHECKOUT else (None, False)
+
+
+def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
+    """Return the commit, and whether one of the paths differs from it; (None, False) where git does not know."""
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None or not paths:
+        return commit, False
+    differs = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths))
+    return (None, False) if differs is None else (commit, bool(differs))
+
+
+def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
+    """Return why the files are not known to be those of the commit; None where they are, byte for byte."""
+    if _git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return f"commit {commit[:12]} is not in this repository"
+    differs = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
+    if differs is None:
+        return f"git cannot compare commit {commit[:12]} with what is here"
+    first, *more = differs.splitlines() or [""]
+    others = f" (and {len(more)} more)" if more else ""
+    return f"{first}{others} has changed since commit {commit[:12]}" if first else None
+
+
+def _git(root: Path, *args: str) -> str | None:
+    # Without the variables of a git hook, which point git at the hook's repository.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")}
+    try:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=60, env=env)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def harness_version() -> str:
+    try:
+        return version("repro-matrix")
+    except PackageNotFoundError:  # run from its folder
+        return "not installed"
+
+
+def provenance(seed: int) -> dict[str, Any]:
+    commit, dirty = git_state()
+    return {
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "harness_version": harness_version(),
+        "command": " ".join(["repro", *sys.argv[1:]]),
+        "seed": seed,
+    }
+
+
+def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dict[str, str]:
+    """Return case -> hash of what its ranks execute: script, kit and remote-code models. Raises OSError."""
+    shared = hashlib.sha256()
+    for path in sorted(each for folder in shared_code(catalogue) for each in folder.rglob("*.py")):
+        shared.update(path.read_bytes())
+    common = shared.hexdigest()
+    return {
+        slug: hashlib.sha256(common.encode() + catalogue.script(catalogue.cases[slug]).read_bytes()).hexdigest()[:16]
+        for slug in (catalogue.cases if slugs is None else slugs)
+    }
+
+
+def shared_code(catalogue: Catalogue) -> list[Path]:
+    """Return the folders of the code that every case's ranks may execute."""
+    return [catalogue.repros / "repro_kit", catalogue.repros / "remote_code"]

@@ -31,10 +31,10 @@ from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
 from repro_matrix.grading.regrade import regrade
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.paths import PACKAGE, write_bytes
-from repro_matrix.records.attempt import Observation, Rank
+from repro_matrix.records.attempt import Rank
 from repro_matrix.records.document import LINES, Document, DocumentPath, Made
 from repro_matrix.records.outcome import FailureId, Outcome, StoredOutcome
-from repro_matrix.results.store import SUMMARY, document_at, listed
+from repro_matrix.results.store import SUMMARY, Store, document_at, documents_in, files, listed
 
 COMPRESSED = f"{SUMMARY}.zst"  # of the baseline
 # The settings that make two measurements comparable; not the device and its backend, because results of a CPU and a GPU
@@ -64,22 +64,12 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A setting that a variant changes against ``unfixed``; None: that side has no such setting."""
-
-    setting: str  # flags.call, strategy, world_size ...
-    before: str | None
-    after: str | None
-
-
-@dataclass(frozen=True)
 class Attempt:
     """``failures``: failure ids as text, or "hang". ``metrics``: of the script, the greatest of all ranks."""
 
     outcome: str
     reason: str
     failures: tuple[str, ...]
-    infra_error: str | None  # the kind of an attempt that is no evidence
     outcome_without_warning: str | None  # its outcome without a failure that is only a remark in a log
     finished: bool  # every rank completed its script
     retry: bool  # this attempt repeats one that was no evidence
@@ -90,19 +80,6 @@ class Attempt:
     peak_gpu_mb: float | None
     launcher: str
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check over the ranks of the attempt that the row shows; ``state``: passed, failed or void."""
-
-    name: str
-    state: str
-    actual: Any
-    expected: Any
-    tolerance: Any
-    subject: str
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -138,7 +115,6 @@ class Row:
     scale: str
     weights: str
     params: str  # model/strategy[/flag=value...]: the cell as an expectation names it
-    axes: tuple[str, ...]  # the same as arguments of a command line, without the case
     stack: Stack
     hardware: Hardware
     complete: bool
@@ -147,20 +123,18 @@ class Row:
     commit: str | None
     dirty: bool
     run_command: str
-    launcher: str
 
     variant: str
     help: str
     variant_count: int  # of the cell: a summary that was cut off has fewer rows
     first: bool  # the variant that the others are compared with: ``unfixed`` or ``control``
-    changes: tuple[Change, ...]
+    changes: tuple[tuple[str, str | None, str | None], ...]  # setting, in the first variant, in this one; None: absent
     own_stack: str | None  # the stack of a variant that names one
     settings: Mapping[str, Any]  # those that make two measurements comparable
     skipped: str | None
     skip_kind: str | None
     torchrun: str | None
 
-    failure_text: str  # what failed, without what differs from run to run; "" where nothing did
     verdict: str | None
     measured: bool  # an attempt counts; of a variant without a verdict: there is an attempt that is evidence
     no_evidence: bool  # what was launched is no evidence
@@ -174,9 +148,8 @@ class Row:
     quarantine: str | None  # owner, date and reason, where the state is quarantined
 
     attempts: tuple[Attempt, ...]
-    checks: tuple[Check, ...]  # failed ones first
+    checks: tuple[Mapping[str, Any], ...]  # of ``_checks``
     errors: tuple[RankError, ...]  # of the rank that failed first, then of the others
-    hang_reason: str
     stacks: Mapping[str, tuple[str, ...]]  # of a hang: rank -> its main thread's frames, outermost first
     error_at: str | None  # file:line of the failure that came first
 
@@ -188,6 +161,12 @@ class Row:
     def cell(self) -> tuple[str, str, str]:
         """The cell with its stack and hardware."""
         return self.cell_id, self.stack.name, self.hardware.profile
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The arguments of a command line that select the cell among those of its case."""
+        flags = (f"flags.{name}={json.dumps(value)}" for name, value in self.flags.items())
+        return f"model={self.model}", f"strategy={self.strategy}", *flags, *self.overrides
 
     @property
     def counts(self) -> Counter[str]:
@@ -264,22 +243,20 @@ def load_rows(
     for path in stored:
         by_file[DocumentPath.parse(path).file].append(path)
     cells: dict[str, list[Row]] = {}  # evidence -> its fresh rows; none: to be graded
-    for found in listed(folder, lines=False):
-        file = os.path.relpath(found.path, folder)
-        try:
-            state = evidence_state(Path(found.path))
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        evidence = by_file.get(file, [])
+    for file in files(folder):
+        state = evidence_state(Path(file))
+        evidence = by_file.get(os.path.relpath(file, folder), [])
         if not evidence or any(stored[path][0].evidence_state != state for path in evidence):
-            evidence = [os.path.relpath(each.path, folder) for each in listed(folder / file)]
-        for path in sorted(evidence, key=lambda each: DocumentPath.parse(each).line or 0):
+            evidence = [os.path.relpath(found.path, folder) for found in documents_in(file)]
+        for path in evidence:
             rows = stored.get(path, [])
             now = (state, keys.get(rows[0].case, ""), len(rows)) if rows else None
             fresh = rows and now == (rows[0].evidence_state, rows[0].graded_by, rows[0].variant_count)
             cells[path] = rows if fresh else []
-    stale = [path for path, rows in cells.items() if not rows]
-    cells |= grade_cells(folder, stale, cases, notes) if stale else {}
+    results = Store(folder)
+    stale = {path: results.read(folder / path) for path, rows in cells.items() if not rows}
+    cells |= grade_cells(folder, {path: document for path, document in stale.items() if document}, cases)
+    notes += results.damaged
     result = [compared(row, cases) for rows in cells.values() for row in rows]
     known = list(result)
     missing = [paths for file, paths in by_file.items() if not (folder / file).exists()]
@@ -376,22 +353,16 @@ def _hash(content: bytes) -> str:
 # From evidence to rows
 
 
-def grade_cells(
-    folder: Path, evidence: Iterable[str], cases: Mapping[str, Case], notes: list[str]
-) -> dict[str, list[Row]]:
+def grade_cells(folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case]) -> dict[str, list[Row]]:
     """Grade cells from their evidence: path -> rows. What else is stored of their cases, here and in the baseline,
     tells a failure that was fixed upstream from one that was never reproduced."""
-    documents: dict[str, Document] = {}
-    for path in evidence:
-        try:
-            documents[path] = {**document_at(str(folder / path)), "path": path}
-        except (OSError, ValueError) as error:
-            notes.append(f"{folder / path}: damaged: {error}. The cell is left out.")
+    documents = {path: {**document, "path": path} for path, document in documents.items()}
     slugs = {document["case"] for document in documents.values()}
+    known = {str(folder.resolve() / path) for path in documents}
     history: list[Document] = []
     for root in dict.fromkeys(each.resolve() for each in (folder, *project.published()) if each.is_dir()):
-        for found in listed(root):
-            if found.case in slugs and (root != folder.resolve() or os.path.relpath(found.path, root) not in documents):
+        for found in listed(root, cases=slugs) if slugs else ():
+            if found.path not in known:
                 with suppress(OSError, ValueError):
                     history.append(document_at(found.path))
     graded = {each.get("path"): each for each in regrade([*documents.values(), *history], cases).documents}
@@ -413,7 +384,6 @@ def rows_of(
         **made,
         "cell_id": document.get("cell_id") or document["case"],
         "params": document.get("params") or f"{document['model']}/{document['strategy']}",
-        "axes": axes_of(document),
         "stack": {"label": "", **stack},
         "hardware": {"capabilities": {}, **hardware, "gpus": [gpu["name"] for gpu in hardware["gpus"]]},
         "variant_count": len(document["variants"]),
@@ -428,13 +398,6 @@ def rows_of(
     return [compared(_adapter().validate_python(row), cases) for row in rows]
 
 
-def axes_of(document: Document) -> tuple[str, ...]:
-    """Return the cell's axes as arguments of a command line."""
-    words = [f"model={document['model']}", f"strategy={document['strategy']}"]
-    words += [f"flags.{name}={json.dumps(value)}" for name, value in document["flags"].items()]
-    return (*words, *document["overrides"])
-
-
 def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]:
     variant, first = document["variants"][name], next(iter(document["variants"].values()))
     graded: Mapping[str, Any] = document["verdicts"].get(name) or {}
@@ -443,9 +406,9 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
     failed = next((each for each in made if each["outcome"]["outcome"] != "passed"), None)
     shown = failed or (made[0] if made else None)
     own_stack = variant.get("stack") if variant.get("stack") != document["stack"]["name"] else None
-    changes = [] if variant is first else differing(first["settings"], variant["settings"])
+    changes = _changes(first["settings"], variant["settings"])
     if own_stack:
-        changes.append(Change("stack", document["stack"]["name"], own_stack))
+        changes.append(("stack", document["stack"]["name"], own_stack))
     settings: Mapping[str, Any] = variant["settings"]
     return {
         "variant": name,
@@ -457,7 +420,6 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
         "skipped": variant["skipped"],
         "skip_kind": skip["kind"] if (skip := variant.get("skip")) else None,
         "torchrun": next((each["observation"]["attempt"].get("torchrun") for each in made), None),
-        "failure_text": failure_text(document["case"], [each["outcome"] for each in made]),
         "verdict": graded.get("name"),
         "measured": graded.get("measured", evidence),
         "no_evidence": bool(graded.get("infra_error")) or (bool(made) and not evidence),
@@ -472,7 +434,6 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
         "attempts": [_attempt(document["case"], each) for each in made],
         "checks": _checks(shown["observation"]["ranks"]) if shown else (),
         "errors": _errors(failed) if failed else (),
-        "hang_reason": _hang_reason(shown["observation"]) if shown else "",
         "stacks": _stacks(shown) if shown else {},
         "error_at": error_at(made),
     }
@@ -504,7 +465,6 @@ def _attempt(case: str, made: Made) -> dict[str, Any]:
                     most[name] = max(measured, most.get(name, measured))
     failures = [str(each) for each in failure_ids(case, Outcome.from_json(outcome))]
     return {
-        "infra_error": None,
         "outcome_without_warning": None,
         **launched,
         **outcome,
@@ -572,11 +532,6 @@ def _ended(rank: Rank) -> str:
     return "finished" if record["done"] else f"did not finish{phase}"
 
 
-def _hang_reason(observation: Observation) -> str:
-    hang = observation["attempt"].get("hang")
-    return (hang["deadlock"] or f"still running after {hang['limit_s']:.0f} s") if hang else ""
-
-
 def _stacks(made: Made) -> dict[str, list[str]]:
     """Return the main thread of each rank of a hang."""
     if made["outcome"]["outcome"] != "hang" and not made["observation"]["attempt"]["timed_out"]:
@@ -590,12 +545,11 @@ def error_at(attempts: Iterable[Made]) -> str | None:
     """Return ``file:line`` of the innermost frame of the failure that came first, in the first attempt that has one."""
     for attempt in attempts:
         primary = attempt["outcome"]["primary"]
-        ranks = attempt["observation"]["ranks"]
-        record = next((rank["record"] for rank in ranks if primary and rank["rank"] == primary["rank"]), None)
-        raised = record["exception"] if record else None
-        if raised and raised["frames"]:
-            frame = raised["frames"][-1]
-            return f"{frame['file']}:{frame['line']}" if frame["line"] is not None else frame["file"]
+        for rank in attempt["observation"]["ranks"] if primary else ():
+            raised = (rank["record"] or NO_RECORD)["exception"]
+            if primary and rank["rank"] == primary["rank"] and raised and raised["frames"]:
+                frame = raised["frames"][-1]
+                return f"{frame['file']}:{frame['line']}" if frame["line"] is not None else frame["file"]
     return None
 
 
@@ -609,7 +563,6 @@ _VARYING = (
     (re.compile(r"(?<![\w.])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])"), "…/"),
     (re.compile(r"(?<=\w[-_])\d{3,}\b|(?<=\btmp)[a-z0-9_]{6,}"), "…"),
 )
-_SET = re.compile(r"\{('[^'{}]*'(?:, '[^'{}]*')+)\}")  # printed in an order that differs from process to process
 
 
 def comparable_text(message: str) -> str:
@@ -617,7 +570,6 @@ def comparable_text(message: str) -> str:
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     for pattern, instead in _VARYING:
         line = pattern.sub(instead, line)
-    line = _SET.sub(lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", line)
     return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
 
 
@@ -646,27 +598,17 @@ def _message(case: str, outcome: StoredOutcome) -> str:
 # What a variant changes
 
 
-def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ. Of another model or strategy only the name and the options are listed."""
-    one, other = _flatten(before), _flatten(after)
-    changes = []
-    for key in dict.fromkeys((*one, *other)):
-        group = key.partition(".")[0]
-        whole = one.get(f"{group}.slug") != other.get(f"{group}.slug")
-        if one.get(key) != other.get(key) and (not whole or key.endswith(".slug") or ".options." in key):
-            name = key.replace("strategy.options.", "options.").replace(".slug", "")
-            changes.append(Change(name, one.get(key), other.get(key)))
-    return changes
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
+    one, other = _by_name(before), _by_name(after)
+    names = dict.fromkeys((*one, *other))
+    return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)]
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return settings by their dotted names, without what names a variant or says how it is graded."""
-    found: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            found |= _flatten(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return {
-        key: text for key, text in found.items() if key.partition(".")[0] not in ("variant", "case", "pass_criteria")
-    }
+def _by_name(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a variant may change: plain settings, flags, model, strategy and its options."""
+    found = {name: value for name, value in settings.items() if name != "variant" and not isinstance(value, dict)}
+    found |= {f"flags.{name}": value for name, value in settings.get("flags", {}).items()}
+    for group in ("model", "strategy"):
+        found[group] = settings.get(group, {}).get("slug", "")
+        found |= {f"options.{name}": value for name, value in settings.get(group, {}).get("options", {}).items()}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}

@@ -26,8 +26,8 @@ from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Around, Document, Probe, Provenance
 from repro_matrix.records.document import Stack as StoredStack
 from repro_matrix.records.outcome import StoredOutcome
-from repro_matrix.results import provenance, runs, summary
-from repro_matrix.results.store import Store, stack_label
+from repro_matrix.results import runs, summary
+from repro_matrix.results.store import Store, code_hashes, stack_label
 from repro_matrix.runner.attempts import (
     GPU_FAILURE,
     Attempts,
@@ -303,7 +303,7 @@ class Engine:
         if not plan.code:
             return None
         try:
-            same = provenance.code_hashes(self.context.catalogue, [slug])[slug] == plan.code
+            same = code_hashes(self.context.catalogue, [slug])[slug] == plan.code
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror}"
         script = self.context.catalogue.script(self.context.catalogue.cases[slug])

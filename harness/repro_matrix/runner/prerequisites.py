@@ -31,7 +31,7 @@ from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import ModelSizes, add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, skip_with_first
-from repro_matrix.results import provenance
+from repro_matrix.results.store import code_hashes
 from repro_matrix.runner.gpu_pool import GpuLocks
 from repro_matrix.text import log
 
@@ -106,7 +106,7 @@ class Prerequisites:
         compiling = [cell for cell in cells if cell.stack in usable and self._compiles(cell)]
         for name in ({cell.stack for cell in compiling} | self._stacks_of_variants(compiling)) & usable.keys():
             usable[name] = _with_op(usable[name])
-        code = provenance.code_hashes(self.catalogue, {cell.case for cell in cells})
+        code = code_hashes(self.catalogue, {cell.case for cell in cells})
         stacks: Mapping[str, Stack | str] = {**usable, **self.unavailable}
         planner = Planner(self.catalogue, self.settings, self.profiles, self.machine, stacks, code)
         plans = planner.plan(list(cells))

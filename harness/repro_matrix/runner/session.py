@@ -28,8 +28,9 @@ from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Shard, parse_shard, select_shard
-from repro_matrix.results import provenance, runs
+from repro_matrix.results import runs
 from repro_matrix.results.runs import ShardManifest
+from repro_matrix.results.store import git_state
 from repro_matrix.results.summary import Row
 
 if TYPE_CHECKING:  # `repro list` needs the cells and nothing that launches
@@ -316,7 +317,7 @@ def _manifest(
     repeat = {cell.case: settings.repeat or request.catalogue.cases[cell.case].repeat for cell in cells}
     used = {name: dict(stacks[name].versions) for name in sorted({cell.stack for cell in cells} & stacks.keys())}
     selection = tuple(selected_by(request.selections[0]))
-    return ShardManifest(*shard, selection, repeat, tuple(names), *provenance.git_state(), used)
+    return ShardManifest(*shard, selection, repeat, tuple(names), *git_state(), used)
 
 
 def seconds_of(name: str, text: str | None) -> float | None:

@@ -24,8 +24,8 @@ from repro_matrix.launch import open_launcher
 from repro_matrix.launch.attempt import Launcher
 from repro_matrix.paths import cache_dir
 from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import provenance, runs, summary
-from repro_matrix.results.store import Store
+from repro_matrix.results import runs, summary
+from repro_matrix.results.store import Store, provenance
 from repro_matrix.runner import canary
 from repro_matrix.runner.attempts import REFERENCES, Attempts, new_run_dir
 from repro_matrix.runner.engine import Engine, Event, RunContext, Summary
@@ -182,7 +182,7 @@ def execute(
             place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
             context = RunContext(
                 session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance.provenance(session.settings.seed), runs.measured_rows(session.settings, place.published),
+                provenance(session.settings.seed), runs.measured_rows(session.settings, place.published),
                 conditions(), ends,
             )  # fmt: skip
 

@@ -13,7 +13,7 @@ from repro_matrix.config.catalog import load
 from repro_matrix.environment import machine as machines
 from repro_matrix.environment import profiles
 from repro_matrix.environment.stacks.spec import canonical, parse
-from repro_matrix.results import provenance
+from repro_matrix.results.store import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
 from repro_matrix.search.prober import PASSED, Point, Prober
 from repro_matrix.text import printable
@@ -63,7 +63,7 @@ def bisection(search: Search, command: str) -> Data:
         "title": case.title if failure is None else f"{case.title} (the failure: {failure or 'any failure'})",
         "strategy": cell.strategy, "variant": search.variant, "packages": vars(culprits) if culprits else None,
         "stages": search.stages, "notes": [*prober.notes, *search.notes], "command": command,
-        "hardware": f"{profile.name} ({machine.cpu})", "commit": provenance.git_state()[0], "result": " ".join(result),
+        "hardware": f"{profile.name} ({machine.cpu})", "commit": git_state()[0], "result": " ".join(result),
         "stopped": str(search.stopped) if search.stopped else None, "probes": len(points),
         "launched": sum(point.attempts > 0 for point in points),
     }  # fmt: skip
