@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from observations import document, exception, failed, observation, ok
 from repro_matrix import text
 from repro_matrix.report import run_summary, terminal
-from repro_matrix.report.run_summary import by_attention, describe_counts, describe_exit
+from repro_matrix.report.run_summary import by_attention, describe_exit
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner.engine import Summary
@@ -190,19 +190,8 @@ SAME = dict.fromkeys(("unfixed", "fix", "other"), "AcceleratorError")
 def test_cell_whose_variants_all_fail_with_the_same_error_is_listed_and_exit_3(
     result: dict[str, Any], code: int
 ) -> None:
-    assert bool(section([result], "NO COMPARISON: in 1 cell")) == (code == 3)
+    assert bool(section([result], "NOT COMPARED: in 1 cell")) == (code == 3)
     assert exit_code(rows(result), 1) == code
-
-
-def test_describe_counts_names_cells_with_only_an_unfixed_variant() -> None:
-    ran: list[Any] = [("passed", observation(ok(0)))]
-    alone = identified(document({"unfixed": ran}, {}))
-    assert "1 cell without a verdict" in describe_counts(rows(alone))
-    other = {**alone, "stack": {**alone["stack"], "name": "other"}}
-    assert "2 cells without a verdict" in describe_counts(rows(alone, other))
-    beside = identified(document({"unfixed": ran, "fix": ran}, {"fix": "NOT_REPRODUCED"}))
-    skipped = identified(document({"unfixed": "needs 2 GPUs"}, {}))
-    assert "without a verdict" not in describe_counts(rows(beside, skipped))
 
 
 def test_print_lines_colors_a_verdict_and_not_a_part_of_its_name(

@@ -1,40 +1,152 @@
-"""What `repro accept` publishes, refuses and says; it names no machine's own folders."""
+"""What `repro accept` selects, refuses, publishes and writes; it names no machine's own folders."""
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from observations import document, observation, ok
 from repro_matrix.cli import accept as command
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
+from repro_matrix.config.selection import parse
+from repro_matrix.errors import ConfigError
 from repro_matrix.paths import BASELINE, ROOT, cache_dir
 from repro_matrix.results import accept, store
-from repro_matrix.results.accept import place, publication
+from repro_matrix.results.accept import place, refusals, select
 from repro_matrix.results.store import Store, portable
 
 SLUG = "fsdp2-mixed-dtensor"
+ATTEMPT = cache_dir() / "state" / "runs" / "20261121-1-2-ab" / "20261121-1-2-ab-cd"
 
 
-def test_portable_replaces_local_folders_only() -> None:
-    attempt = cache_dir() / "state" / "runs" / "20261121-1-2-ab" / "20261121-1-2-ab-cd"
-    saved, log, kit = (
-        attempt / "work" / "checkpoint",
-        attempt / "logs" / "rank-0.log",
-        ROOT / "repros" / "repro_kit" / "run.py",
-    )
-    text = f"saved in {saved}, log {log}, kit {kit}"
-    shown = portable({"message": text, "number": 3})
-    assert shown == {
-        "message": "saved in /attempt/checkpoint, log /attempt/logs/rank-0.log, kit /checkout/repros/repro_kit/run.py",
-        "number": 3,
+@pytest.mark.parametrize(
+    ("stored", "published"),
+    [
+        (f"saved in {ATTEMPT}/work/it, log {ATTEMPT}/logs/0", "saved in /attempt/it, log /attempt/logs/0"),
+        (f"{ROOT}/repros/repro_kit/run.py", "/checkout/repros/repro_kit/run.py"),
+        ("see /tmp/pytest-1/saved: 3 files", "see /tmp/results: 3 files"),
+        (
+            "/disk/a/harness/repro_matrix/launch/worker/fork_server.py ran /disk/a/repros/run.py",
+            "/checkout/harness/repro_matrix/launch/worker/fork_server.py ran /checkout/repros/run.py",
+        ),
+    ],
+)  # fmt: skip
+def test_portable_replaces_local_folders_only(stored: str, published: str) -> None:
+    assert portable({"message": stored, "number": 3}) == {"message": published, "number": 3}
+
+
+# The selection
+
+
+def cell(verdict: str = "FIXED", attempts: int = 3, **changes: Any) -> dict[str, Any]:
+    variants: Any = {
+        variant: [(name, observation(ok(0)))] * attempts
+        for variant, name in (("unfixed", "reproduced"), ("fix", "passed"))
     }
-    assert str(ROOT) not in json.dumps(shown)
+    return document(variants, {"fix": verdict}, cell_id="some-case/m-fsdp", **changes)
+
+
+STORED = [
+    cell(model="qwen-7b", strategy="ddp", ranks=2),
+    cell(model="qwen-7b", strategy="fsdp", ranks=4, flags={"peft": True}),
+    cell(model="llama-2-7b", strategy="ddp", ranks=8),
+]
+
+
+@pytest.mark.parametrize(
+    ("texts", "places"),
+    [
+        ("case=* stack=current hardware=auto results=/tmp/x", [0, 1, 2]),
+        ("ranks=4", [1]),
+        ("ranks=2,8", [0, 2]),
+        ("model=qwen* strategy=ddp", [0]),
+        ("flags.peft=true", [1]),
+    ],
+)
+def test_select_by_axis_returns_its_documents(texts: str, places: list[int]) -> None:
+    """`repro accept ranks=4` had published every size."""
+    assert select(STORED, parse(texts.split())) == [STORED[place] for place in places]
+    assert select([], parse(["ranks=4"])) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ("ranks=5", "ranks=5: no stored cell (there are: 2, 4, 8)"),
+        ("ranks=8 strategy=fsdp", "no stored cell"),
+        ("repeat=3", "repeat=3: no axis of stored cells"),
+    ],
+)
+def test_select_without_a_match_is_an_error(texts: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        select(STORED, parse(texts.split()))
+    assert said in str(raised.value)
+
+
+# Refusals
+
+
+def on(cpu: str, profile: str = "cpu", **more: Any) -> dict[str, Any]:
+    return cell(hardware={**cell()["hardware"], "cpu": cpu, "profile": profile, **more})
+
+
+def from_code(**changes: Any) -> dict[str, Any]:
+    return cell(provenance={**cell()["provenance"], **changes})
+
+
+def with_fix(**changes: Any) -> dict[str, Any]:
+    made = cell()
+    made["variants"]["fix"].update(changes)
+    return made
+
+
+LOST = cell()["variants"]["fix"]["attempts"]
+LOST[0] = {**LOST[0], "outcome": {"outcome": "infra_error"}}
+REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
+    ("uncommitted", [from_code(git_dirty=True)]),
+    ("uncommitted", [from_code(git_dirty=None)]),  # nobody looked
+    ("outside a checkout", [from_code(git_commit=None)]),
+    ("2 attempts that count, fewer than 3 (repeat=3)", [with_fix(attempts=LOST)]),
+    ("--allow SIGNATURE_MISMATCH", [cell("SIGNATURE_MISMATCH")]),
+    ("--allow FIX_BREAKS", [cell("FIX_BREAKS")]),
+    ("profile cpu: cpu b against a", [on("a"), on("b"), on("a")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "documents"), REFUSED)
+def test_refusals_name_the_cell_and_the_reason(reason: str, documents: list[dict[str, Any]]) -> None:
+    (found,) = refusals(documents)
+    assert found.cell == "some-case/m-fsdp on current" and reason in found.reason
+    assert found.variant == ("fix" if "fewer" in reason or "--allow" in reason else "")
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [cell(), cell(model="n", attempts=4)],
+        [with_fix(skipped="needs 2 GPUs", attempts=[])],
+        [on("a"), on("b", "gpu1"), on("a", os="newer", memory_gb=1.0)],
+    ],
+)
+def test_refusals_none_for_committed_code_with_enough_attempts(documents: list[dict[str, Any]]) -> None:
+    assert refusals(documents) == []
+
+
+@given(st.lists(st.sampled_from(["FIXED", "SIGNATURE_MISMATCH", "FIX_BREAKS"]), max_size=4), st.integers(0, 4))
+def test_refusals_shrink_with_more_allowed_verdicts(verdicts: list[str], attempts: int) -> None:
+    documents = [cell(verdict, attempts) for verdict in verdicts]
+    none, some, both = (
+        set(refusals(documents, n)) for n in ((), ("SIGNATURE_MISMATCH",), ("SIGNATURE_MISMATCH", "FIX_BREAKS"))
+    )
+    assert both <= some <= none
+    assert bool(both) == (attempts < 3 and bool(verdicts))
 
 
 def measured(*outcomes: str, stack: str = "current", complete: bool = True) -> dict[str, Any]:
@@ -43,133 +155,113 @@ def measured(*outcomes: str, stack: str = "current", complete: bool = True) -> d
 
 
 def test_is_usable_needs_evidence_and_a_release() -> None:
-    document = measured
-    assert accept._is_usable(document("infra_error", "reproduced"))
-    assert not accept._is_usable(document("reproduced", stack="current+transformers#0123456789ab")), (
-        "a commit is no release"
-    )
-    assert not accept._is_usable(document("reproduced", complete=False))
-    assert not accept._is_usable(document("infra_error", "infra_error")) and not accept._is_usable(document())
-
-
-def test_portable_replaces_the_folder_of_another_checkout() -> None:
-    document = {
-        "command": ["python", "/disk/a/harness/repro_matrix/launch/worker/fork_server.py"],
-        "file": "/disk/a/repros/repro_kit/run.py",
-    }
-    shown = {
-        "command": ["python", "/checkout/harness/repro_matrix/launch/worker/fork_server.py"],
-        "file": "/checkout/repros/repro_kit/run.py",
-    }
-    assert portable(document) == shown
+    assert accept._is_usable(measured("infra_error", "reproduced"))
+    assert not accept._is_usable(measured("reproduced", stack="current+transformers#0123456789ab")), "no release"
+    assert not accept._is_usable(measured("reproduced", complete=False))
+    assert not accept._is_usable(measured("infra_error", "infra_error")) and not accept._is_usable(measured())
 
 
 def test_never_reproduced_refuses_failures_and_no_controls() -> None:
     known = catalogue.load().cases
     failure = known[SLUG]
     control = next(case for case in known.values() if case.kind != "failure")
-    reproduced: Any = {"outcome": {"outcome": "reproduced"}}
     refused = accept._never_reproduced
-    assert refused(failure, [measured("passed"), measured("reproduced")]) == ""
-    assert refused(control, [measured("passed")]) == ""
-    assert "none of 2 attempts" in refused(failure, [measured("passed", "other_failure")])
-    assert "none of 0 attempts" in refused(failure, [{"variants": {"fix": {"attempts": [reproduced]}}}])
-
-
-def test_publish_removes_an_empty_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = SimpleNamespace(baseline=tmp_path / "baseline", expected=tmp_path / "deep" / "expected")
-    found, none = publication({}, [], [], ""), SimpleNamespace(cases={})
-    monkeypatch.setattr(accept, "project", SimpleNamespace(current=lambda: own))
-    accept.publish(replace(found, tables={"gone": None, "kept": "case: kept\n"}), none)  # type: ignore[arg-type]
-    assert [path.name for path in own.expected.iterdir()] == ["kept.yaml"]
-    accept.publish(replace(found, tables={"kept": None}), none)  # type: ignore[arg-type]
-    assert not list(own.expected.iterdir())
-
-
-def put(folder: Path, **changes: Any) -> Path:
-    """A published document, as if it had been measured into ``folder``."""
-    (document,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["cell_id"])
-    path = folder / f"{place(document)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {key: value for key, value in {**document, **changes}.items() if key != "path"}
-    path.write_text(json.dumps(kept), encoding="utf-8")
-    return path
-
-
-def test_accept_publishes_complete_results_of_this_code_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = SimpleNamespace(
-        baseline=tmp_path / "baseline", expected=tmp_path / "expected", is_shipped=True, folder=tmp_path
+    assert (
+        refused(failure, [measured("passed"), measured("reproduced")]) == refused(control, [measured("passed")]) == ""
     )
-    own.file = None
+    assert "none of 2 attempts" in refused(failure, [measured("passed", "other_failure")])
+    fix: Any = {"variants": {"fix": measured("reproduced")["variants"]["unfixed"]}}
+    assert "none of 0 attempts" in refused(failure, [fix])
+
+
+# The command
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A project without results, whose code is that of the published ones."""
+    folders = {"baseline": tmp_path / "baseline", "expected": tmp_path / "expected", "folder": tmp_path}
+    own = SimpleNamespace(**folders, is_shipped=True, file=None)
     for module in (accept, command):
         monkeypatch.setattr(module, "project", SimpleNamespace(current=lambda: own, published=list))
-    other: list[str] = []  # what has changed since the commit
-    monkeypatch.setattr(store, "since", lambda commit, root, paths: other[0] if other else None)
+    monkeypatch.setattr(store, "since", lambda commit, root, paths: None)
+    return own
 
-    def accepted(source: str, *more: str) -> tuple[int, str, str]:
+
+@pytest.fixture
+def accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(source: str, *more: str) -> tuple[int, str, str]:
         code = main(["accept", f"case={SLUG}", "--reason", "measured anew", "--from", str(tmp_path / source), *more])
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
-    (tmp_path / "empty").mkdir()
-    code, _, err = accepted("empty")
-    assert code == 2 and "no complete measurement of the selected cases" in err
-    (published,) = (d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=" not in d["cell_id"])
-    variants = dict(list(published["variants"].items())[:2])
-    put(
-        tmp_path / "part",
-        variants=variants,
-        verdicts={variant: v for variant, v in published["verdicts"].items() if variant in variants},
-    )
-    assert "no complete measurement" in accepted("part")[2] and not own.baseline.exists()
-    put(tmp_path / "dirty", provenance={**published["provenance"], "git_dirty": True})
-    assert "cannot be published:" in (refused := accepted("dirty")[2]) and "uncommitted" in refused
-    assert f"  {published['cell_id']} on {published['stack']['name']}: measured with" in refused
+    return run
+
+
+def put(folder: Path, variants: int = 99, attempts: int = 99, cell: str = "fsdp2", **changes: Any) -> Path:
+    """A published document, as if it had been measured into ``folder``."""
+    found = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if d["cell_id"].endswith(cell))
+    found["variants"] = dict(list(found["variants"].items())[:variants])
+    for variant in found["variants"].values():
+        variant["attempts"] = variant["attempts"][:attempts]
+    found["verdicts"] = {name: verdict for name, verdict in found["verdicts"].items() if name in found["variants"]}
+    path = folder / f"{place(found)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    store.write_json(path, {**found, **changes})
+    return path
+
+
+def test_accept_publishes_results_once(own: Any, tmp_path: Path, accepted: Callable[..., tuple[int, str, str]]) -> None:
     put(tmp_path / "measured")
-    other.append("repros/x.py has changed since commit abc")
-    assert "measured with other code: repros/x.py has changed since commit abc" in accepted("measured")[2]
-    other.clear()
     code, out, _ = accepted("measured", "--dry-run")
-    assert "of which only some variants were measured" not in out
-    beside = next(d for d in Store(BASELINE).documents(cases=[SLUG]) if "ranks=4" in d["cell_id"])
-    first = dict(list(beside["variants"].items())[:2])
-    some = {
-        **beside,
-        "variants": first,
-        "verdicts": {variant: v for variant, v in beside["verdicts"].items() if variant in first},
-    }
-    path = put(tmp_path / "more").with_name("beside.json")
-    path.write_text(json.dumps({key: value for key, value in some.items() if key != "path"}))
-    path.with_name("torn.json").write_text("{")
-    code, out, err = accepted("more", "--dry-run")
-    assert code == 0 and "1 cell of which only some variants were measured" in err and "torn.json" in err
-    code, out, _ = accepted("measured", "--dry-run")
-    assert code == 0 and "1 document to publish" in out and "Review and commit" not in out
-    assert not own.baseline.exists() and not own.expected.exists(), "a plan writes nothing"
+    assert code == 0 and "1 document to publish" in out
+    assert main(["accept", f"case={SLUG}", "--from", str(tmp_path / "measured")]) == 2, "without a reason"
+    assert not own.baseline.exists() and not own.expected.exists()
     code, out, _ = accepted("measured")
-    assert code == 0 and "1 document to publish" in out and f"written to {own.baseline}" in out
-    assert "changed expectations" not in out
-    assert "left out" not in out
-    put(tmp_path / "cut", complete=False)
-    assert "no complete measurement" in accepted("cut")[2], "a run that was interrupted"
-    (written,) = (file for file in own.baseline.rglob("*.zst") if not file.name.startswith("summary"))
+    assert code == 0 and "1 document to publish" in out and "changed expectations" not in out
     table = own.expected / f"{SLUG}.yaml"
-    said = table.read_text(encoding="utf-8")
-    assert f"case: {SLUG}" in said
+    content = table.read_text(encoding="utf-8")
+    assert f"case: {SLUG}" in content
     os.utime(table, ns=(1, 1))
     code, out, _ = accepted("measured")
     assert code == 0 and "1 document with the same results as published" in out and "to publish" not in out
-    assert table.stat().st_mtime_ns == 1, "what says the same is not written again"
-    table.write_text("somebody else's")
+    assert table.stat().st_mtime_ns == 1, "an unchanged table is not written again"
+    table.write_text("edited")
     accepted("measured")
-    assert table.read_text(encoding="utf-8") == said, "and what somebody made of it is"
-    monkeypatch.setenv("REPRO_CONFIG_PATH", str(tmp_path / "conf"))
-    (tmp_path / "conf" / "case").mkdir(parents=True)
-    (tmp_path / "conf" / "case" / "bad.yaml").write_text("slug: bad\ntilte: x\n")
-    assert "note: left out: " in (said := accepted("measured")[2]) and "bad.yaml" in said
+    assert table.read_text(encoding="utf-8") == content
+    (written,) = (file for file in own.baseline.rglob("*.zst") if not file.name.startswith("summary"))
     written.write_text("{")
     code, _, err = accepted("measured")
     assert code == 2 and "the baseline is damaged" in err and written.name in err
     assert written.read_text() == "{", "and nothing was written"
+
+
+@pytest.mark.usefixtures("own")
+def test_accept_refuses_incomplete_results_and_other_code(
+    tmp_path: Path, accepted: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    put(tmp_path / "part", variants=2)
+    put(tmp_path / "cut", complete=False)
+    for source in ("empty", "part", "cut"):
+        code, _, err = accepted(source)
+        assert code == 2 and "no complete measurement of the selected cases" in err
+    put(tmp_path / "few", attempts=1)
+    code, out, err = accepted("few", "--dry-run")
+    assert code == 2 and "1 document to publish" in out, "the plan is shown all the same"
+    reasons = err[err.index("cannot be published:") :].splitlines()[1:]
+    assert len(reasons) == 1 and "fewer than 3" in reasons[0]
+    put(tmp_path / "more", variants=2, cell="ranks=4")
+    put(tmp_path / "more").with_name("torn.json").write_text("{")
+    code, _, err = accepted("more", "--dry-run")
+    assert code == 0 and "1 cell of which only some variants were measured" in err and "torn.json" in err
+    monkeypatch.setattr(store, "since", lambda commit, root, paths: "repros/x.py has changed since commit abc")
+    assert "measured with other code: repros/x.py has changed since commit abc" in accepted("more")[2]
+
+
+def test_publish_removes_an_empty_table(own: Any) -> None:
+    none: Any = SimpleNamespace(cases={})
+    accept.publish(accept.Publication(tables={"gone": None, "kept": "case: kept\n"}), none)
+    assert [path.name for path in own.expected.iterdir()] == ["kept.yaml"]
+    accept.publish(accept.Publication(tables={"kept": None}), none)
+    assert not list(own.expected.iterdir())

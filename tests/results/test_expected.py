@@ -57,7 +57,6 @@ GOOD = text("some-case", [Expectation(verdicts={"fix": "FIXED"}, measured_at=[{"
         ("FIXED", "FIX_HODLS", "FIXED"),
         ("[FIXED]", "[FIXED, FIXED]", "2 columns for 1 ranges"),
         ("hardware", "hardwear", "hardware"),
-        ("ranges:", "rangess:", "ranges"),
         ("case: some-case", "case: other-case", "must be the file's name"),
         ("measured_at: [{torch: 2.13.0}]", "measured: []", "measured_at"),
     ],
@@ -80,6 +79,3 @@ def test_catalogue_refuses_expectations_in_a_case_file(tmp_path: Path) -> None:
     left_out = " ".join(catalogue.load(tmp_path / "conf").left_out)
     assert "case/train-step.yaml: expect: expectations are kept in results/expected/train-step.yaml" in left_out
     assert "train-stepp.yaml: unknown case 'train-stepp'" in left_out
-    file.write_text(file.read_text().replace("expect: []\n", ""))
-    (tmp_path / "results" / "expected" / "train-step.yaml").unlink()
-    assert catalogue.load(tmp_path / "conf").cases["train-step"].expect == []

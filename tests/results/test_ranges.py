@@ -31,34 +31,20 @@ def said(*documents: dict[str, Any]) -> list[tuple[str, str, str, Any]]:
     ]
 
 
-def test_expectations_of_one_measurement_hold_for_its_minor_release() -> None:
-    assert said(document("4.39.3", "FIXED")) == [("fix", "FIXED", ">=4.39,<4.40", ["4.39.3"])]
-    assert said(document("5.0.0+cpu", "FIXED"))[0][2] == ">=5.0,<5.1"
-
-
 def test_expectations_of_equal_neighbors_are_one_range() -> None:
-    line = [document(r, "FIXED") for r in ("4.38.0", "4.40.1", "4.43.1")]
-    line += [
-        document("4.37.2", "SIGNATURE_MISMATCH"),
-        document("4.43.2", "NOT_FIXED"),
-        document("4.44.0", "SIGNATURE_MISMATCH"),
-    ]
-    assert said(*line) == [
+    """In whole minor releases; they end at another verdict, and at a release without one."""
+    line = {"4.37.2": "SIGNATURE_MISMATCH", "4.38.0": "FIXED", "4.40.1": "FIXED", "4.43.1": "FIXED",
+            "4.43.2": "NOT_FIXED", "4.44.0": "NOT_REPRODUCED", "4.45.0": "FIXED_UPSTREAM", "4.46.0": "INCONCLUSIVE",
+            "5.0.0+cpu": "NOT_REPRODUCED"}  # fmt: skip
+    assert said(*(document(release, verdict) for release, verdict in line.items())) == [
         ("fix", "SIGNATURE_MISMATCH", ">=4.37,<4.38", ["4.37.2"]),
         ("fix", "FIXED", ">=4.38,<=4.43.1", ["4.38.0", "4.43.1"]),
         ("fix", "NOT_FIXED", ">=4.43.2,<4.44", ["4.43.2"]),
-        ("fix", "SIGNATURE_MISMATCH", ">=4.44,<4.45", ["4.44.0"]),
+        ("fix", "NOT_REPRODUCED", ">=4.44,<4.46", ["4.44.0", "4.45.0"]),
+        ("fix", "NOT_REPRODUCED", ">=5.0,<5.1", ["5.0.0+cpu"]),
     ]
-
-
-def test_ranges_list_inner_measurements() -> None:
-    line = [item for r in ("4.38.0", "4.38.1", "4.39.0") for item in measured(KNOWN, document(r, "FIXED"), r)]
-    assert [(run.kept, run.inner) for run in ranges(line)] == [({"4.38.0", "4.39.0"}, {"4.38.1"})]
-
-
-def test_expectations_end_at_a_release_without_a_verdict() -> None:
-    line = [document("4.38.0", "FIXED"), document("4.39.0", "INCONCLUSIVE"), document("4.40.0", "FIXED")]
-    assert [item[2] for item in said(*line)] == [">=4.38,<4.39", ">=4.40,<4.41"]
+    found = [item for r in ("4.38.0", "4.38.1", "4.39.0") for item in measured(KNOWN, document(r, "FIXED"), r)]
+    assert [(each.kept, each.inner) for each in ranges(found)] == [({"4.38.0", "4.39.0"}, {"4.38.1"})]
 
 
 def test_expectations_of_other_stacks_and_cells_are_separate() -> None:
@@ -78,11 +64,6 @@ def test_expectations_of_a_variant_with_its_own_stack_are_separate() -> None:
         ("fix", "FIXED", ">=4.38,<4.40", ["4.38.0", "4.39.3"]),
         ("newer", "DIFFERENT_FAILURE", ">=4.39,<4.40", ["4.39.3"]),
     ]
-
-
-def test_expectations_merge_fixed_upstream_and_not_reproduced() -> None:
-    line = [document("4.44.0", "NOT_REPRODUCED"), document("4.45.0", "FIXED_UPSTREAM")]
-    assert [item[1:3] for item in said(*line)] == [("NOT_REPRODUCED", ">=4.44,<4.46")]
 
 
 def test_expectations_unchanged_entry_keeps_its_reason() -> None:

@@ -27,19 +27,12 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "results")
 
 
-def test_save_and_read_return_the_same_document(store: Store) -> None:
-    store.open()
-    path = store.path_of("cpu", "torch2", "case/cell")
-    store.save(path, document(1))
-    assert store.read(path) == document(1)
-    assert [d["provenance"]["started"] for d in store.documents()] == [1]
-
-
 def test_save_moves_an_older_measurement_to_history(store: Store) -> None:
     path = store.path_of("cpu", "torch2", "case/cell")
     store.save(path, document(1))
     store.save(path, document(2))
     store.save(path, document(2, attempts=2))  # the same run goes on: not history
+    assert store.read(path) == document(2, attempts=2)
     assert [d["provenance"]["started"] for d in store.documents()] == [2]
     assert sorted(d["provenance"]["started"] for d in store.documents(history=True)) == [1, 2]
 
@@ -54,39 +47,33 @@ def test_open_twice_is_refused(store: Store) -> None:
     again.close()
 
 
-NEWER = '{"schema": 2, "variants": {}, "provenance": {"started": 1}}'
+DAMAGED = ["", "{", "[]", '{"schema": 2, "variants": {}, "provenance": {"started": 1}}', "\x00\x01"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01", NEWER])
-def test_documents_leaves_damaged_files_in_place(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "cpu" / "torch2" / "case" / "cell.json"
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_document_is_named_and_kept(store: Store, content: str) -> None:
+    path = store.path_of("cpu", "torch2", "case/cell")
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    reader = Store(tmp_path)
-    assert list(reader.documents()) == [] and str(path) in reader.damaged[0]
+    assert list(store.documents()) == [] and str(path) in store.damaged[0]
     assert path.read_text() == content and len(list(path.parent.iterdir())) == 1
+    store.save(path, document(1))
+    assert [each.read_text() for each in path.parent.iterdir() if each != path] == [content]
+    assert json.loads(path.read_text()) == document(1)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
         (
-            ("variants", "unfixed", "attempts", 0, "outcome", "outcome"),
-            "fine",
-            "variants.unfixed.attempts[0].outcome.outcome: ",
-        ),
-        (
             ("variants", "unfixed", "attempts", 0, "observation", "ranks", 0, "record", "checks", 0, "name"),
             3,
             "variants.unfixed.attempts[0].observation.ranks[0].record.checks[0].name: ",
         ),
         (("stack", "versions", "torch"), 2, "stack.versions.torch: "),
-        (("case",), "Not A Slug", "case: "),
         (("verdicts", "unfixed"), {}, "verdicts.unfixed.name: Field required"),
         (("variants", "unfixed", "skipped"), "why", "variants.unfixed: a variant that was skipped has no attempts"),
         (("kind",), "control", "variants.unfixed: a control has the one variant control"),
-        (("variants",), {}, "variants: "),
-        (("stack",), None, "stack: "),
     ],
 )
 def test_read_damaged_document_names_the_key(store: Store, path: tuple[Any, ...], value: Any, said: str) -> None:
@@ -100,17 +87,6 @@ def test_read_damaged_document_names_the_key(store: Store, path: tuple[Any, ...]
     stores.write_json(there, made)
     assert store.read(there) is None
     assert f"{there}: damaged ({said}" in store.damaged[0], store.damaged
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": "2"}', "\x00\x01"])
-def test_save_moves_a_damaged_document_aside(store: Store, content: str) -> None:
-    path = store.path_of("cpu", "torch2", "case/cell")
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    store.save(path, document(1))
-    assert store.damaged and "damaged" in store.damaged[0]
-    assert sorted(p.read_text() for p in path.parent.iterdir() if p != path) == [content]
-    assert json.loads(path.read_text()) == document(1)
 
 
 def test_save_on_a_full_disk_keeps_the_old_document(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +113,6 @@ def test_stack_label_is_readable_and_safe() -> None:
     assert stores.stack_label({"torch": "2.13.0+cpu", "transformers": "5.23.0"}, "abcdef123") == (
         "torch2.13.0+cpu-tf5.23.0-abcdef"
     )
-    assert "/" not in stores.stack_label({"torch": "a/b"}, "k" * 9)
 
 
 def test_write_bytes_to_a_pipe_or_link_keeps_it(tmp_path: Path) -> None:
