@@ -115,7 +115,7 @@ def measure(
 def _compare(before: Side, rows: Sequence[Row]) -> diffs.Diff:
     """Compare with the same cells of earlier results: what was not selected now is not missing."""
     now, keys = [from_row(row) for row in rows], {row.cell_id for row in rows}
-    return diffs.compare([row for row in before.rows if row.key in keys], now, need_common=False)
+    return diffs.compare([row for row in before.rows if row.key in keys], now)
 
 
 def _exit_code(
