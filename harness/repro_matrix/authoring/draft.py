@@ -59,19 +59,21 @@ class Draft:
         return yaml.safe_dump(data, sort_keys=False, width=118, allow_unicode=True)
 
     def write(self, slug: str) -> list[Path]:
-        """Write the files into the project's folders. Raises ConfigError; nothing is overwritten."""
+        """Write the files into the project's folders, all or none. Raises ConfigError; nothing is overwritten."""
         folder, scripts = _case_folders()
         texts = {folder / f"{slug}.yaml": self.case_text(slug), scripts / f"{slug.replace('-', '_')}.py": self.script}
-        for path in texts:
-            if path.exists():
-                raise ConfigError(f"{path} exists and is not overwritten. Choose another name.")
+        written: list[Path] = []
         try:
             for path, text in texts.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
+                with open(path, "x", encoding="utf-8") as file:
+                    written.append(path)
+                    file.write(text)
         except OSError as error:
+            for path in written:
+                path.unlink(missing_ok=True)
             raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}.") from None
-        return list(texts)
+        return written
 
 
 def _case_folders() -> tuple[Path, Path]:
