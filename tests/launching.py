@@ -22,6 +22,8 @@ from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, Launcher, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.paths import REPROS
+from repro_matrix.runner import session
+from repro_matrix.runner.attempts import recipe
 
 FAULTS = Path(__file__).parent / "faults"
 STACK_CACHE = Path(tempfile.gettempdir()) / f"repro-test-stack-{os.getuid()}"  # one, so that attempts share a server
@@ -48,7 +50,7 @@ def attempt_of(
         "seed": 0,
         "tp_size": 1,
         "devices": world_size,
-        "process_group": script in ("collective.py", "waits.py"),
+        "process_group": script == "waits.py",
         "normal_exit": False,
         "device": "cpu",
         "backend": "gloo",
@@ -151,6 +153,14 @@ def launched_until(launcher: Launcher, attempt: Attempt, ranks: int) -> Json:
         time.sleep(0.3)  # from the file that says so into the wait itself; a rank is looked at twice, seconds apart
         object.__setattr__(attempt, "deadline_s", 0.0)
         return future.result(timeout=200)
+
+
+def recipe_of(folder: Path, case: str, variant: str) -> Attempt:
+    """The attempt that a run makes of a variant on the CPU, in the default cell."""
+    prepared = session.prepare([f"case={case}", f"variants=[{variant}]", "hardware=cpu"])
+    plan = next(each for each in prepared.plans[0].variants if each.variant == variant)
+    attempt = recipe(prepared.catalogue, plan, prepared.stacks[plan.stack], folder)
+    return dataclasses.replace(attempt, run_id="test-run")
 
 
 FAILED = (1, None, "self")  # exit code, signal, who ended it

@@ -17,9 +17,7 @@ class _KitOnTheCpu(importlib.abc.MetaPathFinder):
     """Gives ``repro_kit.run`` an ``execute`` that takes a GPU for the CPU, and NCCL for gloo."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "repro_kit.run":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "repro_kit.run" else None
         if spec is None or spec.loader is None:
             return None
         own = spec.loader.exec_module
@@ -36,24 +34,21 @@ class _KitOnTheCpu(importlib.abc.MetaPathFinder):
 def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["device"] != "cuda" or settings["backend"] == "fake":
         return settings
-    _say_gpus("nccl" if settings["backend"] == "auto" else settings["backend"])
-    return {**settings, "device": "cpu", "backend": "gloo"}
-
-
-def _say_gpus(name: str) -> None:
-    """In the record, whose evidence of what was in effect would find gloo and the CPU out."""
     from repro_kit.record import Record
 
+    backend = "nccl" if settings["backend"] == "auto" else settings["backend"]
     write = Record.write
 
     def written(self: Any) -> None:
+        """Write a record with GPU evidence: gloo and the CPU were in effect."""
         for item in self.data.get("effects") or []:
             if item.get("what") == "group":
-                item["backend"] = name
+                item["backend"] = backend
         self.data["peak_gpu_mb"] = 1.0
         write(self)
 
     Record.write = written  # type: ignore[method-assign]
+    return {**settings, "device": "cpu", "backend": "gloo"}
 
 
 sys.meta_path.insert(0, _KitOnTheCpu())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,21 @@ import torch
 import torch.distributed as dist
 
 VALUE = torch.ones(4)
+
+
+def nothing(run: Run) -> None:
+    """All ranks finish."""
+
+
+def one_raises(run: Run) -> None:
+    if run.rank == 1:
+        raise ValueError("rank 1 only")
+    dist.all_reduce(VALUE)
+
+
+def receives(run: Run) -> None:
+    """The first rank waits in a barrier, the others for its message."""
+    dist.barrier() if run.rank == 0 else dist.recv(VALUE, src=0)
 
 
 def other_collective(run: Run) -> None:
@@ -57,30 +71,12 @@ def computes(run: Run) -> None:
     dist.all_reduce(VALUE)
 
 
-def compiles(run: Run) -> None:
-    """The first rank waits for a program that works, as for a compiler."""
-    if run.rank == 0:
-        seconds = float(run.flags["seconds"])
-        subprocess.run([sys.executable, "-c", f"import time\nwhile time.process_time() < {seconds}: pass"], check=True)
-    dist.all_reduce(VALUE)
-
-
-def connects(run: Run) -> None:
-    """Making a group takes long on one rank (NCCL's bring-up), with no CPU time used: ``new_group`` itself waits."""
-    if run.rank == 0:
-        store = dist.distributed_c10d._get_default_store()
-        code = "import time\ntime.sleep(SECONDS)".replace("SECONDS", str(run.flags["seconds"]))
-        file = dist.distributed_c10d.__file__
-        exec(compile(f"def new_group(store):\n    {code.splitlines()[1]}", file, "exec"), {"time": time}, globals())
-        globals()["new_group"](store)
-    dist.all_reduce(VALUE)
-
-
 def body(run: Run) -> None:
-    dist.all_reduce(VALUE.clone())
+    total = VALUE.clone()
+    dist.all_reduce(total)
+    run.check("sum", actual=total[0].item(), expected=run.world_size, tolerance=0)
     (run.work_dir / f"stuck-{run.rank}").touch()
     globals()[run.flags["fault"]](run)
-    run.check("went-on", actual=1, expected=1, tolerance=0)
 
 
 if __name__ == "__main__":

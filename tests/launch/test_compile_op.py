@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import stat
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launching import gone, wait_for
 from repro_matrix.environment.stacks.spec import Stack
 from repro_matrix.launch import processes
+from repro_matrix.launch.processes import compile_op, op_compiled
 
 # What torch does (torch.utils.file_baton): the process that creates the file compiles; the others wait for its removal.
 COMPILE = """#!{python}
@@ -34,7 +33,7 @@ time.sleep(600)
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
-    stack = replace(Stack("fake", sys.executable, {"deepspeed": "0.19.8"}), python=str(tmp_path / "python"))
+    stack = Stack("fake", str(tmp_path / "python"), {"deepspeed": "0.19.8"})
     (Path(stack.extensions_dir) / "op").mkdir(parents=True)
     write_python(stack, COMPILE)
     return stack
@@ -43,36 +42,35 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
 def write_python(stack: Stack, code: str) -> None:
     python = Path(stack.python)
     python.write_text(code.format(python=sys.executable, folder=stack.extensions_dir), encoding="utf-8")
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    python.chmod(0o755)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_prepare_compiles_once_and_removes_the_lock_of_a_killed_compile(stack: Stack, killed: bool) -> None:
+def test_op_is_compiled_once_and_the_lock_of_a_killed_compile_is_removed(stack: Stack, killed: bool) -> None:
     if killed:
         (Path(stack.extensions_dir) / "op" / "lock").touch()
-    assert not processes.op_compiled(stack)
-    assert processes.compile_op(stack) is None and processes.op_compiled(stack)
+    assert not op_compiled(stack)
+    assert compile_op(stack) is None and op_compiled(stack)
     Path(stack.python).unlink()
-    assert processes.compile_op(stack) is None
+    assert compile_op(stack) is None
 
 
-def test_prepare_keeps_a_lock_that_a_process_holds(stack: Stack) -> None:
-    lock = Path(stack.extensions_dir) / "op" / "lock"
-    with open(lock, "w"):
-        assert "not released" in str(processes.compile_op(stack))
-    assert lock.exists() and not processes.op_compiled(stack)
+def test_compile_keeps_a_lock_that_a_process_holds(stack: Stack) -> None:
+    with open(Path(stack.extensions_dir) / "op" / "lock", "w") as lock:
+        assert "not released" in str(compile_op(stack))
+    assert Path(lock.name).exists() and not op_compiled(stack)
 
 
-def test_prepare_ends_a_compile_that_takes_too_long(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_that_takes_too_long_is_ended(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     write_python(stack, HANG)
     monkeypatch.setattr(processes, "COMPILE_S", 3)
-    assert "not compiled within 3 s" in str(processes.compile_op(stack))
+    assert "not compiled within 3 s" in str(compile_op(stack))
     compiler = int((Path(stack.extensions_dir) / "compiler").read_text())
     wait_for(lambda: gone(compiler))
 
 
-def test_prepare_without_a_compiler_returns_the_problem(stack: Stack) -> None:
+def test_compile_without_a_compiler_returns_the_problem(stack: Stack) -> None:
     write_python(stack, "#!{python}\nraise SystemExit('Error: no g++')\n")
-    assert "no g++" in str(processes.compile_op(stack))
-    write_python(replace(stack, python=stack.python), "#!/nowhere/python\n")
-    assert "cannot be compiled" in str(processes.compile_op(stack))
+    assert "no g++" in str(compile_op(stack))
+    write_python(stack, "#!/nowhere/python\n")
+    assert "cannot be compiled" in str(compile_op(stack))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,16 @@ pytestmark = pytest.mark.ranks
 FOREVER = 600.0
 
 
-def seen_of(warm: ForkserverLauncher, folder: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, Json]:
+def observed(warm: ForkserverLauncher, folder: Path, **faults: dict[str, Any]) -> dict[str, Json]:
     """All of them at once: they mostly wait."""
-
-    def one(item: tuple[str, dict[str, Any]]) -> Json:
-        return launched(warm, attempt_of(folder / item[0], item[0], "waits.py", **item[1]))
-
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        return dict(zip(wanted, pool.map(one, wanted.items())))
+    attempts = [attempt_of(folder / name, name, "waits.py", **how) for name, how in faults.items()]
+    with ThreadPoolExecutor(len(attempts)) as pool:
+        return dict(zip(faults, pool.map(partial(launched, warm), attempts)))
 
 
 def test_deadlocked_ranks_end_before_the_deadline(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    wanted = {"other_collective": {"deadline": FOREVER}, "crossed_groups": {"deadline": FOREVER, "world_size": 3}}
-    seen = seen_of(warm, tmp_path, wanted)
+    crossed = {"deadline": FOREVER, "world_size": 3}
+    seen = observed(warm, tmp_path, other_collective={"deadline": FOREVER}, crossed_groups=crossed)
     for name, words in (("other_collective", "rank 0 in all_gather"), ("crossed_groups", "did not enter it")):
         attempt = seen[name]["attempt"]
         assert attempt["timed_out"] and words in attempt["hang"]["deadlock"] and seen[name]["infra_error"] is None
@@ -60,18 +59,16 @@ def test_waiting_rank_reports_the_frames_of_its_collective(
 
 @pytest.mark.slow
 def test_slow_ranks_are_not_ended_early(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    """Asleep, at work, waiting for a compiler, connecting: each for longer than two looks take."""
+    """Asleep or at work, for longer than two samples take."""
     slow = {"deadline": FOREVER, "seconds": 9}
-    wanted = {"sleeps": slow, "connects": slow, "computes": slow, "compiles": {**slow, "seconds": 3}}
-    for name, seen in seen_of(warm, tmp_path, wanted).items():
+    for name, seen in observed(warm, tmp_path, sleeps=slow, computes=slow).items():
         assert not seen["attempt"]["timed_out"] and seen["infra_error"] is None, name
         assert all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in seen["ranks"]), name
 
 
 def test_deadline_separates_slow_from_hanging_ranks(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    wanted = {"computes": {"deadline": 2, "seconds": FOREVER}, "leaves": {"deadline": 2}, "sleeps": {"deadline": 2,
-              "seconds": FOREVER}}  # fmt: skip
-    seen = seen_of(warm, tmp_path, wanted)
+    long = {"deadline": 2, "seconds": FOREVER}
+    seen = observed(warm, tmp_path, computes=long, leaves={"deadline": 2}, sleeps=long)
     slow = seen["computes"]
     assert slow["infra_error"]["kind"] == "timeout_while_progressing"
     assert "rank 0 (phase body)" in slow["infra_error"]["message"]
@@ -84,7 +81,9 @@ def test_deadline_separates_slow_from_hanging_ranks(tmp_path: Path, warm: Forkse
 def test_ranks_stuck_in_imports_are_infra(
     tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = attempt_of(tmp_path / "a", "nobody", "never_starts.py")
+    script = tmp_path / "never_starts.py"  # in the middle of its imports
+    script.write_text("import os, time\nopen('stuck-' + os.environ['RANK'], 'w')\ntime.sleep(600)\n")
+    attempt = replace(attempt_of(tmp_path / "a", "nobody"), script=script)
     monkeypatch.setattr(Costs, "start_limit", lambda *_: 0.0 if stuck(attempt, 2) else 200.0)
     seen = launched(warm, attempt)
     assert seen["infra_error"]["kind"] == "startup_timeout" and seen["attempt"]["startup_s"] is None

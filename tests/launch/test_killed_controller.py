@@ -23,24 +23,20 @@ KILLS = 4
 def run(tmp_path: Path, results: str, *words: str) -> subprocess.Popen[str]:
     """All runs share a cache (and so the state of the machine); each may have results of its own."""
     (tmp_path / results).mkdir(exist_ok=True)
+    (tmp_path / "cache").mkdir(exist_ok=True)
     if not (tmp_path / results / "cache").exists():
-        (tmp_path / "cache").mkdir(exist_ok=True)
         (tmp_path / results / "cache").symlink_to(tmp_path / "cache")
     return start(tmp_path / results, *WORDS, *words)
 
 
-def recorded(tmp_path: Path, results: str) -> dict[str, Any]:
+def recorded(tmp_path: Path, results: str) -> dict[tuple[str, str, int], Any]:
     """Every recorded attempt, by cell, variant and place."""
     return {
-        f"{document['cell_id']} {variant} {index}": attempt["observation"]
+        (document["cell_id"], variant, index): attempt["observation"]
         for document in Store(tmp_path / results / "results").documents()
         for variant, entry in document["variants"].items()
         for index, attempt in enumerate(entry["attempts"])
     }
-
-
-def table(out: str) -> list[tuple[Any, ...]]:
-    return sorted((row["case"], row["variant"], row["outcome"], row["verdict"]) for row in json.loads(out)["rows"])
 
 
 def test_killed_run_resumes_to_the_result_of_an_undisturbed_run(
@@ -56,7 +52,7 @@ def test_killed_run_resumes_to_the_result_of_an_undisturbed_run(
     _, refused = second.communicate(timeout=600)
     undisturbed.send_signal(signal.SIGCONT)
     assert second.returncode == 2 and "another run is writing here" in refused
-    before: dict[str, Any] = {}
+    before: dict[tuple[str, str, int], Any] = {}
     for _ in range(KILLS):
         victim = run(tmp_path, "b", "--resume")
         time.sleep(moments.uniform(0.5, 9))
@@ -71,11 +67,14 @@ def test_killed_run_resumes_to_the_result_of_an_undisturbed_run(
     now = recorded(tmp_path, "b")
     assert {name: now.get(name) for name in before} == before and len(now) == 6
     assert json.loads(out)["summary"]["reused"] == len(before)
-    expected, said = undisturbed.communicate(timeout=600)
-    assert undisturbed.returncode == 0, said
-    assert table(out) == table(expected)
+    expected, err = undisturbed.communicate(timeout=600)
+    assert undisturbed.returncode == 0, err
+    rows, others = (
+        sorted((row["case"], row["variant"], row["outcome"], row["verdict"]) for row in json.loads(text)["rows"])
+        for text in (out, expected)
+    )
+    assert rows == others
     wait_for(lambda: not ours(tmp_path))
-    assert not list((tmp_path / "cache" / "state" / "runs").glob("*"))
-    assert not list((tmp_path / "cache" / "state" / "nodes").glob("*/runs/*"))
-    assert not list((tmp_path / "cache" / "state" / "nodes").glob("*/leases/*.json"))
-    assert not list((tmp_path / "temporary").iterdir())
+    state = tmp_path / "cache" / "state"
+    left = [path for pattern in ("runs/*", "nodes/*/runs/*", "nodes/*/leases/*.json") for path in state.glob(pattern)]
+    assert not [*left, *(tmp_path / "temporary").iterdir()]

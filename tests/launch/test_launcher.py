@@ -15,10 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from repro_kit.settings import resolve
-
 import pytest
-import yaml
 from hostile import HOSTILE
 from launching import (
     FAULTS,
@@ -31,6 +28,7 @@ from launching import (
     gone,
     launched,
     launched_until,
+    recipe_of,
     scripted,
     stuck,
     wait_for,
@@ -39,9 +37,8 @@ from repro_matrix.launch import processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, Launcher, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.launch.torchrun import TorchrunLauncher
-from repro_matrix.paths import ROOT
 from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers
-from test_end_to_end import Once, measured_from_cold
+from test_end_to_end import CASE, Once, measured_from_cold
 
 pytestmark = pytest.mark.ranks
 BOTH = pytest.mark.parametrize("launcher", ["torchrun", "forkserver"], indirect=True)  # in the gate, too
@@ -72,7 +69,7 @@ def test_launcher_ctrl_c_ends_attempt_at_once(tmp_path: Path, launcher: Launcher
 
 
 def test_launcher_attempts_at_once_are_independent(tmp_path: Path, launcher: Launcher) -> None:
-    attempts = [attempt_of(tmp_path / str(n), ("nothing", "one_raises")[n % 2], "collective.py") for n in range(4)]
+    attempts = [attempt_of(tmp_path / str(n), ("nothing", "one_raises")[n % 2], "waits.py") for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda attempt: launched(launcher, attempt), attempts))
     for n, result in enumerate(results):
@@ -140,7 +137,7 @@ def essence(observation: Json) -> list[Json]:
         return {
             # Of ranks that fail together the launcher may end one that is about to end by itself.
             "end": ("failed" if failed_together(observation) else end, record["done"], record["phase"]),
-            "error": error and (error["type"], error["module"], error["message"], error["cause"]),
+            "error": error and [error[name] for name in ("type", "module", "message", "cause")],
             "frames": error and [(frame["module"], frame["function"]) for frame in error["frames"]],
             "checks": [(check["name"], check["passed"]) for check in record["checks"]],
             "facts": record["facts"],
@@ -152,21 +149,12 @@ def essence(observation: Json) -> list[Json]:
     return [one(rank, end) for rank, end in zip(observation["ranks"], ends(observation))]
 
 
-def case_attempt(directory: Path, slug: str, variant: str, model: str, strategy: str) -> Attempt:
-    files = {name: ROOT / "conf" / group / f"{name}.yaml" for group, name in
-             (("case", slug), ("model", model), ("strategy", strategy))}  # fmt: skip
-    conf = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in files.items()}
-    settings = resolve(conf[slug], variant, model=conf[model], strategy=conf[strategy], device="cpu", backend="gloo")
-    script = ROOT / "repros" / f"{slug.replace('-', '_')}.py"
-    return dataclasses.replace(attempt_of(directory, variant, deadline=200), script=script, settings=settings)
-
-
 @pytest.mark.parametrize("variant", ["unfixed", pytest.param("summon", marks=pytest.mark.slow)])
 def test_launchers_give_the_same_outcome_of_a_case(
     tmp_path: Path, warm: ForkserverLauncher, once: Once, variant: str
 ) -> None:
-    attempt = case_attempt(tmp_path / "forkserver", "qwen15-fsdp-norm-shard", variant, "qwen1.5-0.5b", "fsdp")
-    forked = json.loads(json.dumps(launched(warm, dataclasses.replace(attempt, imports=("transformers",)))))
+    attempt = recipe_of(tmp_path / "forkserver", CASE, variant)
+    forked = json.loads(json.dumps(launched(warm, attempt)))
     cold = measured_from_cold(once, tmp_path, variant)["document"]["variants"][variant]["attempts"][0]["observation"]
     assert (forked["attempt"]["launcher"], cold["attempt"]["launcher"]) == ("forkserver", "torchrun")
     assert essence(forked) == essence(cold)

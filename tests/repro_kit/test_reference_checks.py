@@ -20,7 +20,7 @@ from repro_kit import saved_models as stored
 from repro_kit import saving
 from repro_kit.error_reduction import all_apart, apart, worst
 from repro_kit.record import Record
-from repro_kit.run import Run, float32_facts, pin_float32
+from repro_kit.run import Run
 from repro_kit.single_process import Copied, Perturbed, stepped, train_alone, unit, updated_at_once
 from repro_kit.tolerance import FACTOR, Single, training
 
@@ -216,10 +216,12 @@ class Tiny(torch.nn.Module):
         return type("Out", (), {"loss": loss})
 
 
+Spoil = Callable[[dict[str, Any], int], Any]
+
+
 def trained_against(
-    reference: Any, run: Run, model: Any, rate: float = 1.0,
-    spoil: Callable[[dict[str, Any], int], None] | None = None,
-) -> dict[str, CheckResult]:  # fmt: skip
+    reference: Any, run: Run, model: Any, rate: float = 1.0, spoil: Spoil | None = None
+) -> dict[str, CheckResult]:
     """Train in one process (``rate``: times the reference's), and check that; ``spoil`` changes what a step left."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate * reference.lr)
     snapshots, losses = [], []
@@ -236,12 +238,10 @@ def trained_against(
     return checks_of(run)
 
 
-def trained(spoil: Callable[[dict[str, Any], int], None] | None = None, tmp: Any = None) -> dict[str, CheckResult]:
+def trained(spoil: Spoil | None, tmp: Path) -> dict[str, CheckResult]:
     """Checks of an honest training in one process; ``spoil`` changes the parameters after each step."""
-    run = a_run(work_dir=str(tmp))
-    model = Tiny()
-    reference = pass_criteria.Reference(run, model)
-    return trained_against(reference, run, model, spoil=spoil)
+    run, model = a_run(work_dir=str(tmp)), Tiny()
+    return trained_against(pass_criteria.Reference(run, model), run, model, spoil=spoil)
 
 
 def test_correct_training_passes_and_leaves_the_model_unchanged(tmp_path: Any) -> None:
@@ -275,32 +275,22 @@ def test_non_finite_parameter_in_the_last_tensor_fails(tmp_path: Any, bad: float
     assert found["updates" if when == 0 else "gradient"].state == "passed", found
 
 
-def test_missing_or_slightly_moved_parameter_fails(tmp_path: Any) -> None:
-    last = list(dict(Tiny().named_parameters()))[-1]
-
-    def lose(parameters: dict[str, Any], step: int) -> None:
-        parameters.pop(last)
-
-    assert trained(lose, tmp_path / "a")["updates"].failed
-
-    def nudge(parameters: dict[str, Any], step: int) -> None:
-        parameters[last] += 1e-5 * parameters[last].abs().max()
-
-    assert trained(nudge, tmp_path / "b")["updates"].failed
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parameters, last: parameters.pop(last),
+        lambda parameters, last: parameters[last].add_(1e-5 * parameters[last].abs().max()),
+    ],
+)
+def test_missing_or_slightly_moved_parameter_fails(tmp_path: Any, change: Callable[..., Any]) -> None:
+    assert trained(lambda parameters, step: change(parameters, "head.bias"), tmp_path)["updates"].failed
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_non_finite_loss_fails(tmp_path: Any, bad: float) -> None:
+def test_non_finite_loss_fails_and_a_non_finite_reference_is_void(tmp_path: Any) -> None:
     run = a_run(work_dir=str(tmp_path))
     reference = pass_criteria.Reference(run, Tiny())
-    reference.check_losses(run, [reference.truth()["losses"][0], bad])
-    found = checks_of(run)
-    assert found["steps"].failed and found["loss"].failed
-
-
-def test_non_finite_reference_is_void(tmp_path: Any) -> None:
-    run = a_run(work_dir=str(tmp_path))
-    reference = pass_criteria.Reference(run, Tiny())
+    reference.check_losses(run, [reference.truth()["losses"][0], math.nan])
+    assert checks_of(run)["steps"].failed and checks_of(run)["loss"].failed
     last = list(reference.truth()["last"])[-1]
     reference.truth()["last"][last] = math.nan
     reference.check(run, last=dict(Tiny().named_parameters()))
@@ -310,8 +300,7 @@ def test_non_finite_reference_is_void(tmp_path: Any) -> None:
 def test_unchanged_model_is_void(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(work_dir=str(tmp_path))
     monkeypatch.setitem(pass_criteria.RATES, torch.float32, 0.0)
-    reference = pass_criteria.Reference(run, Tiny())
-    reference.check(run, last=dict(Tiny().named_parameters()))
+    pass_criteria.Reference(run, Tiny()).check(run, last=dict(Tiny().named_parameters()))
     assert checks_of(run)["updates"].state != "passed"
 
 
@@ -361,13 +350,23 @@ def test_non_finite_reloaded_state_fails(bad: float) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the kit's models are transformers'")
 @pytest.mark.parametrize("bad", BAD)
-def test_non_finite_checkpoint_fails(tmp_path: Any, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_checked_in_its_phases_and_a_non_finite_one_fails(
+    tmp_path: Any, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during: list[tuple[str, str]] = []
+
     class Held:
         def __init__(self, value: float) -> None:
             self.value = value
 
-        def save(self, folder: Any) -> None: ...
-        def load(self, folder: Any) -> None: ...
+        def save(self, folder: Any) -> None:
+            during.append((run.record.data["phase"], folder.name))
+            assert folder.parent == tmp_path and not list(folder.iterdir())
+            (folder / "of the attempt before").touch()
+
+        def load(self, folder: Any) -> None:
+            during.append((run.record.data["phase"], folder.name))
+
         def each(self) -> Any:
             yield from {"a": torch.ones(2), "b": torch.tensor([1.0, self.value])}.items()
 
@@ -376,46 +375,18 @@ def test_non_finite_checkpoint_fails(tmp_path: Any, bad: float, monkeypatch: pyt
         run = a_run(work_dir=str(tmp_path))
         pass_criteria.check_checkpoint(run, Held(memory), lambda file=file: Held(file))  # type: ignore[arg-type,misc]
         assert checks_of(run)["checkpoint"].state == state
-
-
-NO_RUNS = SimpleNamespace(truth=None, noise=None, after=None)
-
-
-def test_rank_phase_is_recorded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run(work_dir=str(tmp_path))
-    during: list[tuple[str, str]] = []
-
-    class Watched:
-        def save(self, folder: Any) -> None:
-            during.append((run.record.data["phase"], folder.name))
-            assert folder.is_dir() and folder.parent == tmp_path and not list(folder.iterdir())
-
-        def load(self, folder: Any) -> None:
-            during.append((run.record.data["phase"], folder.name))
-
-        def each(self) -> Any:
-            yield "a", torch.ones(2)
-
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "of the attempt before").touch()
-    monkeypatch.setattr(pass_criteria.dist, "barrier", lambda: None)
-    pass_criteria.check_checkpoint(run, Watched(), Watched)  # type: ignore[arg-type]
-    assert during == [("save", "checkpoint"), ("load", "checkpoint")]
-
-    phase_of = lambda run, *_: during.append((run.record.data["phase"], "runs")) or NO_RUNS  # noqa: E731
-    monkeypatch.setattr(pass_criteria, "Runs", phase_of)
-    pass_criteria.Reference(run, Tiny())
-    assert during[-1] == ("reference", "runs")
+    assert during == [("save", "checkpoint"), ("load", "checkpoint")] * 3
 
 
 @pytest.mark.parametrize(("where", "on"), [("host", "cpu"), ("device", "meta"), ("layers", "meta")])
 def test_reference_uses_the_planned_device(monkeypatch: pytest.MonkeyPatch, where: str, on: str) -> None:
-    run, drawn = a_run(reference=where), []
+    run, drawn, phases = a_run(reference=where), [], []
     monkeypatch.setattr(Run, "device", property(lambda self: torch.device("meta")))  # anything but the CPU
     monkeypatch.setattr(pass_criteria, "Drawn", lambda model, weights, device: drawn.append(str(device)))
-    monkeypatch.setattr(pass_criteria, "Runs", lambda *_: NO_RUNS)
+    runs = SimpleNamespace(truth=None, noise=None, after=None)
+    monkeypatch.setattr(pass_criteria, "Runs", lambda *_: phases.append(run.record.data["phase"]) or runs)
     pass_criteria.Reference(run, Tiny(), weights=object())  # type: ignore[arg-type]
-    assert drawn == [on]
+    assert drawn == [on] and phases == ["reference"]
 
 
 # --- how float32 is computed
@@ -426,76 +397,27 @@ def tf32(tensor: Any) -> Any:
     return ((tensor.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-class AsOnGpu(torch.autograd.Function):
-    """A linear layer that asks torch's settings, as cuBLAS is told, whether to compute in TF32."""
+def test_tf32_would_fail_a_check(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(tensor: Any) -> Any:
+        return tensor + (tf32(tensor.detach()) - tensor.detach())
 
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any) -> Any:
-        ctx.save_for_backward(x, weight)
-        return AsOnGpu.product(x, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        flat = grad.flatten(0, -2)
-        return AsOnGpu.product(grad, weight), AsOnGpu.product(flat.t(), x.flatten(0, -2))
-
-    @staticmethod
-    def product(a: Any, b: Any) -> Any:
-        return tf32(a) @ tf32(b) if torch.backends.cuda.matmul.allow_tf32 else a @ b
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_tf32_is_off_and_would_fail_a_check(tmp_path: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-        return AsOnGpu.apply(x, weight) + bias
-
-    run = a_run(work_dir=str(tmp_path))
-    model = Tiny()
-    reference = pass_criteria.Reference(run, model)  # computed on the CPU, which knows no TF32
+    run, model = a_run(work_dir=str(tmp_path)), Tiny()
+    reference = pass_criteria.Reference(run, model)
+    linear = lambda x, weight, bias: rounded(x) @ rounded(weight).t() + bias  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    try:
-        if pinned:
-            pin_float32()
-            assert float32_facts() == {
-                "matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False,
-            }  # fmt: skip
-        for step in range(run.steps):
-            model(**pass_criteria.batch(run, 0, step)).loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= reference.lr * parameter.grad
-                    parameter.grad = None
-        reference.check(run, last=dict(model.named_parameters()))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-    assert checks_of(run)["updates"].state == ("passed" if pinned else "failed"), checks_of(run)
+    assert trained_against(reference, run, model)["updates"].failed
 
 
-def test_tf32_stays_off_in_any_environment() -> None:
-    code = "import repro_kit, torch; print(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)"
-    hostile = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
-
-    def said(code: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", code], env=hostile, cwd=REPROS, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    assert said(code) == "highest False"
-    assert said(code.replace("repro_kit, ", "")) == "high True", "the variable means something to this torch"
-
-
-def test_rank_computes_in_float32_and_records_it(tmp_path: Any) -> None:
+def test_rank_computes_in_float32_in_any_environment_and_records_it(tmp_path: Any) -> None:
     settings = {**SETTINGS, "process_group": False, "normal_exit": False, "record_dir": str(tmp_path)}
     code = (
-        "import repro_kit, torch; from repro_kit.run import execute; torch.set_float32_matmul_precision('high'); "
-        "torch.backends.cudnn.allow_tf32 = True; assert torch.backends.cuda.matmul.allow_tf32; "
+        "import repro_kit, torch; from repro_kit.run import execute; assert not torch.backends.cuda.matmul.allow_tf32; "
+        "torch.set_float32_matmul_precision('high'); torch.backends.cudnn.allow_tf32 = True; "
         f"execute(lambda run: None, {settings!r})"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "-c", code], env=environment, cwd=REPROS, check=True, timeout=600)
+    hostile = {**environment, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
+    subprocess.run([sys.executable, "-c", code], env=hostile, cwd=REPROS, check=True, timeout=600)
     facts = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))["facts"]
     assert facts["float32"] == {"matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False}
 
