@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +20,25 @@ from repro_matrix.records.outcome import Outcome
 
 from tests.observations import observation, ok, record
 
-yaml = pytest.importorskip("yaml")
-
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.xdist_group("stack"),  # one server for all
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the stack `current` (torch)"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ("steps", "loss", "gradient", "updates", "batches", "start", "rounding", "checkpoint")
 
 
-def conf(group: str, name: str) -> dict:
-    return yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
+KNOWN = catalogue.load()
+TRAIN = KNOWN.cases["train-step"]
 
 
-def run_proofs(warm: ForkserverLauncher, strategies: tuple[str, ...], folder: Path) -> list[Json]:
-    """The facts that each of two ranks recorded: strategy/dtype/sabotage -> the checks that were made."""
+def measured(warm: ForkserverLauncher, folder: Path, script: str, *imports: str, **asked: Any) -> list[Json]:
+    """What each of two ranks of a script of tests/ recorded: by training or scene."""
     settings = resolve(
-        conf("case", "train-step"), "control", model=conf("model", "llama-3.2-1b"), strategy=conf("strategy", "ddp"),
-        device="cpu",
+        KNOWN.raw["case"]["train-step"], "control", model=KNOWN.raw["model"]["llama-3.2-1b"],
+        strategy=KNOWN.raw["strategy"]["ddp"], device="cpu",
     )  # fmt: skip
-    imports = ["deepspeed"] if any(slug.startswith("zero") for slug in strategies) else ["accelerate", "peft"]
-    return two_ranks(warm, folder, "proofs_ranks.py", settings, {"strategies": strategies}, *imports)
+    return two_ranks(warm, folder, script, settings, asked, *imports)
 
 
 @pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
@@ -61,10 +56,10 @@ def test_injected_fault_fails_in_every_strategy(
 ) -> None:
     if strategies[0].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
-    sys.path.insert(0, str(ROOT / "repros"))
     from repro_kit.fault_injection import CANNOT_BE, SABOTAGES
 
-    for facts in run_proofs(warm, strategies, tmp_path):
+    imports = ["deepspeed"] if strategies[0].startswith("zero") else ["accelerate", "peft"]
+    for facts in measured(warm, tmp_path, "proofs_ranks.py", *imports, strategies=strategies):
         for strategy in strategies:
             cannot = CANNOT_BE.get(strategy, ())
             names = [name for name in ("none", *SABOTAGES) if strategy != "tp" or name not in cannot]
@@ -86,19 +81,6 @@ def test_injected_fault_fails_in_every_strategy(
 def seen(checks: list[dict]) -> dict[str, str]:
     """What the judge makes of each check of one training."""
     return {found.name: found.state for found in (grading_checks.evaluate(check, math.inf) for check in checks)}
-
-
-KNOWN = catalogue.load()
-TRAIN = KNOWN.cases["train-step"]
-
-
-def measured(warm: ForkserverLauncher, scenes: list[str], folder: Path, *imports: str) -> list[dict[str, Any]]:
-    """What each of two ranks measured: scene -> effects, checks, read and the strategy it ran with."""
-    settings = resolve(
-        KNOWN.raw["case"]["train-step"], "control", model=KNOWN.raw["model"]["llama-3.2-1b"],
-        strategy=KNOWN.raw["strategy"]["ddp"], device="cpu",
-    )  # fmt: skip
-    return two_ranks(warm, folder, "force_ranks.py", settings, {"scenes": scenes}, *imports)
 
 
 def judged(facts: list[dict[str, Any]], scene: str, effects: tuple[str, ...] = ()) -> Outcome:
@@ -141,7 +123,7 @@ def test_inactive_strategy_is_no_evidence(warm: ForkserverLauncher, tmp_path: Pa
     }  # fmt: skip
     if importlib.util.find_spec("accelerate"):
         says["accelerate falls back"] = "fsdp was not in effect: every rank holds all parameters"
-    assert_judged(measured(warm, list(says), tmp_path, "accelerate", "peft"), says)
+    assert_judged(measured(warm, tmp_path, "force_ranks.py", "accelerate", "peft", scenes=list(says)), says)
 
 
 @pytest.mark.slow
@@ -149,4 +131,4 @@ def test_inactive_strategy_is_no_evidence(warm: ForkserverLauncher, tmp_path: Pa
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_inactive_deepspeed_stage_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
     says = {"zero3": "", "zero3 in stage 0": "zero3 was not in effect: every rank holds all parameters"}
-    assert_judged(measured(warm, list(says), tmp_path, "deepspeed"), says)
+    assert_judged(measured(warm, tmp_path, "force_ranks.py", "deepspeed", scenes=list(says)), says)
