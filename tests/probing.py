@@ -13,8 +13,8 @@ import pytest
 from repro_matrix.cli.main import main
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack, StackError
-from repro_matrix.environment.stacks import index as releases
-from repro_matrix.environment.stacks.index import Release
+from repro_matrix.environment.stacks import lock as releases
+from repro_matrix.environment.stacks.lock import Release
 from repro_matrix.environment.stacks.spec import canonical, parse, short_hash
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results import runs

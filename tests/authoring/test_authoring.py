@@ -133,6 +133,7 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
     wide = case(signatures=[{**EXCEPTION, "message": "tensor"}])
     assert "too broad" in str(next(check.check_signatures("a.yaml", wide)))
     assert list(check.check_signatures("a.yaml", case())) == []
+    assert "line 2: not valid Python" in str(check.check_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
 
     def problems(*documents: Any) -> str:
         return "\n".join(map(str, check.check_attempts("a.yaml", "a.py", case(), {"forkserver": list(documents)})))
@@ -153,6 +154,7 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
     reviewed = document({**good, name: [("reproduced", there)], also: [("passed", there)]})
     reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "NOT_FIXED", "expected": "expected"}
     assert problems(reviewed) == ""
+    assert check.expected_non_fixes({"forkserver": [reviewed]}) == {name: "NOT_FIXED"}
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
         lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "requires": ["vllm"]}}

@@ -12,7 +12,7 @@ from typing import Any
 from repro_kit.settings import resolve, variant_axis
 
 import pytest
-from repro_matrix.authoring.bundle import Bundle, ExportError, bundle, with_stubs
+from repro_matrix.authoring.bundle import Bundle, ExportError, bundle
 from repro_matrix.authoring.export import render, run_values
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
@@ -37,10 +37,9 @@ def settings_of(case: Case, variant: str) -> dict[str, Any]:
 
 
 def file_of(case: Case, variant: str, checks: bool) -> str:
-    kit, script = with_stubs(KIT, checks), CATALOGUE.script(case).read_text()
-    values = run_values(settings_of(case, variant), checks)
-    made = bundle(script, kit, values, case.slug, checks)
-    return render(["What \\ it is", 'a """quote"""'], values, {"X": "1"}, made, {"qwen_v1/a.py": "x = 1\n"})
+    settings = settings_of(case, variant)
+    made = bundle(CATALOGUE.script(case).read_text(), KIT, run_values(settings, checks), case.slug, checks)
+    return render(["What \\ it is", 'a """quote"""'], settings, {"X": "1"}, made, {"qwen_v1/a.py": "x = 1\n"}, checks)
 
 
 @pytest.mark.slow
@@ -86,8 +85,9 @@ PARTS = {
     "repro_kit.two": "def two():\n    return 2\n\n\ndef both():\n    from repro_kit.one import make\n"
     "    return two() + make()\n",
     "repro_kit.three": "from repro_kit.run import Run\n\n\ndef three():\n    return 3\n",
-    "repro_kit.run": "class Run:\n    rank = 0\n\n\ndef main(body):\n    body(Run())\n",
+    "repro_kit.run": "",
 }  # fmt: skip
+STUBS = {"repro_kit.run": "class Run:\n    rank = 0\n\n\ndef main(body):\n    body(Run())\n"}
 
 
 def text_of(made: Bundle) -> str:
@@ -104,7 +104,7 @@ def text_of(made: Bundle) -> str:
     ],
 )
 def test_bundle_behaves_as_the_script_with_its_settings(flags: dict[str, Any], expected: Any) -> None:
-    made = bundle(SCRIPT, PARTS, {"flags": flags, "seed": 0}, "it")
+    made = bundle(SCRIPT, PARTS, {"flags": flags, "seed": 0}, "it", stubs=STUBS)
     text = text_of(made)
     names: dict[str, Any] = {}
     exec(text, names)
@@ -129,7 +129,7 @@ def test_bundle_behaves_as_the_script_with_its_settings(flags: dict[str, Any], e
 )  # fmt: skip
 def test_bundle_of_an_unsuitable_script_raises(script: str, message: str) -> None:
     with pytest.raises(ExportError, match=message):
-        bundle(script, with_stubs(KIT, True), {}, "it")
+        bundle(script, KIT, {}, "it")
 
 
 def test_export_with_an_unbuilt_stack_exits_2(
@@ -221,4 +221,4 @@ def test_export_with_an_overlay_builds_nothing(
     found = wanted.resolve
     monkeypatch.setattr(wanted, "resolve", lambda name: pytest.fail(name) if "+" in name else found(name))
     assert cli.main(["export", "fsdp-uniform-dtype", "--stack", "torch2.2-tf4.36+transformers@4.37.0"]) == 2
-    assert "its base is not built here" in capsys.readouterr().err
+    assert "it is not built here" in capsys.readouterr().err

@@ -17,8 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.config import catalog
 from repro_matrix.environment.gpus import RUN_TOKEN, DriverError, Gpu, GpuState, Nvml, Pynvml, states
-from repro_matrix.environment.machine import Machine, cgroup_limits, cgroup_used, detect, visible_gpus
-from repro_matrix.environment.profiles import Profile, settle, settle_all, settle_planned, together
+from repro_matrix.environment.machine import (
+    Machine,
+    Profile,
+    cgroup_limits,
+    cgroup_used,
+    detect,
+    settle,
+    settle_all,
+    settle_planned,
+    visible_gpus,
+)
 from repro_matrix.errors import ConfigError
 
 KNOWN = catalog.load().hardware
@@ -111,13 +120,10 @@ def test_settle_names_the_reason_why_gpus_are_missing(
         settle(name, KNOWN, machine(nvml, **env))
 
 
-def test_several_profiles_are_sorted_and_probed_together(machine: Detect) -> None:
+def test_several_profiles_are_sorted(machine: Detect) -> None:
     four = machine(FakeNvml([FakeGpu() for _ in range(4)]))
     profiles = settle_all(["cpu", "gpu1-shared", "gpu2", "cpu"], KNOWN, four)
     assert [profile.name for profile in profiles] == ["gpu2", "gpu1-shared", "cpu"]
-    apart = [Profile("a", "cuda", "gloo", four.gpus[:2]), Profile("b", "cuda", "nccl", four.gpus[1:])]
-    assert together([*apart, Profile("cpu", "cpu", "gloo")]) == Profile("a", "cuda", "nccl", four.gpus)
-    assert together(settle_all(["cpu"], KNOWN, four)) is None
 
 
 def test_settle_planned_accepts_hardware_that_is_not_here(machine: Detect) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import requests
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage
-from repro_matrix.environment.stacks import StackError, index
-from repro_matrix.environment.stacks.index import Release, between, exact, indexes, parse_between, releases
+from repro_matrix.environment.stacks import StackError
+from repro_matrix.environment.stacks.lock import Release, between, exact, indexes, parse_between, releases
 
 PAGE = """<!DOCTYPE html><html><body>
 <a href="demo-1.0.tar.gz">demo-1.0.tar.gz</a>
@@ -52,7 +52,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("UV_", "PIP_INDEX", "PIP_EXTRA")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
-    monkeypatch.setattr(index, "PyPISimple", Index)
+    monkeypatch.setattr("pypi_simple.PyPISimple", Index)
     Index.requests = 0
 
 

@@ -15,9 +15,8 @@ from fake_stack import lines, python_that_says
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.environment.gpus import Gpu
-from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.probe import ask, parse_output, problem, record
-from repro_matrix.environment.profiles import Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.runner.gpu_pool import GpuLocks
 from repro_matrix.runner.prerequisites import Prober

@@ -47,24 +47,23 @@ def gpu_state(users: dict[int, int | None], used_mb: int = 0, problem: str | Non
     return GpuState(used_mb=used_mb, processes=processes, problem=problem)
 
 
-class FakeDriver:
-    """What is on the GPUs, as a test sets it."""
+class FakeNvml:
+    """What is on each GPU, as a test sets it."""
 
     def __init__(self) -> None:
-        self.users: dict[int, int | None] = {}
-        self.used_mb = 500
-        self.problem: str | None = None
+        self.states: dict[str, GpuState] = {}
         self.failed: dict[str, str] = {}
-        self.busy: set[str] = set()
-
-    def __call__(self, uuid: str) -> GpuState:
-        return gpu_state(self.users, self.used_mb, self.problem)
 
     def look(self, uuid: str) -> GpuState:
-        return gpu_state({4711: 30_000} if uuid in self.busy else {})
+        return self.states.get(uuid, gpu_state({}, 500))
 
     def failed_gpus(self) -> dict[str, str]:
         return self.failed
+
+
+@pytest.fixture
+def nvml() -> Any:
+    return FakeNvml()
 
 
 def test_acquire_locks_all_gpus_or_none(tmp_path: Path) -> None:
@@ -77,12 +76,11 @@ def test_acquire_locks_all_gpus_or_none(tmp_path: Path) -> None:
     other.release(["GPU-a", "GPU-b"])
 
 
-def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, sleeper: Any) -> None:
-    state = FakeDriver()
-    with GpuLocks(tmp_path, "ours", state) as ours:
+def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, sleeper: Any, nvml: Any) -> None:
+    with GpuLocks(tmp_path, "ours", nvml) as ours:
         assert ours.acquire(["GPU-a"])
         process = sleeper("ours")
-        state.users[process.pid] = 400
+        nvml.states["GPU-a"] = gpu_state({process.pid: 400})
         problem = ours.release(["GPU-a"])["GPU-a"]
         assert problem.kind == "left" and str(process.pid) in problem.why and "400 MiB" in problem.why
         others = GpuLocks(tmp_path, "others")
@@ -92,21 +90,20 @@ def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, slee
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("state", "problem"),
     [
-        ({"used_mb": 920}, GpuProblem("left", "420 MiB of an ended attempt are still in use on it")),  # in a container
-        ({"users": {1: 100}}, None),  # another user's process
-        ({"problem": "NVML: GPU is lost"}, GpuProblem("lost", "NVML: GPU is lost")),
-        ({}, None),
+        (gpu_state({}, 920), GpuProblem("left", "420 MiB of an ended attempt are still in use on it")),  # container
+        (gpu_state({1: 100}, 920), None),  # another user's process
+        (gpu_state({}, 500, "NVML: GPU is lost"), GpuProblem("lost", "NVML: GPU is lost")),
+        (gpu_state({}, 500), None),
     ],
 )
 def test_release_reports_the_problem_of_a_gpu(
-    tmp_path: Path, changes: dict[str, Any], problem: GpuProblem | None
+    tmp_path: Path, nvml: Any, state: GpuState, problem: GpuProblem | None
 ) -> None:
-    state = FakeDriver()
-    with GpuLocks(tmp_path, "ours", state) as ours:
+    with GpuLocks(tmp_path, "ours", nvml) as ours:
         assert ours.acquire(["GPU-a"])
-        vars(state).update(changes)
+        nvml.states["GPU-a"] = state
         assert ours.release(["GPU-a"]).get("GPU-a") == problem
     assert GpuLocks(tmp_path, "others").acquire(["GPU-a"])
 
@@ -122,10 +119,9 @@ def test_acquire_after_a_killed_run_ends_its_processes(tmp_path: Path, sleeper: 
     locks.release(["GPU-a", "GPU-b"])
 
 
-def test_acquire_refuses_a_gpu_of_another_user(tmp_path: Path) -> None:
-    state = FakeDriver()
-    state.users[4711] = 30_000
-    locks = GpuLocks(tmp_path, "run", state)
+def test_acquire_refuses_a_gpu_of_another_user(tmp_path: Path, nvml: Any) -> None:
+    nvml.states["GPU-a"] = gpu_state({4711: 30_000})
+    locks = GpuLocks(tmp_path, "run", nvml)
     assert not locks.acquire(["GPU-a"]) and locks.free(["GPU-a"]) == ["GPU-a"]
 
 
@@ -146,27 +142,22 @@ def test_clear_leftovers_clears_dead_runs_only(tmp_path: Path, sleeper: Any) -> 
     assert not lock.exists() and clear_leftovers(tmp_path) == []
 
 
-def test_pool_leaves_out_a_gpu_while_another_user_has_it(tmp_path: Path) -> None:
-    driver, notes = FakeDriver(), []  # type: ignore[var-annotated]
+def test_pool_leaves_out_a_gpu_while_another_user_has_it_and_a_failed_one_for_good(tmp_path: Path, nvml: Any) -> None:
+    notes: list[str] = []
     gpus = [Gpu(index, "A100", f"GPU-{index}", 80_000) for index in range(2)]
-    pool = GpuPool(gpus, GpuLocks(tmp_path, "run"), driver, notes.append)
-    driver.busy.add("GPU-1")
+    pool = GpuPool(gpus, GpuLocks(tmp_path, "run"), nvml, notes.append)
+    nvml.states["GPU-1"] = gpu_state({4711: 30_000})
     assert pool.check((), 0.0) == set() and pool.ready(()) == ["GPU-0"]
     assert len(notes) == 1 and pool.notes == notes and "process 4711 (30000 MiB)" in notes[0]
     assert pool.shortage(2).startswith("needs 2 GPUs; 1 can be used (gpu1 is in use")
-    driver.busy.clear()
+    nvml.states.clear()
     assert pool.ready(()) == ["GPU-0"], "checked once in a while"
     pool.check((), 1.5)
     assert pool.ready(()) == ["GPU-0", "GPU-1"] and notes[-1] == "gpu1 is free again"
-
-
-def test_pool_excludes_a_failed_gpu_for_good(tmp_path: Path) -> None:
-    driver = FakeDriver()
-    pool = GpuPool([Gpu(0, "A100", "GPU-0", 80_000)], GpuLocks(tmp_path, "run"), driver)
-    driver.failed["GPU-0"] = "Xid 79"
-    assert pool.check(["GPU-0"], 0.0) == {"GPU-0"} and pool.check(["GPU-0"], 9.0) == set()
-    driver.failed.clear()
-    assert pool.usable() == [] and pool.out["GPU-0"] == GpuProblem("lost", "Xid 79")
+    nvml.failed["GPU-0"] = "Xid 79"
+    assert pool.check(["GPU-0"], 3.0) == {"GPU-0"} and pool.check(["GPU-0"], 9.0) == set()
+    nvml.failed.clear()
+    assert pool.usable() == ["GPU-1"] and pool.out["GPU-0"] == GpuProblem("lost", "Xid 79")
 
 
 def test_stranger_ignores_monitors_and_desktops() -> None:

@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 from observations import case, document, failed, observation, ok
 from repro_matrix.launch.observe import EITHER
-from repro_matrix.runner.attempts import (
-    GPU_FAILURE,
-    LONGER,
-    OTHER_GPUS,
-    TOO_SLOW,
-    missing_attempts,
-    plan_retry,
-    resolve_repeated_error,
-    take_over,
-    with_infra_error,
-)
+from repro_matrix.runner import attempts
+from repro_matrix.runner.attempts import GPU_FAILURE, LONGER, OTHER_GPUS, TOO_SLOW, missing_attempts, plan_retry
 
 CASE = case()
 REPRODUCED, PASSED = observation(failed(0), failed(1)), observation(ok(0), ok(1))
@@ -51,7 +42,7 @@ def begun(**changes: Any) -> dict[str, Any]:
 def kept(before: dict[str, Any], at: Any = None, now: dict[str, Any] | None = None) -> tuple[dict[str, int], float]:
     """Variant -> how many attempts were kept; when the document says that it was begun."""
     new = now or begun()
-    take_over(new, before, at or plan(), CASE, {CASE.slug: CASE})  # type: ignore[arg-type]
+    attempts.take_over(new, before, at or plan(), {CASE.slug: CASE})  # type: ignore[arg-type]
     return {name: len(variant["attempts"]) for name, variant in new["variants"].items()}, new["provenance"]["started"]
 
 
@@ -128,17 +119,17 @@ def test_plan_retry_timeout_gets_a_longer_deadline() -> None:
 
 def test_repeated_ambiguous_error_is_the_programs() -> None:
     either = {"kind": EITHER, "message": "m"}
-    assert resolve_repeated_error(seen(either, retry_of=either))["infra_error"] is None
+    assert attempts.resolve_repeated_error(seen(either, retry_of=either))["infra_error"] is None
     for first, second in (
         (either, None),
         ({"kind": GPU_FAILURE}, either),
         (None, either),
         (either, {"kind": GPU_FAILURE}),
     ):
-        assert resolve_repeated_error(seen(first, retry_of=second)) == seen(first, retry_of=second)
+        assert attempts.resolve_repeated_error(seen(first, retry_of=second)) == seen(first, retry_of=second)
 
 
 def test_with_infra_error_makes_an_attempt_no_evidence() -> None:
-    dead = with_infra_error(seen(interrupted=True), GPU_FAILURE, "it fell off the bus")
+    dead = attempts.with_infra_error(seen(interrupted=True), GPU_FAILURE, "it fell off the bus")
     assert dead["infra_error"] == {"kind": GPU_FAILURE, "message": "it fell off the bus"}
     assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40

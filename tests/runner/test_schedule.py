@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.config.settings import Order
-from repro_matrix.runner.schedule import (
-    MOST_PER_CORE,
-    OTHER_USER_S,
-    UNKNOWN_S,
-    Schedule,
-    Task,
-    expect,
-    recorded,
-)
+from repro_matrix.runner.schedule import MOST_PER_CORE, OTHER_USER_S, UNKNOWN_S, Schedule, Task, expect, recorded
 
 EIGHT = [f"GPU-{index}" for index in range(8)]
 
@@ -114,37 +106,17 @@ def test_drop_hopeless_removes_what_cannot_start_any_more() -> None:
     assert schedule.drop_hopeless(usable=1, working=2, now=30.0 + OTHER_USER_S) == [wide]
 
 
-# What attempts took
-
-
-def rows(started: float, walls: dict[str, list[float]], cell: str = "a/b", scale: str = "tiny") -> list[Any]:
-    return [
+def test_expect_is_the_latest_result_within_the_deadline() -> None:
+    rows: list[Any] = [
         SimpleNamespace(
-            cell_id=cell, variant=variant, started=started, scale=scale, settings={"world_size": 2},
-            attempts=[SimpleNamespace(wall_s=wall, peak_rss_mb=512.0) for wall in seconds],
+            cell_id="a/b", variant=variant, started=started, settings={"world_size": 2},
+            attempts=[SimpleNamespace(wall_s=wall, peak_rss_mb=512.0) for wall in walls],
         )
-        for variant, seconds in walls.items()
+        for started, variant, walls in [
+            (2.0, "unfixed", [1.0, 3.0, 30.0]), (1.0, "unfixed", [50.0]), (1.0, "fix", [400.0]),
+        ]
     ]  # fmt: skip
-
-
-def test_recorded_takes_the_latest_result() -> None:
-    known = recorded(rows(2.0, {"unfixed": [1.0, 3.0, 30.0]}) + rows(1.0, {"unfixed": [50.0], "fix": [4.0]}))
-    assert known["a/b", "unfixed"].seconds == 3.0 and known["a/b", "fix"].seconds == 4.0
-    assert known["a/b", "unfixed"].memory_gb == pytest.approx(1.0)
-
-
-def test_expect_of_an_unmeasured_variant_is_its_cases_usual_time_within_its_deadline() -> None:
-    """One run at full size (1350 s) made every attempt that was new as long as that: a plan of 13 hours."""
-    settings = {"model": {"scale": "tiny"}}
-    variant: Any = SimpleNamespace(
-        variant="unfixed", expected_s=None, memory=None, world_size=2, deadline=60.0, settings=settings
-    )
-
-    def seconds(*stored: list[Any]) -> float:
-        return expect(recorded(row for each in stored for row in each), "c/new", variant).seconds
-
-    own = rows(1.0, {"unfixed": [2.0], "fix": [4.0], "other": [40.0]}, cell="c/old")
-    full = rows(2.0, {"unfixed": [1350.0]}, cell="c/full", scale="full")
-    assert seconds() == seconds(full) == seconds(rows(1.0, {"unfixed": [40.0]})) == UNKNOWN_S
-    assert seconds(own) == seconds(own, full) == 4.0
-    assert seconds(rows(1.0, {"unfixed": [400.0]}, cell="c/slow")) == 60.0
+    known = recorded(rows)
+    variant: Any = SimpleNamespace(expected_s=None, memory=None, world_size=2, deadline=60.0)
+    assert expect(known["a/b", "unfixed"], variant) == (3.0, 1.0) and expect(known["a/b", "fix"], variant)[0] == 60.0
+    assert expect(None, variant)[0] == UNKNOWN_S

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from probing import World, before, world
 from repro_matrix.cli.main import main
-from repro_matrix.environment.stacks.index import Release
-from repro_matrix.environment.stacks.lock import Lock
+from repro_matrix.environment.stacks.lock import Lock, Release
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.lockfiles import endpoints
 from repro_matrix.launch.attempt import Attempt

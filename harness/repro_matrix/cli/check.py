@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,27 +41,25 @@ def main(args: argparse.Namespace) -> int:
     case = known.cases[args.case]
     file, script = _file(known, args.case), known.script(case)
     shown, code = _short(file), _short(script)
-    texts = {shown: file.read_text(encoding="utf-8"), code: script.read_text(encoding="utf-8")}
-    found = ready.check_texts(texts)
-    not_measured: dict[str, str] = {}
+    found = ready.check_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
+    notes: dict[str, dict[str, str]] = {}
+    parses = not any("not valid Python" in finding.text for finding in found)
     found += ready.check_signatures(shown, case)
     for folder in project.published():
         found += ready.check_other_cases(shown, case, known.cases, Store(folder).documents())
-    if not args.no_run:
+    if parses and not args.no_run:
         measured = ready.measure(args.case, args.times, args.overrides)
         if measured is None:
             print(f"{case.slug}: interrupted: whether it is ready is unknown. Run it again.", file=sys.stderr)
             return 130
         found += ready.check_attempts(shown, code, case, measured)
-        not_measured = ready.unmeasured(measured)
+        notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.expected_non_fixes(measured)}
     found = list(dict.fromkeys(found))
     if args.json:
         findings = [vars(finding) for finding in found]
-        print_json({"case": case.slug, "ready": not found, "findings": findings, "not_measured": not_measured})
+        print_json({"case": case.slug, "ready": not found, "findings": findings, **notes})
     else:
-        print("\n".join(_lines(case.slug, found, args)))
-        for variant, why in not_measured.items():
-            print(f"  not measured here: {variant}: {why}")
+        print("\n".join([*_lines(case.slug, found, args), *_notes(notes)]))
     return 1 if found else 0
 
 
@@ -73,6 +72,14 @@ def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[st
         else f"ready ({counted(args.times, 'attempt')} a variant with each launcher)"
     )
     return [f"{slug}: {how}. Next: commit, `repro run {slug} repeat=3`, `repro accept case={slug} --reason ...`."]
+
+
+def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    for variant, why in notes.get("not_measured", {}).items():
+        yield f"  not measured here: {variant}: {why}"
+    known = [f"{variant} {verdict}" for variant, verdict in notes.get("as_recorded", {}).items()]
+    if known:
+        yield f"  no help, as results/expected says: {', '.join(known)}"
 
 
 def _file(known: Catalogue, slug: str) -> Path:

@@ -9,8 +9,7 @@ from typing import Any
 from repro_matrix.cli import options as arguments
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import GpuState, describe_gpu, states
-from repro_matrix.environment.machine import Machine, no_ptrace, shm_mb, unwritable
-from repro_matrix.environment.profiles import HardwareError, Profile
+from repro_matrix.environment.machine import HardwareError, Machine, Profile, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import cache_dir
 from repro_matrix.report import terminal
@@ -34,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
         prepared = session.prepare(args.overrides, build_stacks=False)
     except HardwareError as error:  # a run would end with it; the rest is reported for the CPU
         problems.append(str(error))
-        prepared = session.prepare(ask(args.overrides).having({"hardware": "cpu"}), build_stacks=False)
+        prepared = session.prepare(ask(args.overrides).with_values({"hardware": "cpu"}), build_stacks=False)
     machine, profile = prepared.machine, prepared.profile
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()))
@@ -64,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     ]
     if args.json:
         print_json({
-            "machine": machine.to_json(), "hardware": [each.name for each in prepared.profiles],
+            "machine": asdict(machine), "hardware": [each.name for each in prepared.profiles],
             "backend": profile.backend, "torch": torch,
             "gpus": [asdict(gpu) | asdict(now[gpu.uuid]) for gpu in machine.gpus],
             "shm_mb": shm, "ptrace": untraceable is None, "problems": problems, "notes": notes,

@@ -11,7 +11,7 @@ from typing import Any
 from repro_matrix.cli import options
 from repro_matrix.config.schema import Case, Signature, Variant
 from repro_matrix.config.selection import expand
-from repro_matrix.environment import machine, profiles
+from repro_matrix.environment import machine
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.comparability import depends_on_capabilities
 from repro_matrix.grading.expectations import expected
@@ -20,9 +20,9 @@ from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped
+from repro_matrix.runner import prerequisites
 from repro_matrix.runner.attempts import recipe
-from repro_matrix.runner.prerequisites import Prerequisites
-from repro_matrix.runner.session import Request, ask
+from repro_matrix.runner.session import Request, Session, ask
 
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
@@ -70,19 +70,19 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_first_cell(request: Request, case: Case) -> tuple[Prerequisites, CellPlan]:
+def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     """Plan the first selected cell with stacks that are here; nothing is built."""
     settings, here = request.settings, machine.detect()
     if settings.variants:
         settings.variants = expand("variant", settings.variants, case.variants)
-    settled = profiles.settle_all(request.hardware, request.catalogue.hardware, here)
+    settled = machine.settle_all(request.hardware, request.catalogue.hardware, here)
     placed, _ = cells.place(request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"])
-    by_name = {profile.name: profile for profile in settled}
-    prepared = Prerequisites(request.catalogue, settings, by_name, here, build=False, stacks={})
-    return prepared, prepared.plan(placed)[0]
+    prepared = Session(request.catalogue, settings, settled, here)
+    prerequisites.plan(prepared, placed, build=False)
+    return prepared, prepared.plans[0]
 
 
-def _variants(prepared: Prerequisites, plan: CellPlan, case: Case) -> Iterator[dict[str, Any]]:
+def _variants(prepared: Session, plan: CellPlan, case: Case) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
         name, settings, stack = variant.variant, variant.settings, prepared.stacks.get(variant.stack)
         needed = depends_on_capabilities(case, name)  # known when ranks have run

@@ -101,7 +101,7 @@ def _upgrade_script(args: argparse.Namespace) -> int:
 
 
 def _measure(request: Request, ends: Mapping[str, Stack], stop: threading.Event) -> list[Document]:
-    prepared = session.prepare(request.having({"stack": list(ends)}), given=ends)
+    prepared = session.prepare(request.with_values({"stack": list(ends)}), given=ends)
     with Progress() as progress:
         summary = workplace.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
     if summary.problem:

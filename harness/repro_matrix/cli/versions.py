@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, index, spec
+from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.environment.stacks import lock as locks
-from repro_matrix.environment.stacks.index import Release
+from repro_matrix.environment.stacks.lock import Release
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.report.terminal import print_json
@@ -46,10 +46,10 @@ def main(args: argparse.Namespace) -> int:
     package = canonical(args.package)
     if not prober.variants:
         raise ReproError(f"{args.case}: the variants run on stacks of their own: {', '.join(prober.own_stack)}")
-    first, last = index.parse_between(args.range or "..")
+    first, last = locks.parse_between(args.range or "..")
     stack = stacks.resolve(base, say=log)
-    available = index.releases(package, yanked=args.yanked, pre=args.pre)
-    listed = index.between(available, first if args.range else _oldest(package, stack, available), last)
+    available = locks.releases(package, yanked=args.yanked, pre=args.pre)
+    listed = locks.between(available, first if args.range else _oldest(package, stack, available), last)
     names = [release.version for release in listed]
     points: dict[int, Point] = {}
 

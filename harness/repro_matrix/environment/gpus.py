@@ -1,6 +1,6 @@
 """GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors during a run.
 
-``GpuDriver`` is all that this project asks; ``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
+``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
 raise: what a GPU or driver does not report (no driver, no permission, not supported) counts as unknown,
 and only errors that mean that the GPU has failed or must be reset make it unusable.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 MIB = 2**20
 RUN_TOKEN = "REPRO_RUN"  # environment variable of every process that one run of the harness started (servers too)
@@ -89,10 +89,6 @@ def stranger(state: GpuState) -> str | None:
     return ", ".join(map(str, named)) or None
 
 
-def unknown_state(uuid: str) -> GpuState:
-    return GpuState()
-
-
 # -- the driver
 
 
@@ -104,23 +100,7 @@ class DriverError(Exception):
         self.missing, self.lost = missing, lost
 
 
-class GpuDriver(Protocol):
-    """The questions to NVML. Raises DriverError; an unsupported question gives None or the default."""
-
-    def versions(self) -> tuple[str, str | None]:
-        """Return the driver's version and the newest CUDA that it supports."""
-
-    def count(self) -> int: ...
-    def gpu(self, index: int) -> Gpu: ...
-    def state(self, uuid: str) -> GpuState: ...
-    def watch_errors(self, uuids: Iterable[str]) -> None: ...
-    def next_error(self) -> tuple[str, int] | None:
-        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None. Each is reported once."""
-
-    def close(self) -> None: ...
-
-
-def open_driver() -> GpuDriver:
+def open_driver() -> Pynvml:
     """Open NVML: seconds on a node of 8 GPUs without persistence mode. Raises DriverError."""
     import pynvml
 
@@ -128,7 +108,7 @@ def open_driver() -> GpuDriver:
 
 
 class Pynvml:
-    """The GpuDriver of nvidia-ml-py."""
+    """The questions to NVML. Raises DriverError; an unsupported question gives None or the default."""
 
     def __init__(self, lib: Any) -> None:
         self.lib = lib
@@ -223,7 +203,7 @@ def query() -> tuple[tuple[Gpu, ...], str, str | None]:
         return (tuple(_gpu(driver, index) for index in range(driver.count())), *driver.versions())
 
 
-def _gpu(driver: GpuDriver, index: int) -> Gpu:
+def _gpu(driver: Pynvml, index: int) -> Gpu:
     try:
         gpu = driver.gpu(index)
     except DriverError as error:
@@ -238,7 +218,7 @@ def _gpu(driver: GpuDriver, index: int) -> Gpu:
     return replace(gpu, busy=stranger(by_others) is not None, unusable=reason)
 
 
-def _state(driver: GpuDriver, uuid: str) -> GpuState:
+def _state(driver: Pynvml, uuid: str) -> GpuState:
     try:
         state = driver.state(uuid)
     except DriverError as error:
@@ -276,7 +256,7 @@ class Nvml:
 
     def __init__(self, gpus: Iterable[str]) -> None:
         self.gpus = list(gpus)
-        self._driver: GpuDriver | None = None
+        self._driver: Pynvml | None = None
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
 

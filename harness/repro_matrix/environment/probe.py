@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from repro_matrix.environment.gpus import Gpu
-from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile, count_names
+from repro_matrix.environment.machine import Machine, Profile, count_names
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import PACKAGE
 

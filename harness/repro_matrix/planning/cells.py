@@ -17,7 +17,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.selection import Selection, expand
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.machine import Profile
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.records.document import Skip as StoredSkip
 from repro_matrix.records.document import SkipKind

@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from repro_matrix.config.schema import Case
-from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
 

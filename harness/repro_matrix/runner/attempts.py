@@ -7,75 +7,77 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from packaging.requirements import Requirement
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import AdhocCase, Case
 from repro_matrix.config.vocabulary import RELEVANT
-from repro_matrix.environment.machine import Machine
+from repro_matrix.environment.gpus import Nvml
+from repro_matrix.environment.machine import conditions
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.grading import grade
-from repro_matrix.grading.comparability import machine, recorded_capabilities
-from repro_matrix.grading.regrade import verdicts_of, with_expectations
+from repro_matrix.grading.comparability import machine as machine_of
 from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
 from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
-from repro_matrix.records.document import Accelerator, Document, Made, Provenance, Variant
-from repro_matrix.records.document import Stack as StoredStack
-from repro_matrix.records.outcome import Outcome
+from repro_matrix.records.document import Accelerator, Document, Made, Probe, Provenance, Variant
+from repro_matrix.results import runs
+from repro_matrix.results.store import stack_label
+from repro_matrix.results.summary import Row
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
+
+if TYPE_CHECKING:
+    from repro_matrix.runner.session import Session
 
 REFERENCES = "references"  # in a run's folder: what its attempts leave each other; removed when the run ends
 
 
-@dataclass(frozen=True)
-class EndedAttempt:
-    """An attempt that has ended. ``problems``: which of its GPUs cannot be used any more, and why."""
+@dataclass
+class Workplace:
+    """What consecutive runs share: one launcher with its fork servers, one set of GPU locks, one folder of attempts."""
 
-    observation: Observation
-    wall_s: float
-    problems: Mapping[str, GpuProblem]
-
-
-@dataclass(frozen=True)
-class Attempts:
-    """Launches the attempts of one run, each in its own folder under ``run_dir``. Thread-safe."""
-
-    catalogue: Catalogue
-    stacks: Mapping[str, Stack]
     launcher: Launcher
     locks: GpuLocks
+    nvml: Nvml
     run_dir: Path
-    keep: bool
 
-    def run(self, plan: VariantPlan, gpus: Sequence[str], stop: threading.Event) -> EndedAttempt:
-        """Launch once on locked ``gpus`` and release them. An exception of the harness becomes an infra_error."""
-        from repro_matrix.launch.torchrun import CommandLauncher  # `repro show` needs the recipe, and no launcher
+    @cached_property
+    def published(self) -> list[Row]:
+        """Return the rows of the published baseline, read once."""
+        return runs.measured_rows()
 
-        began = time.monotonic()
-        try:
-            attempt = recipe(self.catalogue, plan, self.stacks[plan.stack], self.run_dir, gpus)
-            attempt = replace(attempt, keep=self.keep, references=self.run_dir / REFERENCES)
-            launcher = CommandLauncher() if attempt.command else self.launcher
-            observation = cast(Observation, launcher.launch(attempt, stop))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
-            text = "".join(traceback.format_exception_only(type(error), error)).strip()
-            observation = fault(plan, "launch", f"the harness could not launch it: {text}")
-        else:
-            # The ranks' versions are compared with these: a package may be replaced during a run.
-            planned = self.stacks[plan.stack].versions
-            observation["attempt"]["fingerprint"] = plan.fingerprint
-            observation["attempt"]["versions"] = {name: planned[name] for name in RELEVANT if name in planned}
-        wall_s = time.monotonic() - began
-        problems = {**self.locks.release(gpus), **failed_gpus(observation, gpus)}
-        return EndedAttempt(observation, wall_s, problems)
+
+def run_attempt(
+    session: Session, place: Workplace, plan: VariantPlan, gpus: Sequence[str], stop: threading.Event
+) -> tuple[Observation, dict[str, GpuProblem]]:
+    """Launch once on locked ``gpus`` and release them. An exception of the harness becomes an infra_error. Thread-safe.
+
+    Return which of the GPUs cannot be used any more, too.
+    """
+    from repro_matrix.launch.torchrun import CommandLauncher  # `repro show` needs the recipe, and no launcher
+
+    try:
+        stack = session.stacks[plan.stack]
+        attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
+        attempt = replace(attempt, keep=session.settings.keep_files, references=place.run_dir / REFERENCES)
+        launcher = CommandLauncher() if attempt.command else place.launcher
+        observation = cast(Observation, launcher.launch(attempt, stop))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        observation = infra_error(plan, "launch", f"the harness could not launch it: {text}")
+    else:
+        # The ranks' versions are compared with these: a package may be replaced during a run.
+        observation["attempt"]["fingerprint"] = plan.fingerprint
+        observation["attempt"]["versions"] = {name: stack.versions[name] for name in RELEVANT if name in stack.versions}
+    return observation, {**place.locks.release(gpus), **failed_gpus(observation, gpus)}
 
 
 def recipe(
@@ -143,7 +145,7 @@ TOO_SLOW = "timeout_while_progressing"
 LONGER = 3.0  # factor for the deadline of an attempt that was too slow
 
 
-def fault(plan: VariantPlan, kind: InfraErrorKind, message: str) -> Observation:
+def infra_error(plan: VariantPlan, kind: InfraErrorKind, message: str) -> Observation:
     """Return the observation of an attempt that could not be launched, for a reason outside of what is measured."""
     now = time.time()
     return {
@@ -204,11 +206,13 @@ def resolve_repeated_error(observation: Observation) -> Observation:
 # A cell's document: it takes up attempts as they end, and is graded when its variants are done
 
 
-def new_document(plan: CellPlan, case: Case, machine: Machine, stack: StoredStack, provenance: Provenance) -> Document:
-    """Return a document without attempts."""
-    cell, profile = plan.cell, plan.profile
-    settings = plan.variants[0].settings
-    return {
+def new_document(session: Session, plan: CellPlan, started: Mapping[str, Any]) -> Document:
+    """Return a document without attempts. ``started``: its provenance."""
+    cell, profile, machine = plan.cell, plan.profile, session.machine
+    case, settings = session.catalogue.cases[cell.case], plan.variants[0].settings
+    stack = session.stacks.get(cell.stack)
+    versions = dict(stack.versions) if stack else {}
+    document: Document = {
         "schema": 1,
         "case": cell.case,
         "title": case.title,
@@ -222,7 +226,12 @@ def new_document(plan: CellPlan, case: Case, machine: Machine, stack: StoredStac
         "overrides": list(cell.overrides),
         "scale": settings["model"]["scale"],
         "weights": settings["model"]["weights"],
-        "stack": stack,
+        "stack": {
+            "name": cell.stack,
+            "python": versions.get("python"),
+            "versions": {name: versions[name] for name in RELEVANT if name in versions},
+            "label": stack_label(versions, stack.label_key) if stack else f"unavailable-{cell.stack}".replace("/", "_"),
+        },
         "hardware": {
             "profile": profile.name,
             "accelerator": cast(Accelerator, profile.accelerator),
@@ -234,12 +243,20 @@ def new_document(plan: CellPlan, case: Case, machine: Machine, stack: StoredStac
             "memory_gb": machine.memory_gb,
             "driver": machine.driver,
             "os": machine.os,
+            **conditions(),
         },
-        "provenance": {**provenance, "ended": None},
+        "provenance": cast(Provenance, {**started, "ended": None}),
         "variants": {variant.variant: _new_variant(variant) for variant in plan.variants},
         "verdicts": {},
         "complete": False,
+        "cell_id": cell.key,
+        "params": cell.where,
     }
+    if stack and stack.changed:
+        document["stack"]["changed"] = list(stack.changed[:20])
+    if stack and stack.probe and profile.accelerator != "cpu":
+        document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
+    return document
 
 
 def _new_variant(plan: VariantPlan) -> Variant:
@@ -256,16 +273,17 @@ def _new_variant(plan: VariantPlan) -> Variant:
     return made
 
 
-def take_over(document: Document, older: Document, plan: CellPlan, case: Case, cases: Mapping[str, Case]) -> None:
+def take_over(document: Document, older: Document, plan: CellPlan, cases: Mapping[str, Case]) -> None:
     """Resume: keep the attempts that were measured on this machine under the fingerprint that the variant has now,
     requested or not, and more of them than requested.
 
     All are graded again, because a signature may have changed. Where some are not kept, the older document remains in
     the history, and this one has its own provenance.
     """
+    case = cases[document["case"]]
     planned = {variant.variant: variant.fingerprint for variant in plan.variants if not variant.skipped}
     now = {**planned, **dict(plan.unasked)}
-    here = machine(older) == machine(document)
+    here = machine_of(older) == machine_of(document)
     whole = True
     for name, before in older["variants"].items():
         made = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra_error"]
@@ -282,15 +300,6 @@ def take_over(document: Document, older: Document, plan: CellPlan, case: Case, c
         document["provenance"] = {**older["provenance"], "ended": None}
 
 
-def add_attempt(
-    document: Document, variant: str, observation: Observation, case: Case, cases: Mapping[str, Case]
-) -> Outcome:
-    """Grade one observation and add both."""
-    outcome = grade.grade(case, variant, observation, cases)
-    document["variants"][variant]["attempts"].append({"observation": observation, "outcome": outcome.to_json()})
-    return outcome
-
-
 def missing_attempts(document: Document, plan: CellPlan) -> list[tuple[str, int]]:
     """Return (variant, index) of every attempt that is still to be launched."""
     return [
@@ -299,12 +308,3 @@ def missing_attempts(document: Document, plan: CellPlan) -> list[tuple[str, int]
         if not variant.skipped
         for index in range(len(document["variants"][variant.variant]["attempts"]), variant.repeat)
     ]
-
-
-def settle(document: Document, case: Case, history: Iterable[Document], ended: float, where: str) -> None:
-    """Grade the cell over all its attempts. ``history``: older documents of the same cell on other stacks."""
-    document["hardware"]["capabilities"] = recorded_capabilities(document)
-    document["verdicts"] = verdicts_of(document, case, history)
-    document["verdicts"] = with_expectations({**document, "params": where}, case)["verdicts"]
-    document["provenance"]["ended"] = ended
-    document["complete"] = True

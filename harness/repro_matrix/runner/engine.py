@@ -5,46 +5,39 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
 
-from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.settings import RunSettings
-from repro_matrix.config.vocabulary import RELEVANT
-from repro_matrix.environment.gpus import Gpu, Nvml
-from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile
-from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ResultsError
+from repro_matrix.grading import grade
+from repro_matrix.grading.comparability import recorded_capabilities
+from repro_matrix.grading.regrade import verdicts_of, with_expectations
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.attempt import Observation
-from repro_matrix.records.document import Around, Document, Probe, Provenance
-from repro_matrix.records.document import Stack as StoredStack
+from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.results import runs, summary
-from repro_matrix.results.store import Store, code_hashes, stack_label
+from repro_matrix.results.store import Store, code_hashes, provenance
 from repro_matrix.runner.attempts import (
     GPU_FAILURE,
-    Attempts,
-    EndedAttempt,
-    add_attempt,
-    fault,
+    Workplace,
+    infra_error,
     missing_attempts,
     new_document,
     plan_retry,
     resolve_repeated_error,
-    settle,
+    run_attempt,
     take_over,
     variant_of,
     with_infra_error,
 )
-from repro_matrix.runner.gpu_pool import Driver, GpuPool
+from repro_matrix.runner.gpu_pool import GpuPool, GpuProblem
 from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, CpuLoad, Schedule, Task, expect, recorded
+from repro_matrix.runner.session import Session
 
 
 @dataclass(frozen=True)
@@ -83,27 +76,6 @@ class Summary:
     problem: str | None = None  # what stopped the run early (a full disk), or None
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """What a run needs beside its plans. ``profiles``: each cell's plan has one of them. ``earlier``: stored rows."""
-
-    catalogue: Catalogue
-    settings: RunSettings
-    profiles: Sequence[Profile]
-    machine: Machine
-    stacks: Mapping[str, Stack]
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    earlier: Sequence[summary.Row] = ()
-    around: Around = field(default_factory=lambda: Around())
-    ends: float | None = None  # by the monotonic clock: no cell starts after it
-
-    @property
-    def gpus(self) -> list[Gpu]:
-        """Return all GPUs of all profiles, each once, in the machine's order."""
-        by_uuid = {gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}
-        return sorted(by_uuid.values(), key=lambda gpu: gpu.index)
-
-
 @dataclass
 class _Cell:
     plan: CellPlan
@@ -126,32 +98,34 @@ class Engine:
 
     def __init__(
         self,
-        context: RunContext,
-        attempts: Attempts,
+        session: Session,
+        place: Workplace,
         store: Store,
         on_event: Callable[[Event], None],
-        driver: Driver | None = None,
+        earlier: Sequence[summary.Row] = (),
     ) -> None:
-        """``driver``: reports the state of the GPUs (gpus.Nvml); None: nothing is known."""
-        self.context = context
-        self.attempts = attempts
-        self.store = store
-        self.on_event = on_event
-        settings, machine = context.settings, context.machine
-        self.pool = GpuPool(context.gpus, attempts.locks, driver or Nvml([]), self._say)
+        """``earlier``: stored rows."""
+        self.session, self.place, self.store, self.on_event = session, place, store, on_event
+        settings, machine = session.settings, session.machine
+        self.pool = GpuPool(session.gpus, place.locks, place.nvml, self._say)
         self.schedule = Schedule(machine.cores, machine.memory_gb, settings.jobs, settings.order)
-        self._durations = recorded(context.earlier)
-        self._past = runs.past_measurements(context.earlier)
+        self._cases = session.catalogue.cases
+        self._recorded = recorded(earlier)
+        self._past = runs.past_measurements(earlier)
+        self._provenance = {**provenance(settings.seed), "launcher": place.launcher.name}
         self._cells: list[_Cell] = []
-        self._running: dict[Future[EndedAttempt], _Running] = {}
+        self._running: dict[Future[tuple[Observation, dict[str, GpuProblem]]], _Running] = {}
         self._summary = Summary()
         self._load = CpuLoad()
+        self._ends: float | None = None  # by the monotonic clock: no cell starts after it
 
     def run(self, plans: Sequence[CellPlan], stop: threading.Event, resume: bool = False) -> Summary:
         """Run every attempt of every cell. The failure of one attempt, of whatever kind, never stops the others; only a
         results folder that cannot be written to does, because its results would be lost."""
         result = self._summary = Summary()
         began = time.monotonic()
+        if self.session.time_limit is not None:
+            self._ends = began + self.session.time_limit
         try:
             self._open(plans, resume)
             self._work(stop)
@@ -178,40 +152,23 @@ class Engine:
                 self._settle(cell)
 
     def _open_cell(self, plan: CellPlan, resume: bool) -> tuple[_Cell, list[tuple[str, int]]]:
-        context = self.context
-        case = context.catalogue.cases[plan.cell.case]
-        stack = context.stacks.get(plan.cell.stack)
-        versions = dict(stack.versions) if stack else {}
-        label = stack_label(versions, stack.label_key) if stack else f"unavailable-{plan.cell.stack}".replace("/", "_")
-        key = plan.cell.key
-        path = self.store.path_of(plan.profile.name, label, key)
-        shown = {name: versions[name] for name in RELEVANT if name in versions}
-        described: StoredStack = {
-            "name": plan.cell.stack, "python": versions.get("python"), "versions": shown, "label": label,
-        }  # fmt: skip
-        now = {**context.provenance, "started": time.time(), "launcher": self.attempts.launcher.name}
-        if stack and stack.changed:
-            described["changed"] = list(stack.changed[:20])
-        started = cast(Provenance, now)
-        document = new_document(plan, case, context.machine, described, started)
-        document["cell_id"], document["params"] = key, plan.cell.where
-        document["hardware"].update(cast(Any, context.around))
-        if stack and stack.probe and plan.profile.accelerator != "cpu":
-            document["hardware"]["probe"] = cast(Probe, dict(stack.probe))
+        document = new_document(self.session, plan, {**self._provenance, "started": time.time()})
+        label = document["stack"]["label"]
+        path = self.store.path_of(plan.profile.name, label, plan.cell.key)
         older = self.store.read(path) if resume else None
         if older is not None:
-            take_over(document, older, plan, case, context.catalogue.cases)
+            take_over(document, older, plan, self._cases)
             self._summary.reused += sum(len(variant["attempts"]) for variant in document["variants"].values())
         missing = missing_attempts(document, plan)
         return _Cell(plan, path, document, len(missing)), missing
 
     def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
         plan = variant_of(cell.plan, variant)
-        took = expect(self._durations, cell.document["cell_id"], plan)
-        return Task(number, variant, index, took.seconds, plan.gpus, took.memory_gb or 0.0)
+        seconds, memory_gb = expect(self._recorded.get((cell.plan.cell.key, variant)), plan)
+        return Task(number, variant, index, seconds, plan.gpus, memory_gb)
 
     def _work(self, stop: threading.Event) -> None:
-        most = self.context.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.context.machine.cores
+        most = self.session.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.session.machine.cores
         with ThreadPoolExecutor(most, "attempt") as pool:
             try:
                 while self._running or (self.schedule.waiting and not stop.is_set()):
@@ -241,8 +198,8 @@ class Engine:
         working = len(self.pool.all) - len(self.pool.out)
         for task in self.schedule.drop_hopeless(len(self.pool.usable()), working, time.monotonic()):
             plan = variant_of(self._cells[task.cell].plan, task.variant)
-            self._keep(task, fault(plan, "not_enough_gpus", self.pool.shortage(task.gpus)), 0.0)
-        if self.context.ends is not None and time.monotonic() >= self.context.ends:
+            self._keep(task, infra_error(plan, "not_enough_gpus", self.pool.shortage(task.gpus)))
+        if self._ends is not None and time.monotonic() >= self._ends:
             over = {task.cell for task in self.schedule.waiting if not self._cells[task.cell].started}
             self._summary.not_started += [self._cells[number].plan.cell for number in sorted(over)]
             self.schedule.waiting = [task for task in self.schedule.waiting if task.cell not in over]
@@ -268,7 +225,7 @@ class Engine:
         """Start the next attempt, if one may start now."""
         ready = self.pool.ready(self._held()) if self.pool.all else []
         found = self.schedule.next(ready, self.pool.usable(), self._load.idle())
-        if found is None or not self.attempts.locks.acquire(found[1]):  # another run was quicker
+        if found is None or not self.place.locks.acquire(found[1]):  # another run was quicker
             return False
         task, gpus = found
         self.schedule.start(task)
@@ -280,22 +237,21 @@ class Engine:
         self.on_event(Event("start", cell.plan, task.variant, task.index, seconds=task.seconds, device=device))
         running = _Running(task, tuple(gpus))
         plan = replace(plan, deadline=task.deadline or plan.deadline)
-        self._running[pool.submit(self.attempts.run, plan, gpus, running.stop)] = running
+        self._running[pool.submit(run_attempt, self.session, self.place, plan, gpus, running.stop)] = running
         return True
 
-    def _end(self, future: Future[EndedAttempt]) -> None:
+    def _end(self, future: Future[tuple[Observation, dict[str, GpuProblem]]]) -> None:
         """Take the result of an attempt, and note what became of its GPUs."""
         running = self._running.pop(future)
         self.schedule.end(running.task)
-        ended = future.result()
-        self.pool.exclude(ended.problems)
-        bad = [uuid for uuid, problem in ended.problems.items() if problem.kind == "lost"]
-        failed = running.failed or (self._failed(bad) if bad else None)
-        observation = with_infra_error(ended.observation, GPU_FAILURE, failed) if failed else ended.observation
-        edited = self._edited(running.task)
-        if edited:
+        observation, problems = future.result()
+        self.pool.exclude(problems)
+        bad = [uuid for uuid, problem in problems.items() if problem.kind == "lost"]
+        if failed := running.failed or self._failed(bad):
+            observation = with_infra_error(observation, GPU_FAILURE, failed)
+        if edited := self._edited(running.task):
             observation = with_infra_error(observation, "script_error", edited)
-        self._keep(running.task, observation, ended.wall_s, running.gpus)
+        self._keep(running.task, observation, running.gpus)
 
     def _edited(self, task: Task) -> str | None:
         """Return why the ranks may have executed other code than was planned: a file was changed during the run."""
@@ -303,13 +259,13 @@ class Engine:
         if not plan.code:
             return None
         try:
-            same = code_hashes(self.context.catalogue, [slug])[slug] == plan.code
+            same = code_hashes(self.session.catalogue, [slug])[slug] == plan.code
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror}"
-        script = self.context.catalogue.script(self.context.catalogue.cases[slug])
+        script = self.session.catalogue.script(self._cases[slug])
         return None if same else f"{script} or the kit beside it was changed after the run had begun"
 
-    def _keep(self, task: Task, observation: Observation, wall_s: float, gpus: Sequence[str] = ()) -> None:
+    def _keep(self, task: Task, observation: Observation, gpus: Sequence[str] = ()) -> None:
         """Grade and store an observation, and repeat an attempt that is no evidence where another one may be."""
         if task.retry_of:
             observation["attempt"]["retry_of"] = task.retry_of
@@ -326,16 +282,16 @@ class Engine:
             self.on_event(Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1
-        cases = self.context.catalogue.cases
-        add_attempt(cell.document, task.variant, observation, cases[cell.plan.cell.case], cases)
+        attempt = observation["attempt"]
+        outcome = grade.grade(self._cases[cell.plan.cell.case], task.variant, observation, self._cases).to_json()
+        cell.document["variants"][task.variant]["attempts"].append({"observation": observation, "outcome": outcome})
         self._summary.attempts += 1
-        if observation["attempt"].get("cold_start_reason"):
-            self._summary.torchrun_reasons[observation["attempt"]["cold_start_reason"].splitlines()[0]] += 1
-        self._summary.cpu_s += observation["attempt"]["cpu_s"] or 0.0
-        shown = cell.document["variants"][task.variant]["attempts"][-1]["outcome"]
-        self.on_event(
-            Event("attempt", cell.plan, task.variant, task.index, outcome=shown, wall_s=wall_s, seconds=task.seconds)
-        )
+        self._summary.cpu_s += attempt["cpu_s"] or 0.0
+        if attempt.get("cold_start_reason"):
+            self._summary.torchrun_reasons[attempt["cold_start_reason"].splitlines()[0]] += 1
+        took, expected = attempt["wall_s"], task.seconds
+        ended = Event("attempt", cell.plan, task.variant, task.index, outcome, wall_s=took, seconds=expected)
+        self.on_event(ended)
         if cell.left:
             self.store.save(cell.path, cell.document)
         else:
@@ -343,18 +299,21 @@ class Engine:
 
     @cached_property
     def _grading_keys(self) -> dict[str, str]:
-        return summary.grading_keys(self.context.catalogue.cases)
+        return summary.grading_keys(self._cases)
 
     def _settle(self, cell: _Cell) -> None:
         """Grade a cell whose attempts have all ended, and store it."""
-        cases, document = self.context.catalogue.cases, cell.document
+        document, case = cell.document, self._cases[cell.plan.cell.case]
         older = [past for past in self._past.get(document["cell_id"], ()) if _on_other_stack(past, document)]
-        case, where = cases[cell.plan.cell.case], cell.plan.cell.where
-        settle(document, case, older, time.time(), where)
+        document["hardware"]["capabilities"] = recorded_capabilities(document)
+        document["verdicts"] = verdicts_of(document, case, older)
+        document["verdicts"] = with_expectations(document, case)["verdicts"]
+        document["provenance"]["ended"] = time.time()
+        document["complete"] = True
         self.store.save(cell.path, document)
         document["path"] = str(cell.path)  # not stored
         if (self.store.root / runs.MANIFEST).exists():  # a search writes no summary
-            summary.append_cell(self.store.root, cell.path, document, cases, self._grading_keys)
+            summary.append_cell(self.store.root, cell.path, document, self._cases, self._grading_keys)
         self.on_event(Event("cell", cell.plan, document=document))
 
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
 
-from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, stranger, unknown_state
+from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, Nvml, stranger
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import clear_directory, read_launch
 
@@ -107,12 +107,12 @@ class GpuProblem:
 class GpuLocks:
     """The GPUs that this run holds, each for one attempt at a time: a file lock per GPU. Thread-safe."""
 
-    def __init__(self, state: Path, run_id: str, inspect: Callable[[str], GpuState] = unknown_state) -> None:
-        """``inspect``: returns what is on a GPU (``gpus.Nvml.look``); by default nothing is known."""
+    def __init__(self, state: Path, run_id: str, nvml: Nvml | None = None) -> None:
+        """``nvml``: reports what is on a GPU; by default nothing is known."""
         self.state = state
         self.run_id = run_id
         self.folder = _node(state) / "gpus"
-        self._inspect = inspect
+        self._nvml = nvml or Nvml([])
         self._held: dict[str, FileLock] = {}  # in use, or not released because a process of this run is still on it
         self._before: dict[str, GpuState] = {}
         self._mutex = threading.Lock()
@@ -134,7 +134,7 @@ class GpuLocks:
             before: dict[str, GpuState] = {}
             if None not in locks.values() and gpus:
                 clear_leftovers(self.state)  # the previous holder may have been killed while its ranks were at work
-                before = {uuid: self._inspect(uuid) for uuid in gpus}
+                before = {uuid: self._nvml.look(uuid) for uuid in gpus}
             held = {uuid: lock for uuid, lock in locks.items() if lock is not None}
             if len(held) < len(locks) or any(map(stranger, before.values())):
                 for lock in held.values():
@@ -177,7 +177,7 @@ class GpuLocks:
 
     def _problem(self, uuid: str) -> GpuProblem | None:
         """Return what is wrong with a GPU of this run now that its attempt has ended."""
-        before, now = self._before[uuid], self._inspect(uuid)
+        before, now = self._before[uuid], self._nvml.look(uuid)
         if now.problem:
             return GpuProblem("lost", now.problem)
         for process in self._remaining(now):
@@ -196,13 +196,6 @@ class GpuLocks:
         return self.folder / (re.sub(r"[^\w.-]", "_", uuid) + ".lock")
 
 
-class Driver(Protocol):
-    """``gpus.Nvml``, or a fake."""
-
-    def look(self, uuid: str) -> GpuState: ...
-    def failed_gpus(self) -> dict[str, str]: ...
-
-
 class GpuPool:
     """Which of the machine's GPUs this run may use now, and why not the others.
 
@@ -211,7 +204,7 @@ class GpuPool:
     """
 
     def __init__(
-        self, gpus: Sequence[Gpu], locks: GpuLocks, driver: Driver, say: Callable[[str], None] = lambda text: None
+        self, gpus: Sequence[Gpu], locks: GpuLocks, nvml: Nvml, say: Callable[[str], None] = lambda text: None
     ) -> None:
         self.all = [gpu.uuid for gpu in gpus]
         self.names = {gpu.uuid: f"gpu{gpu.index}" for gpu in gpus}
@@ -219,7 +212,7 @@ class GpuPool:
         self.taken: dict[str, str] = {}
         self.notes: list[str] = []  # for the summary of the run
         self.locks = locks
-        self._driver = driver
+        self._nvml = nvml
         self._say = say
         self._checked = float("-inf")
 
@@ -237,9 +230,9 @@ class GpuPool:
         if now - self._checked < CHECK_S:
             return set()
         self._checked = now
-        failed = {uuid: why for uuid, why in self._driver.failed_gpus().items() if uuid in self.names}
+        failed = {uuid: why for uuid, why in self._nvml.failed_gpus().items() if uuid in self.names}
         for uuid in self.locks.free([uuid for uuid in self.all if uuid not in held and uuid not in self.out]):
-            state = self._driver.look(uuid)
+            state = self._nvml.look(uuid)
             if state.problem:
                 failed.setdefault(uuid, state.problem)
             self._set_user(uuid, stranger(state))

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,9 @@ from typing import Any
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment import probe
+from repro_matrix.environment import probe as device_probe
 from repro_matrix.environment.gpus import states
-from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Attempt, stack_environment
@@ -33,6 +32,7 @@ from repro_matrix.planning.memory import ModelSizes, add_memory
 from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, skip_with_first
 from repro_matrix.results.store import code_hashes
 from repro_matrix.runner.gpu_pool import GpuLocks
+from repro_matrix.runner.session import Session
 from repro_matrix.text import log
 
 Json = dict[str, Any]
@@ -53,7 +53,8 @@ class Prober:
         if stack.key in self._passed:
             return self._passed[stack.key], None
         answer = self.look(stack)
-        problem, recorded = probe.problem(answer, stack, self.profile, self.machine), probe.record(answer)
+        problem = device_probe.problem(answer, stack, self.profile, self.machine)
+        recorded = device_probe.record(answer)
         if problem is None:
             self._passed[stack.key] = recorded
         return recorded, problem
@@ -66,117 +67,101 @@ class Prober:
             "device": self.profile.accelerator, "backend": self.profile.backend, "case": "probe", "variant": "probe",
         }  # fmt: skip
         attempt = Attempt(
-            run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.LIMIT_S,
+            run_id, run_id, Path("."), device_probe.SCRIPT, settings, stack.python, len(uuids), device_probe.LIMIT_S,
             stack.environment({}), uuids,
         )  # fmt: skip
         env = stack_environment(attempt)
         if not uuids:
-            return probe.ask(stack, None, env)
+            return device_probe.ask(stack, None, env)
         with GpuLocks(self.state, run_id) as locks:
             free = [name for name in uuids if locks.acquire([name])]
             memory = states(free)
             roomy = [name for name in free if (free_mb := memory[name].free_mb) is None or free_mb >= ROOM_MB]
-            return probe.ask(stack, [uuids.index(name) for name in roomy], env)
+            return device_probe.ask(stack, [uuids.index(name) for name in roomy], env)
 
 
-@dataclass
-class Prerequisites:
-    """``stacks`` and ``unavailable`` (stack -> the reason) fill up as stacks are built."""
+def plan(
+    session: Session, cells: Sequence[matrix.Cell], build: bool, probe: Prober | None = None, ask_models: bool = False
+) -> None:
+    """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped.
 
-    catalogue: Catalogue
-    settings: RunSettings
-    profiles: Mapping[str, Profile]  # by name
-    machine: Machine
-    build: bool  # whether stacks may be built, and ops compiled
-    stacks: dict[str, Stack]
-    unavailable: dict[str, str] = field(default_factory=dict)
-    probe: Callable[[Stack], tuple[Json, str | None]] | None = None  # on GPUs: asks the stack's torch about them
-    unusable: set[str] = field(default_factory=set)  # of the unavailable: those whose torch cannot use the GPUs
-    ask_models: bool = False  # whether stacks are asked what their models need, where that is not known yet
-    unplanned: list[str] = field(default_factory=list)  # what stacks did not answer
+    ``build``: whether stacks may be built, and ops compiled. ``probe``: asks a stack's torch about the GPUs.
+    ``ask_models``: ask the stacks what their models need, where that is not known yet. Raises StackError for a name
+    without a stack.
+    """
+    catalogue, machine, settings = session.catalogue, session.machine, session.settings
+    _locate(session, cells, build)
+    if probe:
+        _probe(session, cells, probe)
+    usable = dict(session.stacks)
+    compiling = [cell for cell in cells if build and cell.stack in usable and _compiles(session, cell)]
+    for name in ({cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)) & usable.keys():
+        usable[name] = _with_op(usable[name])
+    code = code_hashes(catalogue, {cell.case for cell in cells})
+    stacks: Mapping[str, Stack | str] = {**usable, **session.unavailable}
+    profiles = {profile.name: profile for profile in session.profiles}
+    plans = Planner(catalogue, settings, profiles, machine, stacks, code).plan(list(cells))
+    if build and settings.weights.value == "hub":
+        plans = with_weights(plans, session.stacks)
+    session.plans, session.unplanned = with_memory(plans, catalogue, usable, machine, settings, ask_models)
 
-    def plan(self, cells: Sequence[matrix.Cell]) -> list[CellPlan]:
-        """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped.
 
-        Raises StackError for a name without a stack.
-        """
-        self._locate(cells)
-        self._probe(cells)
-        usable = dict(self.stacks)
-        compiling = [cell for cell in cells if cell.stack in usable and self._compiles(cell)]
-        for name in ({cell.stack for cell in compiling} | self._stacks_of_variants(compiling)) & usable.keys():
-            usable[name] = _with_op(usable[name])
-        code = code_hashes(self.catalogue, {cell.case for cell in cells})
-        stacks: Mapping[str, Stack | str] = {**usable, **self.unavailable}
-        planner = Planner(self.catalogue, self.settings, self.profiles, self.machine, stacks, code)
-        plans = planner.plan(list(cells))
-        if self.build and self.settings.weights.value == "hub":
-            plans = with_weights(plans, self.stacks)
-        plans, problems = with_memory(plans, self.catalogue, usable, self.machine, self.settings, self.ask_models)
-        self.unplanned += problems
-        return plans
-
-    def _locate(self, cells: Sequence[matrix.Cell]) -> None:
-        """Resolve the stacks of the cells, and build those that are missing."""
-        states = {listed.name: listed.state for listed in defined_stacks()}
-        named = {cell.stack for cell in cells}
-        for name in sorted(named - self.stacks.keys()):
-            check(name)
-        # A stack that only one variant needs is used when it is there, and built by `repro stack build`. This includes
-        # variants that are not selected: their recorded attempts stay while they would be launched in the same way.
-        for name in sorted((named | self._stacks_of_variants(cells, every=True)) - self.stacks.keys()):
-            # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
-            base = states.get(spec.parse(name).base, "here")
-            if not self.build and name not in states and base not in ("here", "built", "floating"):
-                self.unavailable[name] = f"its base is not built here: `repro stack build {name}`"
-            elif states.get(name) in ("here", "built") or is_existing(name) or (name not in states and not self.build):
-                self._resolve(name)
-            elif self.build and name in named:
-                log(f"building stack {name}; this takes minutes, once")
-                self._resolve(name)
-            else:
-                self.unavailable[name] = f"it is not built here: `repro stack build {name}`"
-
-    def _resolve(self, name: str) -> None:
+def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None:
+    """Resolve the stacks of the cells, and build those that are missing."""
+    states = {listed.name: listed.state for listed in defined_stacks()}
+    named = {cell.stack for cell in cells}
+    for name in sorted(named - session.stacks.keys()):
+        check(name)
+    # A stack that only one variant needs is used when it is there, and built by `repro stack build`. This includes
+    # variants that are not selected: their recorded attempts stay while they would be launched in the same way.
+    for name in sorted((named | _stacks_of_variants(session, cells, every=True)) - session.stacks.keys()):
+        state = states.get(name)
+        there = state in ("here", "built") or is_existing(name)
+        # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
+        unlisted = state is None and states.get(spec.parse(name).base, "here") in ("here", "built", "floating")
+        if not there and not (name in named if build else unlisted):
+            session.unavailable[name] = f"it is not built here: `repro stack build {name}`"
+            continue
+        if not there and build:
+            log(f"building stack {name}; this takes minutes, once")
         try:
-            self.stacks[name] = resolve(name)
+            session.stacks[name] = resolve(name)
         except StackError as error:
-            self.unavailable[name] = str(error)
+            session.unavailable[name] = str(error)
 
-    def _probe(self, cells: Iterable[matrix.Cell]) -> None:
-        """Ask the torch of these cells' stacks whether it can use the GPUs; nothing of a stack that cannot is run."""
-        on_gpus = [cell for cell in cells if self.profiles[cell.hardware].accelerator != "cpu"]
-        if self.probe is None or not on_gpus:
-            return
-        for name in sorted(({cell.stack for cell in on_gpus} | self._stacks_of_variants(on_gpus)) & self.stacks.keys()):
-            answer, problem = self.probe(self.stacks[name])
-            if problem is None:
-                self.stacks[name] = replace(self.stacks[name], probe=answer)
-                continue
-            del self.stacks[name]
-            self.unavailable[name] = problem
-            self.unusable.add(name)
 
-    def _stacks_of_variants(self, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:
-        cases = [self.catalogue.cases[slug] for slug in {cell.case for cell in cells}]
-        selected = None if every else self.settings.variants
-        variants = [case.variants[name] for case in cases for name in matrix.variants_of(case, selected)]
-        return {variant.stack for variant in variants if variant.stack}
+def _probe(session: Session, cells: Iterable[matrix.Cell], probe: Prober) -> None:
+    """Ask the torch of these cells' stacks whether it can use the GPUs; nothing of a stack that cannot is run."""
+    cpu = {profile.name for profile in session.profiles if profile.accelerator == "cpu"}
+    on_gpus = [cell for cell in cells if cell.hardware not in cpu]
+    used = {cell.stack for cell in on_gpus} | _stacks_of_variants(session, on_gpus)
+    for name in sorted(used & session.stacks.keys()):
+        answer, problem = probe(session.stacks[name])
+        if problem is None:
+            session.stacks[name] = replace(session.stacks[name], probe=answer)
+            continue
+        del session.stacks[name]
+        session.unavailable[name] = problem
+        session.unusable.add(name)
 
-    def _compiles(self, cell: matrix.Cell) -> bool:
-        """Whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
-        if not self.build or self.profiles[cell.hardware].accelerator != "cpu":
-            return False
-        case = self.catalogue.cases[cell.case]
-        variants = [case.variants[name] for name in matrix.variants_of(case, self.settings.variants)]
-        needs = [
-            *case.requires.packages,
-            *case.launch.imports,
-            *(item for variant in variants for item in variant.requires),
-        ]
-        strategies = {cell.strategy, *(variant.strategy for variant in variants if variant.strategy)}
-        needs += [item for name in strategies for item in self.catalogue.strategies[name].requires]
-        return any(item.startswith("deepspeed") for item in needs)
+
+def _stacks_of_variants(session: Session, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:
+    cases = [session.catalogue.cases[slug] for slug in {cell.case for cell in cells}]
+    selected = None if every else session.settings.variants
+    variants = [case.variants[name] for case in cases for name in matrix.variants_of(case, selected)]
+    return {variant.stack for variant in variants if variant.stack}
+
+
+def _compiles(session: Session, cell: matrix.Cell) -> bool:
+    """Whether the cell needs DeepSpeed on a CPU: its op takes minutes to compile."""
+    if any(profile.name == cell.hardware and profile.accelerator != "cpu" for profile in session.profiles):
+        return False
+    case = session.catalogue.cases[cell.case]
+    variants = [case.variants[name] for name in matrix.variants_of(case, session.settings.variants)]
+    strategies = {cell.strategy, *(variant.strategy for variant in variants if variant.strategy)}
+    needs = [case.requires.packages, case.launch.imports, *(variant.requires for variant in variants)]
+    needs += [session.catalogue.strategies[name].requires for name in strategies]
+    return any(item.startswith("deepspeed") for items in needs for item in items)
 
 
 def _with_op(stack: Stack) -> Stack:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import psutil
 
@@ -135,16 +136,11 @@ class CpuLoad:
 # What attempts took when they were last measured: what to expect of the next ones
 
 
-@dataclass(frozen=True)
-class Took:
+class Took(NamedTuple):
     """Seconds and GiB of one attempt, all its ranks together."""
 
     seconds: float
     memory_gb: float | None
-    scale: str = "tiny"
-
-
-Recorded = Mapping[tuple[str, str], Took]
 
 
 def recorded(rows: Iterable[Row]) -> dict[tuple[str, str], Took]:
@@ -155,23 +151,12 @@ def recorded(rows: Iterable[Row]) -> dict[tuple[str, str], Took]:
             ranks = row.settings.get("world_size", 1)
             peak = max((attempt.peak_rss_mb or 0.0 for attempt in row.attempts), default=0.0)
             seconds = statistics.median(attempt.wall_s for attempt in row.attempts)
-            found[row.cell_id, row.variant] = Took(seconds, peak * ranks / 1024 or None, row.scale)
+            found[row.cell_id, row.variant] = Took(seconds, peak * ranks / 1024 or None)
     return found
 
 
-def expect(known: Recorded, key: str, variant: VariantPlan) -> Took:
-    """Return what to expect of one attempt. One that was never measured takes what its case takes at that size; where
-    nothing of the case is known, assume that it is long, so that it does not start last."""
-    took = known.get((key, variant.variant))
-    seconds = took.seconds if took else variant.expected_s or _usual(known, key, variant) or UNKNOWN_S
+def expect(known: Took | None, variant: VariantPlan) -> tuple[float, float]:
+    """Return the seconds and GiB to expect of one attempt. ``known``: what it took when it was measured."""
+    seconds = known.seconds if known else variant.expected_s or UNKNOWN_S
     planned = variant.memory.host_node / GIB if variant.memory else MEMORY_PER_RANK_GB * variant.world_size
-    memory = (took.memory_gb if took else None) or planned
-    return Took(min(seconds, variant.deadline), memory)
-
-
-def _usual(known: Recorded, key: str, variant: VariantPlan) -> float | None:
-    case, scale = key.partition("/")[0], variant.settings["model"]["scale"]
-    same_size = [
-        each.seconds for (other, _), each in known.items() if other.partition("/")[0] == case and each.scale == scale
-    ]
-    return statistics.median(same_size) if same_size else None
+    return min(seconds, variant.deadline), (known and known.memory_gb) or planned

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
@@ -18,10 +18,9 @@ from repro_matrix.config.catalog import Catalogue, check_syntax
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import Order, RunSettings, compose_run
 from repro_matrix.environment import machine as machine_module
-from repro_matrix.environment import profiles as profiles_module
 from repro_matrix.environment import stacks as stacks_module
-from repro_matrix.environment.machine import Machine
-from repro_matrix.environment.profiles import Profile
+from repro_matrix.environment.gpus import Gpu
+from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
 from repro_matrix.paths import cache_dir
@@ -32,9 +31,6 @@ from repro_matrix.results import runs
 from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.store import git_state
 from repro_matrix.results.summary import Row
-
-if TYPE_CHECKING:  # `repro list` needs the cells and nothing that launches
-    from repro_matrix.runner.prerequisites import Prerequisites
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -63,7 +59,7 @@ class Request:
             raise ConfigError(f"the blocks are for different hardware ({named}). Add hardware=... to the command.")
         return list(next(iter(requested)))
 
-    def but(self, stack: str, variants: Sequence[str], repeat: int) -> Request:
+    def for_stack(self, stack: str, variants: Sequence[str], repeat: int) -> Request:
         """Return the request for one stack (by its name) and these variants."""
         return replace(
             self,
@@ -71,11 +67,11 @@ class Request:
             selections=[replace(each, stack=[stack], given=each.given | {"stack"}) for each in self.selections],
         )
 
-    def having(self, values: Mapping[str, Any]) -> Request:
+    def with_values(self, values: Mapping[str, Any]) -> Request:
         """Return the request with these values, by the keys of their overrides. Raises ConfigError as ``ask`` does."""
         return ask([*self.texts(without=values), *(overrides.override_text(*item) for item in values.items())])
 
-    def less(self, dropped: Callable[[str], bool]) -> Request:
+    def without(self, dropped: Callable[[str], bool]) -> Request:
         """Return the request without the overrides of these keys."""
         return ask(self.texts(without={key for key, _ in self.words if dropped(key)}))
 
@@ -179,9 +175,9 @@ class Session:
     settings: RunSettings
     profiles: list[Profile]  # side by side; each cell is measured on one of them
     machine: Machine
-    stacks: dict[str, Stack]
-    plans: list[CellPlan]
-    unavailable: dict[str, str]  # stack -> why it is not there
+    stacks: dict[str, Stack] = field(default_factory=dict)
+    plans: list[CellPlan] = field(default_factory=list)
+    unavailable: dict[str, str] = field(default_factory=dict)  # stack -> why it is not there
     # Of these, the ones that are there and whose torch cannot use the GPUs: their variants were selected.
     unusable: set[str] = field(default_factory=set)
     shard: ShardManifest | None = None  # which shard of a selection this is
@@ -195,6 +191,12 @@ class Session:
     def profile(self) -> Profile:
         """Return the first profile: the GPUs, where there are any."""
         return self.profiles[0]
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        """Return all GPUs of all profiles, each once, in the machine's order."""
+        by_uuid = {gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}
+        return sorted(by_uuid.values(), key=lambda gpu: gpu.index)
 
     def sizes(self, profile: Profile) -> list[int]:
         """Return the numbers of ranks of its attempts, each once."""
@@ -243,16 +245,16 @@ def prepare(
     resolved, by the name that the selection uses for them. ``plan_only``: nothing will be launched, so that the
     hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing is built.
     """
-    from repro_matrix.runner.prerequisites import Prerequisites, Prober
+    from repro_matrix.runner import prerequisites  # `repro list` needs the cells and nothing that launches
 
     request = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = request.catalogue, replace(request.settings)
     machine = machine_module.detect()
     planned = False
     if plan_only:
-        profiles, machine, planned = profiles_module.settle_planned(request.hardware, catalogue.hardware, machine)
+        profiles, machine, planned = machine_module.settle_planned(request.hardware, catalogue.hardware, machine)
     else:
-        profiles = profiles_module.settle_all(request.hardware, catalogue.hardware, machine)
+        profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
     cells, elsewhere = matrix.place(catalogue, request.cells, profiles, auto=request.hardware == ["auto"])
     for slug in sorted({cell.case for cell in cells}):
         check_syntax(catalogue.script(catalogue.cases[slug]))
@@ -266,30 +268,23 @@ def prepare(
     if time_limit is not None:
         settings.order = Order.declared
         cells = oldest_first(cells, runs.measured_rows(settings))
-    prerequisites = Prerequisites(
-        catalogue, settings, {profile.name: profile for profile in profiles}, machine, build_stacks, dict(given or {})
-    )
-    gpus = profiles_module.together(profiles)
-    if (build_stacks or probe) and gpus:
-        prerequisites.probe = Prober(gpus, machine, cache_dir() / "state")
-    prerequisites.ask_models = plan_only or settings.scale.value == "full"
-    plans = prerequisites.plan(cells)
-    _check_stacks(cells, prerequisites)
-    stacks = prerequisites.stacks
-    return Session(
-        catalogue, settings, profiles, machine, stacks, plans, prerequisites.unavailable, prerequisites.unusable,
-        _manifest(shard, request, settings, cells, stacks) if shard else None, planned, prerequisites.unplanned,
-        list(request.left_out), elsewhere, time_limit,
+    session = Session(
+        catalogue, settings, profiles, machine, dict(given or {}), planned=planned, left_out=list(request.left_out),
+        elsewhere=elsewhere, time_limit=time_limit,
     )  # fmt: skip
-
-
-def _check_stacks(cells: Sequence[Cell], prerequisites: Prerequisites) -> None:
-    """Raise the reason where none of the selected stacks can be used."""
+    prober = None
+    if (build_stacks or probe) and session.gpus:
+        together = replace(session.profile, gpus=tuple(session.gpus))
+        prober = prerequisites.Prober(together, machine, cache_dir() / "state")
+    ask_models = plan_only or settings.scale.value == "full"
+    prerequisites.plan(session, cells, build_stacks, prober, ask_models)
     names = list(dict.fromkeys(cell.stack for cell in cells))
-    if all(name in prerequisites.unavailable for name in names):
-        kind = MeasureError if names[0] in prerequisites.unusable else ConfigError
-        why = prerequisites.unavailable[names[0]]
+    if all(name in session.unavailable for name in names):
+        kind = MeasureError if names[0] in session.unusable else ConfigError
+        why = session.unavailable[names[0]]
         raise kind(why if why.startswith("stack") else f"stack={names[0]}: {why}")
+    session.shard = _manifest(shard, request, session, cells) if shard else None
+    return session
 
 
 def _published_seconds(catalogue: Catalogue, cells: Sequence[Cell], settings: RunSettings) -> dict[Cell, float]:
@@ -310,14 +305,13 @@ def selected_by(line: Selection) -> list[str]:
     return sorted(text for key, text in line.words if key not in MACHINE_SETTINGS)
 
 
-def _manifest(
-    shard: Shard, request: Request, settings: RunSettings, cells: Sequence[Cell], stacks: Mapping[str, Stack]
-) -> ShardManifest:
+def _manifest(shard: Shard, request: Request, session: Session, cells: Sequence[Cell]) -> ShardManifest:
     names = sorted((cell.hardware, cell.stack, cell.key) for cell in cells)
-    repeat = {cell.case: settings.repeat or request.catalogue.cases[cell.case].repeat for cell in cells}
-    used = {name: dict(stacks[name].versions) for name in sorted({cell.stack for cell in cells} & stacks.keys())}
+    repeat = {cell.case: session.settings.repeat or session.catalogue.cases[cell.case].repeat for cell in cells}
+    used = sorted({cell.stack for cell in cells} & session.stacks.keys())
+    versions = {name: dict(session.stacks[name].versions) for name in used}
     selection = tuple(selected_by(request.selections[0]))
-    return ShardManifest(*shard, selection, repeat, tuple(names), *git_state(), used)
+    return ShardManifest(*shard, selection, repeat, tuple(names), *git_state(), versions)
 
 
 def seconds_of(name: str, text: str | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Run a prepared session: its folder (new, or that of the run it continues), the launcher and GPU locks, Ctrl-C."""
+"""Run a prepared session: its folder (new, or that of the run it continues), canary cells, launcher, locks, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,33 +7,44 @@ import os
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.settings import compose_run
+from repro_matrix.config.catalog import Catalogue, parse, read_yaml
+from repro_matrix.config.schema import Case, Model, Strategy
+from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.environment.gpus import Gpu, Nvml
-from repro_matrix.environment.machine import conditions
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.launch import open_launcher
-from repro_matrix.launch.attempt import Launcher
-from repro_matrix.paths import cache_dir
-from repro_matrix.planning.plan import CellPlan
-from repro_matrix.results import runs, summary
-from repro_matrix.results.store import Store, provenance
-from repro_matrix.runner import canary
-from repro_matrix.runner.attempts import REFERENCES, Attempts, new_run_dir
-from repro_matrix.runner.engine import Engine, Event, RunContext, Summary
+from repro_matrix.paths import CONF, REPROS, cache_dir
+from repro_matrix.planning.cells import Cell
+from repro_matrix.planning.plan import CellPlan, Planner
+from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import FailureId
+from repro_matrix.results import runs
+from repro_matrix.results.store import Store
+from repro_matrix.runner.attempts import REFERENCES, Workplace, imports_of, new_run_dir
+from repro_matrix.runner.engine import Engine, Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers, register_run
 from repro_matrix.runner.session import Session, selected_by
 from repro_matrix.text import log
 
 RESUMED = "what is recorded is kept: --resume continues the run"
+
+_MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
+_INVARIANTS = {"collectives": ["reduce"]}
+_STRATEGY = {"slug": "none", "title": "no strategy", "allow_gpu_sharing": True, "invariants": _INVARIANTS}
+# case -> variant -> (verdict, failures it must report)
+PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
+    "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
+    "canary-healthy": {"control": ("PASSED", [])},
+}
 
 
 # The folder of a run
@@ -110,22 +121,93 @@ def folder(session: Session, texts: Sequence[str], before: Path | None = None) -
         raise
 
 
+# The canary cells, which every run of the matrix measures first: does the harness itself work here?
+#
+# A failure, a working fix, a fix after which a number is wrong, and healthy work are measured like every cell, with the
+# run's stacks, profiles and launcher, the ranks' kit and the grader. Where one has another result than it must have, no
+# result of this run could be trusted, and nothing is measured. They are not in the catalogue: no list, claim or
+# published result includes them (conf/canary).
+
+
+def canary_catalogue(of: Catalogue, imports: Sequence[str] = ()) -> Catalogue:
+    """Return the canary cases with the run's stacks and hardware. ``imports``: of their fork server."""
+    raws = {path.stem: read_yaml(path) for path in sorted((CONF / "canary").glob("*.yaml"))}
+    for raw in raws.values() if imports else ():
+        raw["launch"]["imports"] = list(imports)
+    cases = {slug: parse(Case, raw, CONF / "canary" / f"{slug}.yaml") for slug, raw in raws.items()}
+    raw_of = {**of.raw, "case": raws, "model": {"none": _MODEL}, "strategy": {"none": _STRATEGY}}
+    models, strategies = {"none": Model(**_MODEL)}, {"none": Strategy(**_STRATEGY)}
+    return Catalogue(cases, models, strategies, of.stacks, of.hardware, raw_of, REPROS)
+
+
+def plan_canary(session: Session, ranks: Mapping[str, int]) -> list[CellPlan]:
+    """Plan the canary cells on every stack and profile of ``ranks`` (profile -> how many) where the run launches
+    something. ``session``: with the canary catalogue."""
+    launched = [(each.stack, plan.profile.name) for plan in session.plans for each in plan.variants if not each.skipped]
+    cells = [
+        Cell(case, "none", "none", (), stack, name, ranks[name])
+        for stack, name in dict.fromkeys(launched)
+        for case in session.catalogue.cases
+        if name in ranks
+    ]
+    settings, profiles = RunSettings(env=dict(session.settings.env)), {each.name: each for each in session.profiles}
+    return Planner(session.catalogue, settings, profiles, session.machine, dict(session.stacks), {}).plan(cells)
+
+
+def _usual_imports(of: Catalogue, among: Iterable[CellPlan]) -> tuple[str, ...]:
+    """Return what most variants' servers import: such a server serves the canary cells too."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    for plan in among:
+        case = of.cases[plan.cell.case]
+        if not case.launch.env and not case.launch.cold_start_reason:
+            counts.update(imports_of(of, case, variant) for variant in plan.variants if not variant.skipped)
+    return counts.most_common(1)[0][0] if counts else ()
+
+
+def wrong_canaries(documents: Iterable[Document]) -> list[str]:
+    """Return a line for each result that is not as planted. Pure."""
+    lines = []
+    for document in documents:
+        for variant, (verdict, failures) in PLANTED[document["case"]].items():
+            graded: Any = document["verdicts"].get(variant) or {"name": "nothing", "reason": "not graded"}
+            found = [str(FailureId(**item)) for item in graded.get("failure_ids", ())]
+            if (graded["name"], found) != (verdict, failures):
+                where = f"stack {document['stack']['name']} on {document['hardware']['profile']}"
+                result = f"the result is {graded['name']}: {graded['reason']}"
+                lines.append(f"{document['case']}/{variant}, {where}: planted {verdict}, {result}")
+    return lines
+
+
+def canary_problem(session: Session, place: Workplace, stop: threading.Event) -> str | None:
+    """Measure the canary cells; return why nothing else may be measured, or None.
+
+    Their documents are not kept. There are no canary cells where nothing is launched.
+    """
+    planted = canary_catalogue(session.catalogue, _usual_imports(session.catalogue, session.plans))
+    inner = replace(session, catalogue=planted, time_limit=None)
+    two = {profile.name for profile in session.profiles if not profile.gpus or profile.shared or len(profile.gpus) > 1}
+    ranks = {profile.name: 2 if profile.name in two else 1 for profile in session.profiles}
+    while cells := plan_canary(inner, ranks):
+        summary = Engine(inner, place, Store(place.run_dir / "canary"), lambda event: None).run(cells, stop)
+        if stop.is_set():
+            return None
+        lacking = [document for document in summary.documents if _lacks_gpus(document)]
+        problems = wrong_canaries(document for document in summary.documents if document not in lacking)
+        problems += [summary.problem] if summary.problem else []
+        if problems:
+            return "; ".join(problems)
+        # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.
+        fewer = {document["hardware"]["profile"] for document in lacking}
+        ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
+    return None
+
+
+def _lacks_gpus(document: Document) -> bool:
+    attempts = (attempt for variant in document["variants"].values() for attempt in variant["attempts"])
+    return any(attempt["outcome"].get("infra_error") == "not_enough_gpus" for attempt in attempts)
+
+
 # The run
-
-
-@dataclass
-class Workplace:
-    """What consecutive runs share: one launcher with its fork servers, one folder, one set of GPU locks."""
-
-    launcher: Launcher
-    locks: GpuLocks
-    nvml: Nvml
-    run_dir: Path
-
-    @cached_property
-    def published(self) -> list[summary.Row]:
-        """Return the rows of the published baseline, read once."""
-        return runs.measured_rows()
 
 
 @contextlib.contextmanager
@@ -143,7 +225,7 @@ def workplace(
         register_run(state, run_dir.name),
         _removing(run_dir),
         Nvml(gpu.uuid for gpu in gpus) as nvml,
-        GpuLocks(state, run_dir.name, nvml.look) as locks,
+        GpuLocks(state, run_dir.name, nvml) as locks,
         contextlib.closing(open_launcher(launcher)) as opened,
     ):
         yield Workplace(opened, locks, nvml, run_dir)
@@ -166,41 +248,23 @@ def execute(
     stop: threading.Event,
     resume: bool = False,
     on_warning: Callable[[str], None] = lambda text: None,
-    planted: bool = False,
-    at: Workplace | None = None,
+    with_canary: bool = False,
+    shared: Workplace | None = None,
 ) -> Summary:
-    """Run the session's plans over its results folder. ``planted``: measure the canary cells first (canary.py), and
-    nothing else where their results are wrong (MeasureError). ``at``: where several runs share a launcher."""
+    """Run the session's plans over its results folder. ``with_canary``: measure the canary cells first, and nothing
+    else where their results are wrong (MeasureError). ``shared``: where several runs share a launcher."""
     store = Store(runs.results_folder(session.settings))
-    ends = None if session.time_limit is None else time.monotonic() + session.time_limit
     store.open()
     try:
         if session.shard:
             runs.write_manifest(store.root, session.shard)
-        with contextlib.ExitStack() as own:
-            gpus = {gpu.uuid: gpu for profile in session.profiles for gpu in profile.gpus}
-            place = at or own.enter_context(workplace(session.settings.launcher.value, gpus.values(), on_warning))
-            context = RunContext(
-                session.catalogue, session.settings, session.profiles, session.machine, session.stacks,
-                provenance(session.settings.seed), runs.measured_rows(session.settings, place.published),
-                conditions(), ends,
-            )  # fmt: skip
-
-            def run(
-                context: RunContext, plans: Sequence[CellPlan], root: Store, tell: Callable[[Event], None],
-                resume: bool = False,
-            ) -> Summary:  # fmt: skip
-                keep = session.settings.keep_files
-                attempts = Attempts(
-                    context.catalogue, session.stacks, place.launcher, place.locks, place.run_dir, keep
-                )  # fmt: skip
-                return Engine(context, attempts, root, tell, place.nvml).run(plans, stop, resume)
-
-            if planted:
-                wrong = canary.look(context, session.plans, run, Store(place.run_dir / "canary"), stop)
-                if wrong:
-                    raise MeasureError(wrong)
-            return run(context, session.plans, store, on_event, resume)
+        with contextlib.ExitStack() as opened:
+            launcher = session.settings.launcher.value
+            place = shared or opened.enter_context(workplace(launcher, session.gpus, on_warning))
+            if with_canary and (problem := canary_problem(session, place, stop)):
+                raise MeasureError(f"the harness itself does not work here, nothing was measured: {problem}")
+            earlier = runs.measured_rows(session.settings, place.published)
+            return Engine(session, place, store, on_event, earlier).run(session.plans, stop, resume)
     finally:
         for text in dict.fromkeys(store.damaged):
             on_warning(text)

@@ -15,7 +15,8 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.vocabulary import RELEVANT, UPSTREAM
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, StackError, differences, index
+from repro_matrix.environment.stacks import Stack, StackError, differences
+from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.build import too_heavy
 from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.errors import ConfigError, MeasureError, ReproError
@@ -211,7 +212,7 @@ def release_line(
     ``unchanged``: the stack itself is the good end. ``fixed``: Target.fixed of all of them.
     """
     ends = {Version(good): good, Version(bad): bad}
-    known = {release.parsed: release.version for release in index.releases(package, yanked=yanked, pre=pre)}
+    known = {release.parsed: release.version for release in locks.releases(package, yanked=yanked, pre=pre)}
     inside = {version: text for version, text in known.items() if min(ends) < version < max(ends)}
     line = sorted({**inside, **ends}.items(), reverse=Version(good) > Version(bad))
 
@@ -247,8 +248,8 @@ class Search:
             self._stacks(bisector, good, bad, [package] if package else [])
 
     def _releases(self, bisector: Bisector, good: str, bad: str, package: str, base: str) -> None:
-        available = index.releases(package, yanked=True, pre=True)
-        one, other = (available[index.exact(package, available, text)].version for text in (good, bad))
+        available = locks.releases(package, yanked=True, pre=True)
+        one, other = (available[locks.exact(package, available, text)].version for text in (good, bad))
         if Version(one) == Version(other):
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
         stacks.resolve(base, say=self.prober.say)
@@ -280,7 +281,7 @@ class Search:
     def _add(self, package: str, found: Bisection, bisector: Bisector) -> None:
         good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
         stage = report.stage("release", package, found, self.prober, good < bad)
-        listed = () if self.yanked else index.releases(package, yanked=True)
+        listed = () if self.yanked else locks.releases(package, yanked=True)
         low, high = sorted((good, bad))
         # The change may have come with a yanked release between the two neighbours.
         stage["yanked"] = [each.version for each in listed if each.yanked and low < each.parsed < high]

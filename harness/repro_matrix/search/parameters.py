@@ -119,7 +119,7 @@ def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
     if case.launch.env:
         axes["case.launch.env"] = {}  # each is a parameter
     groups = ("flags.", "case.options.", "strategy.options.", "env.")
-    return given.less(lambda name: name in _REDUCED or name.startswith(groups)).having(axes)
+    return given.without(lambda name: name in _REDUCED or name.startswith(groups)).with_values(axes)
 
 
 def of_case(

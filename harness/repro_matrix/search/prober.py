@@ -186,13 +186,13 @@ class CellRunner:
         """
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
-        prepared = session.prepare(request.but(stack.name, variants, repeat), given={stack.name: stack})
+        prepared = session.prepare(request.for_stack(stack.name, variants, repeat), given={stack.name: stack})
         if self._place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
             shared = workspace.workplace(prepared.settings.launcher.value, gpus, self.say)
             self._place = self._open.enter_context(shared)
         summary = workspace.execute(
-            prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, at=self._place
+            prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, shared=self._place
         )
         if summary.problem or summary.interrupted:
             raise Stopped(summary.problem or "interrupted", 2 if summary.problem else 130)

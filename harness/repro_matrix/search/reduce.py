@@ -187,10 +187,10 @@ class CaseReduction(Reduction):
         self.parameters = parameters.of_case(given.catalogue, case, variant, plan.settings, usual.settings, env)
 
     def _prepare(self, request: Request, variant: str) -> session.Session:
-        return session.prepare(request.but(self.stack.name, [variant], 1), given={self.stack.name: self.stack})
+        return session.prepare(request.for_stack(self.stack.name, [variant], 1), given={self.stack.name: self.stack})
 
     def request(self, config: Config) -> Request:
-        return self.base.having(parameters.overrides_of(self.parameters, config))
+        return self.base.with_values(parameters.overrides_of(self.parameters, config))
 
     def command(self, config: Config) -> list[str]:
         texts = self.request(config).texts(without=prober.NOT_REPEATED)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config.catalog import load
 from repro_matrix.environment import machine as machines
-from repro_matrix.environment import profiles
 from repro_matrix.environment.stacks.spec import canonical, parse
 from repro_matrix.results.store import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
@@ -49,7 +48,7 @@ def bisection(search: Search, command: str) -> Data:
     prober, culprits = search.prober, search.culprits
     case, cell = prober.case, prober.cell
     machine = machines.detect()
-    profile = profiles.settle_all([cell.hardware], load().hardware, machine)[0]
+    profile = machines.settle_all([cell.hardware], load().hardware, machine)[0]
     result = [f"{stage['sentence']}." for stage in search.stages]
     if culprits and not result:
         members = ", ".join(culprits.members or ())
