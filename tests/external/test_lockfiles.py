@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from repro_matrix.environment.stacks import StackError
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import lockfiles
-from repro_matrix.external.lockfiles import Lockfile, compared, overlay_of, parse, remaining
+from repro_matrix.external.lockfiles import Lockfile, compared, overlay_of, parse
 
 PIP = """# frozen
 accelerate==1.0.0
@@ -104,11 +104,6 @@ TORCH = {"torch": "2.13.0"}
 )
 def test_overlay_of_a_lockfile(pins: dict[str, str], other: dict[str, str], expected: str | None) -> None:
     assert overlay_of(Lockfile("a", pins), "current", HERE, Lockfile("b", other)) == expected
-
-
-def test_remaining_lists_packages_of_the_other_file_only() -> None:
-    one, other = Lockfile("a", TORCH), Lockfile("b", {**TORCH, "einops": "0.7.0", "x": "1"})
-    assert remaining(one, other, HERE) == ["einops"] and not remaining(other, one, HERE)
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True)

@@ -225,14 +225,14 @@ def test_stored_fits_measured_releases_only() -> None:
     old = {"versions": {"torch": ">=2.2,<2.3"}, "verdicts": {"a": "FIXED", "b": "NOT_FIXED"}}
     new = {"versions": {"torch": ">=2.13,<2.14", "peft": ">=0.21,<0.22"}, "verdicts": {"a": "NOT_FIXED"}}
     case = _case(old, new)
-    (fit,) = stored(case, {"torch": "2.2.2+cu121"}).fits
-    assert fit.holds == ["a"] and fit.holds_not == {"b": "NOT_FIXED"} and fit.unnamed == ()
-    (fit,) = stored(case, {"torch": "2.13.0", "numpy": "1"}).fits
+    (fit,) = stored(case, {"torch": "2.2.2+cu121"})["fits"]
+    assert fit.verdicts == {"a": "FIXED", "b": "NOT_FIXED"} and fit.unnamed == ()
+    (fit,) = stored(case, {"torch": "2.13.0", "numpy": "1"})["fits"]
     assert fit.unnamed == ("peft",)
-    assert stored(case, {"torch": "2.13.0", "peft": "0.10.0"}).fits == ()
+    assert stored(case, {"torch": "2.13.0", "peft": "0.10.0"})["fits"] == []
     between = stored(case, {"torch": "2.4.0", "peft": "0.10.0"})
-    assert between.fits == () and between.nearest[0].versions == {"torch": ">=2.2,<2.3"}
-    assert stored(case, {}).fits == () and stored(_case(), {"torch": "2.2.2"}).nearest == ()
+    assert between["fits"] == [] and between["nearest"][0].versions == {"torch": ">=2.2,<2.3"}
+    assert stored(case, {})["fits"] == [] == stored(_case(), {"torch": "2.2.2"})["nearest"]
 
 
 def test_normalised_message_has_no_numbers_or_paths() -> None:
@@ -273,11 +273,10 @@ def test_match_of_a_failure_gives_its_exit_code(tmp_path: Path, capsys: pytest.C
 
 def test_match_without_labels_takes_the_rank_from_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "a.log"
-    end = ["Root Cause (first observed failure):", "[0]:", "  rank      : 3 (local_rank: 3)",
-           "  exitcode  : -11 (pid: 7)", "  traceback : Signal 11 (SIGSEGV) received by PID 7"]  # fmt: skip
+    end = ["Root Cause (first observed failure):", "[0]:", "  rank      : 3 (local_rank: 3)"]
     log.write_text("\n".join([*UNIFORM, *end]) + "\n")
     _, out, _ = run(capsys, str(log))
-    assert "rank 3 (ended first, torchrun reports)" in out and "rank 3: SIGSEGV" in out
+    assert "rank 3 (ended first, torchrun reports)" in out
 
 
 WATCHDOG = (

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from probing import World, before, world
 from repro_matrix.cli.main import main
-from repro_matrix.environment.stacks.lock import Lock, Release
-from repro_matrix.errors import ConfigError
+from repro_matrix.environment.stacks.lock import Release
 from repro_matrix.external.lockfiles import endpoints
 from repro_matrix.launch.attempt import Attempt
 from script_observations import FINE, UPSTREAM, of_attempt, raised, rank, seen
@@ -188,14 +187,7 @@ def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("repro_matrix.environment.stacks.defined_stacks", list)
-    required = [""]  # by a package of both
-    monkeypatch.setattr(
-        "repro_matrix.environment.stacks.lock.lock_file", lambda path: Lock(path.read_text() + required[0], "3.11")
-    )
     lab.world.bases["current"] = {"python": "3.11.7", "torch": "2.13.0+cpu", "einops": "0.8.2"}
     write_locks("torch==2.13.0 einops==0.7.0", "torch==2.13.0")
     good, bad, _ = endpoints("good.txt", "bad.txt", tmp_path)
     assert Path(good).read_text() == "einops==0.7.0\ntorch==2.13.0\n" and Path(bad).read_text() == "torch==2.13.0\n"
-    required[0] = "einops==0.8.1\n"
-    with pytest.raises(ConfigError, match=r"einops is in good\.txt and not in bad\.txt"):
-        endpoints("good.txt", "bad.txt", tmp_path)

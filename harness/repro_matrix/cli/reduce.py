@@ -46,8 +46,8 @@ def main(args: argparse.Namespace) -> int:
             return options.stopped(error)
     text = report.render("reduce", {**data, "command_line": shlex.join(data["command"])})
     print_json(data) if args.json else print(text)
-    if search.stopped:
-        return options.stopped(search.stopped)
+    if isinstance(search.ended, Stopped):
+        return options.stopped(search.ended)
     if data["unsure"]:
         log(f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command again.")
     elif not data["done"]:

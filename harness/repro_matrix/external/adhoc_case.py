@@ -14,26 +14,13 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from repro_matrix.config import project
+from repro_matrix.config import project, schema
 from repro_matrix.config.catalog import Catalogue, check_syntax, load
-from repro_matrix.config.schema import (
-    VARIANT,
-    AdhocCase,
-    Axes,
-    Case,
-    Invariants,
-    Launch,
-    Metric,
-    Model,
-    PassCriteria,
-    Signature,
-    Strategy,
-    Variant,
-)  # fmt: skip
+from repro_matrix.config.schema import VARIANT, AdhocCase, Case, Metric, Model, Signature, Strategy
 from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.stacks import Stack
@@ -60,10 +47,10 @@ _OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`, never impor
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 # program -> module that is its command line
-LAUNCHERS = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
-PROGRAMS = (*LAUNCHERS, "accelerate", "python")
+LAUNCHERS = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner",
+             "accelerate launch": "accelerate.commands.launch"}  # fmt: skip
 # modules that start ranks; any other module or file is itself the one process
-STARTS_RANKS = {*LAUNCHERS.values(), "torch.distributed.launch", "accelerate.commands.launch"}
+STARTS_RANKS = {*LAUNCHERS.values(), "torch.distributed.launch"}
 _COUNT = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|num[-_]accelerators)(?:=(.*))?")
 
 
@@ -111,9 +98,7 @@ def error(text: str) -> Failure:
     in_thread = rf"\A(?:[\w.]+\.)?{name}: (?s:.*?)(?:{message})" if message else rf"\A(?:[\w.]+\.)?{name}: "
     signatures = (
         _signature(kind="exception", type=kind, message=pattern),
-        _signature(
-            kind="log", logger=r"\Athreading\Z", message=in_thread
-        ),  # an exception that ended a thread, not the rank
+        _signature(kind="log", logger=r"\Athreading\Z", message=in_thread),  # it ended a thread, not the rank
     )
     return Failure(text, signatures, option=("--error", text))
 
@@ -154,9 +139,9 @@ def metric(text: str) -> Failure:
         try:
             limit = float(match["limit"])
         except ValueError:
-            raise ConfigError(f"--metric {text!r}: {match['limit']!r} is not a number.") from None
+            limit = math.nan  # which cannot be compared either
         if math.isnan(limit):
-            raise ConfigError(f"--metric {text!r}: nan cannot be compared. A value that is not finite always fails.")
+            raise ConfigError(f"--metric {text!r}: {match['limit']!r} is not a number.")
     number = Metric.model_validate({"name": name, "pattern": pattern, "op": match["op"] or "", "limit": limit})
     return Failure(text, metric=number, option=("--metric", text))
 
@@ -167,12 +152,11 @@ def same_failure_as(lines: Iterable[str], name: str) -> Failure:
     nothing = KnownFailures({})
     errors = [one for one in recognize(scan(lines, nothing), nothing).failures if one.error.record]
     first = next((completed(one.error.record) for one in errors if one.error.whole and not one.echo), None)
-    if first is None and any(one.echo for one in errors):
-        raise ConfigError(
-            f"{option}: it shows only errors that follow from another process's failure. Give the log of that process."
-        )
     if first is None:
-        raise ConfigError(f"{option}: it has no complete traceback. Describe the failure with --error 'TYPE: REGEX'.")
+        raise ConfigError(
+            f"{option}: it has no complete traceback of a first failure (errors that follow from another process's do "
+            "not count). Describe the failure with --error 'TYPE: REGEX'."
+        )
     return _exact_failure(raised_chain(first)[0], option, ("--same-failure-as", name))
 
 
@@ -191,8 +175,8 @@ def learned(outcome: Outcome, made: Made) -> Failure | None:
 
 def _exact_failure(raised: RaisedException, text: str, option: tuple[str, ...]) -> Failure:
     frame = raised.innermost
-    library = frame is not None and frame.origin != "" and (frame.origin or "site-packages" in frame.file)
-    package = frame.modules[0].partition(".")[0] if library and frame and frame.modules else None
+    library = frame and frame.modules and frame.origin != "" and (frame.origin or "site-packages" in frame.file)
+    package = frame.modules[0].partition(".")[0] if frame and library else None
     message = normal(raised.message)
     pattern = rf"\A\s*{re.escape(message)}" if message else r"\A\s*\Z"
     for token, any_text in ((r"\#", r"\d+"), ("…", ".*"), ("host:port", ".*")):
@@ -247,25 +231,24 @@ def command_of_script(word: str, nproc: int, args: str = "", module: bool = Fals
 
 def command_of_words(words: Sequence[str], nproc: int | None = None) -> Command:
     """Return a command line given after ``--``. ``nproc``: expected ranks, if the command line does not set them."""
-    if not words:
-        raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
     program, rest = Path(words[0]).name, list(words[1:])
+    if program == "accelerate" and rest:
+        program, rest = f"accelerate {rest[0]}", rest[1:]
     if re.fullmatch(r"python(3(\.\d+)?)?", program):
         argv = rest
     elif program in LAUNCHERS:
         argv = ["-m", LAUNCHERS[program], *rest]
-    elif program == "accelerate":
-        if not rest or rest[0] != "launch":
-            raise ConfigError(f"`{shlex.join(words)}` starts no ranks. Use `accelerate launch`.")
-        argv = ["-m", "accelerate.commands.launch", *rest[1:]]
     else:
-        hint = "; write it as env.NAME=VALUE before the --" if "=" in program else nearest(program, PROGRAMS)
-        raise ConfigError(f"`{words[0]}` cannot be launched on a stack of its own{hint}")
-    plain = not (argv[:1] == ["-m"] and len(argv) > 1 and argv[1] in STARTS_RANKS)
-    module = argv[1].rpartition(".")[2] if plain and argv[:1] == ["-m"] and len(argv) > 1 else ""
+        hint = (
+            "; write it as env.NAME=VALUE before the --" if "=" in program else nearest(program, [*LAUNCHERS, "python"])
+        )
+        raise ConfigError(f"`{program}` cannot be launched on a stack of its own{hint}")
+    module = argv[1] if argv[:1] == ["-m"] and len(argv) > 1 else ""
+    plain = module not in STARTS_RANKS
     file = next((word for word in argv if word.endswith(".py")), None)
-    script = checked_script(file) if file and not module else None
-    name = script.stem if script else module or next((w for w in reversed(argv) if not w.startswith("-")), program)
+    script = checked_script(file) if file and not (plain and module) else None
+    words_of_name = [module] if plain and module else [word for word in argv if not word.startswith("-")] or [program]
+    name = script.stem if script else words_of_name[-1].rpartition(".")[2]
     return Command(tuple(argv), _ranks(argv, plain, nproc, words), plain, name, shlex.join(words), script)
 
 
@@ -313,15 +296,16 @@ class Script:
 
     def case(self) -> AdhocCase:
         command, failure = self.command, self.failure
-        launch = Launch(
+        launch = schema.Launch(
             world_size=command.nproc, deadline=failure.hang_s or self.deadline_s, env=dict(self.env),
             cold_start_reason="a user's script", process_group=False,
         )  # fmt: skip
         case = AdhocCase(
             slug=self.slug, title=command.shown, argv=command.argv, path=command.script, plain=command.plain,
             single=command.single, failure=failure.text, log=failure.log, metric=failure.metric, min_ranks=1,
-            allow_gpu_sharing=True, launch=launch, axes=Axes(model=[MODEL], strategy=[STRATEGY]),
-            pass_criteria=PassCriteria(kind="training", checks=["exit code"]), variants={VARIANT: Variant()},
+            allow_gpu_sharing=True, launch=launch, axes=schema.Axes(model=[MODEL], strategy=[STRATEGY]),
+            pass_criteria=schema.PassCriteria(kind="training", checks=["exit code"]),
+            variants={VARIANT: schema.Variant()},
         )  # fmt: skip
         return case.model_copy(update={"signatures": list(failure.signatures)})  # a user's script may raise it itself
 
@@ -333,14 +317,11 @@ class Script:
         options = {"command": list(command.argv), "folder": os.getcwd(), "code": _code(command.script), "log": case.log,
                    "metric": number, "deadline": case.launch.deadline}  # fmt: skip
         overrides = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
-        raw = case.model_dump(mode="json", include={"slug", "launch", "pass_criteria", "steps"}) | {
-            "variants": {VARIANT: {}}
-        }
+        raw = case.model_dump(mode="json", include={"slug", "launch", "pass_criteria", "steps"})
+        raw["variants"] = {VARIANT: {}}
         model = {"slug": MODEL, "title": "the script's own", "hub": "", "model_type": "", "config": {}}
         how = {"slug": STRATEGY, "title": STRATEGY, "options": options, "invariants": {"parameters": "whole"}}
-        strategy = Strategy(
-            slug=STRATEGY, title=STRATEGY, allow_gpu_sharing=True, invariants=Invariants(parameters="whole")
-        )
+        strategy = Strategy.model_validate({**how, "options": {}, "allow_gpu_sharing": True})
         shipped = load()
         catalogue = AdhocCatalogue(
             {case.slug: case}, {MODEL: Model.model_validate(model)}, {STRATEGY: strategy}, shipped.stacks,
@@ -358,9 +339,6 @@ class AdhocCatalogue(Catalogue):
     def script(self, case: Case) -> Path:
         assert isinstance(case, AdhocCase)
         return case.path or Path(__file__)  # the file of a module is unknown here
-
-    def files(self, settings: Mapping[str, object]) -> dict[str, Path]:
-        return {}
 
 
 @dataclass(frozen=True)

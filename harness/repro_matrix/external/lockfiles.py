@@ -8,7 +8,7 @@ two files differ in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,12 +20,10 @@ from repro_matrix.environment.stacks import StackError
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.spec import HEAVY, NOT_OF_TORCH, canonical, short_hash
 from repro_matrix.errors import ConfigError
-from repro_matrix.paths import write_text
 from repro_matrix.text import counted
 
 FORMATS = "a requirements file with pins, as pip freeze writes it, or a project's uv.lock"
 MAX_OVERLAID = 12  # packages: with more, the whole environment is built
-_EXPORT = ["export", "--quiet", "--frozen", "--no-hashes", "--no-emit-project", "--no-header", "--no-annotate"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Lockfile:
 def read(path: Path) -> Lockfile:
     """Read a lock file. Raises ConfigError, or StackError where uv cannot export it."""
     if path.name == "uv.lock":
-        return parse(locks.run_uv(str(path), [*_EXPORT, "--project", str(path.parent)]), str(path))
+        return parse(locks.resolve_file(path), str(path))
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -51,35 +49,29 @@ def parse(text: str, path: str) -> Lockfile:
     """Parse requirements. Raises ConfigError that names the file and the line."""
     pins: dict[str, str] = {}
     unreleased: dict[str, str] = {}
-    for where, name, version, source in _requirements(text, path):
-        if source:
-            unreleased[name] = source
-        elif Version(pins.setdefault(name, version)) != Version(version):
-            raise ConfigError(f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of them.")
-    if not pins and not unreleased:
-        raise ConfigError(f"{path}: no package with its version in it. Give {FORMATS}.")
-    return Lockfile(path, pins, unreleased)
-
-
-def _requirements(text: str, path: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (where, name, version, ""), or (where, name, "", source) for what is not a release of an index."""
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*", "", raw).strip().rstrip("\\").strip()
         where = f"{path}:{number}: {line!r}"
         if re.match(r"-e\b|--editable\b|git\+|https?:|\.{0,2}/", line):
             egg = re.search(r"#egg=([\w.-]+)", raw)
-            yield where, canonical(egg[1]) if egg else line, "", line
+            unreleased[canonical(egg[1]) if egg else line] = line
         elif line and not line.startswith("-"):
             try:
                 requirement = Requirement(line)
             except InvalidRequirement:
                 raise ConfigError(f"{where} is not NAME==VERSION. Give {FORMATS}.") from None
-            exact = [item.version for item in requirement.specifier if item.operator == "=="]
             if requirement.marker is not None and not requirement.marker.evaluate():
                 continue
-            if not requirement.url and (len(exact) != 1 or exact[0].endswith("*")):
+            name, version = canonical(requirement.name), str(requirement.specifier).removeprefix("==")
+            if requirement.url:
+                unreleased[name] = line
+            elif not re.fullmatch(r"==[^,*]+", str(requirement.specifier)):
                 raise ConfigError(f"{where} is not one release. Write NAME==VERSION, as pip freeze does.")
-            yield where, canonical(requirement.name), "".join(exact), line if requirement.url else ""
+            elif Version(pins.setdefault(name, version)) != Version(version):
+                raise ConfigError(f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of them.")
+    if not pins and not unreleased:
+        raise ConfigError(f"{path}: no package with its version in it. Give {FORMATS}.")
+    return Lockfile(path, pins, unreleased)
 
 
 # -- two of them as the ends of a search
@@ -94,20 +86,15 @@ def compared(good: Lockfile, bad: Lockfile) -> dict[str, tuple[str, str]]:
                 f"{name} is not a release of an index ({good.path}: {one}; {bad.path}: {other}). Write NAME==VERSION "
                 "in both, or give the environments: python:PATH."
             )
-    pairs = {name: (good.pins.get(name, ""), bad.pins.get(name, "")) for name in sorted({*good.pins, *bad.pins})}
-    found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if not found:
+    names = sorted(name for name in {*good.pins, *bad.pins} if good.pins.get(name) != bad.pins.get(name))
+    if not names:
         raise ConfigError(f"{good.path} and {bad.path} name the same versions. Give two that differ.")
-    return found
-
-
-def is_lockfile(text: str) -> bool:
-    return not text.startswith("python:") and Path(text).is_file()
+    return {name: (good.pins.get(name, ""), bad.pins.get(name, "")) for name in names}
 
 
 def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
     """Return the good stack, the bad one, and notes for the report. Names of stacks stay as they are."""
-    if not (is_lockfile(good) and is_lockfile(bad)):
+    if any(text.startswith("python:") or not Path(text).is_file() for text in (good, bad)):
         return good, bad, []
     one, other = read(Path(good)), read(Path(bad))
     differing = compared(one, other)
@@ -119,18 +106,11 @@ def endpoints(good: str, bad: str, results: Path) -> tuple[str, str, list[str]]:
         what = "the project's environment" if base == "current" else f"the stack {base}"
         return *overlaid, [*notes, f"Both were installed on top of {what}, whose other packages stay."]
     built = []
-    for lockfile, its in ((one, other), (other, one)):
+    for lockfile in (one, other):
         text = "".join(f"{name}=={version}\n" for name, version in sorted(lockfile.pins.items()))
-        path = results / "scripts" / "lockfiles" / f"{short_hash(text)}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-        for name in remaining(lockfile, its, locks.lock_file(path.absolute()).pins):
-            raise ConfigError(
-                f"{name} is in {its.path} and not in {lockfile.path}, where another package requires it. Name {name} "
-                "in both, or give the environments: python:PATH."
-            )
-        built.append(str(path))
-    return built[0], built[1], [*notes, "Both were built whole."]
+        built.append(results / "scripts" / "lockfiles" / f"{short_hash(text)}.txt")
+        locks.write(built[-1], text)
+    return str(built[0]), str(built[1]), [*notes, "Both were built whole."]
 
 
 def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
@@ -149,12 +129,6 @@ def _overlays(one: Lockfile, other: Lockfile) -> tuple[str, str] | None:
     return None
 
 
-def remaining(lockfile: Lockfile, other: Lockfile, base: Mapping[str, str]) -> list[str]:
-    """Return the packages of ``other`` that the file lacks and the base has: an overlay would leave them there."""
-    names = [name for name in other.pins if name not in lockfile.pins and name in base]
-    return sorted(name for name in names if "torch" not in lockfile.pins or not _bundled(name))
-
-
 def overlay_of(lockfile: Lockfile, base: str, versions: Mapping[str, str], other: Lockfile) -> str | None:
     """Return the stack ``base``, which has ``versions``, with what the file has otherwise installed on top of it.
 
@@ -162,14 +136,14 @@ def overlay_of(lockfile: Lockfile, base: str, versions: Mapping[str, str], other
     """
     torch = versions.get("torch", "")
     pins = {**lockfile.pins, "torch": torch} if lockfile.pins.get("torch") == torch.partition("+")[0] else lockfile.pins
+
+    def comes_with_torch(name: str) -> bool:
+        """nvidia-..., triton: another build of the same torch serves."""
+        return "torch" in pins and name not in ("torch", *NOT_OF_TORCH) and bool(HEAVY.match(name))
+
     changed = {name: version for name, version in pins.items() if version != versions.get(name)}
-    if "torch" in pins:  # what torch brings along (nvidia-..., triton): another build of the same torch serves
-        changed = {name: version for name, version in changed.items() if name == "torch" or not _bundled(name)}
-    if remaining(lockfile, other, versions) or len(changed) > MAX_OVERLAID or any(map(HEAVY.match, changed)):
+    changed = {name: version for name, version in changed.items() if not comes_with_torch(name)}
+    extra = [name for name in other.pins if name in versions and name not in pins and not comes_with_torch(name)]
+    if extra or len(changed) > MAX_OVERLAID or any(map(HEAVY.match, changed)):
         return None
     return "+".join([base, *(f"{name}@{version}" for name, version in sorted(changed.items()))])
-
-
-def _bundled(name: str) -> bool:
-    """Return whether a package is torch, or comes with it."""
-    return bool(HEAVY.match(name)) and name not in NOT_OF_TORCH

@@ -143,11 +143,10 @@ def completed(record: Mapping[str, Any]) -> Exception_:
         bases = [base.__name__ for base in python.__mro__[1:-1]]
     if bases and module and module.partition(".")[0] not in ("builtins", *UPSTREAM):
         kind, module, bases = f"{module}.{kind}", "", []  # mylib.ValueError only has the name of Python's
-    cause = record.get("cause")
     frames: list[Frame] = [frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])]
     return {
         "type": kind, "module": module, "bases": bases, "message": record["message"],
-        "cause": completed(cause) if cause else None, "frames": frames,
+        "cause": None, "frames": frames,
     }  # fmt: skip
 
 
@@ -211,8 +210,7 @@ def _located(record: Mapping[str, Any]) -> dict[str, Any]:
         else {**frame, "code_location": origin_of(frame["file"], {})}
         for frame in record["frames"]
     ]
-    cause = record.get("cause")
-    return {**record, "frames": frames, "cause": _located(cause) if cause else None}
+    return {**record, "frames": frames}
 
 
 _STRATEGIES = (
@@ -285,30 +283,14 @@ class VersionRange:
     outside: tuple[str, ...]  # packages whose release in the log lies outside
     verdicts: Mapping[str, str]
 
-    @property
-    def holds(self) -> list[str]:
-        return [variant for variant, verdict in self.verdicts.items() if verdict == "FIXED"]
 
-    @property
-    def holds_not(self) -> dict[str, str]:
-        return {variant: verdict for variant, verdict in self.verdicts.items() if verdict != "FIXED"}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """``fits``: measured on the log's releases. Where none is, ``nearest``: with the fewest releases outside."""
-
-    fits: tuple[VersionRange, ...] = ()
-    nearest: tuple[VersionRange, ...] = ()
-
-
-def stored(case: Case, versions: Mapping[str, str]) -> Stored:
-    """Return the stored measurements of a case for these releases (results/expected)."""
+def stored(case: Case, versions: Mapping[str, str]) -> dict[str, list[VersionRange]]:
+    """Return a case's stored measurements (results/expected) on these releases as ``fits``. Where there is none,
+    ``nearest`` has those with the fewest releases outside."""
     every = [_version_range(entry, versions) for entry in case.expect]
     fits = [each for each in every if not each.outside and len(each.unnamed) < len(each.versions)]
-    if fits:
-        return Stored(fits=tuple(fits))
-    return Stored(nearest=tuple(sorted(every, key=lambda each: len(each.outside))[:NEAREST]))
+    nearest = [] if fits else sorted(every, key=lambda each: len(each.outside))[:NEAREST]
+    return {"fits": fits, "nearest": nearest}
 
 
 def _version_range(entry: Expectation, versions: Mapping[str, str]) -> VersionRange:

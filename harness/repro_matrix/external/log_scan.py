@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
@@ -65,7 +65,7 @@ def _lines(raw: Any, path: str) -> Iterator[str]:
 
 # --- versions: from what a log prints of its environment
 
-_NUMBER = r"v?(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|post|rc|a|b)\d*)?(?:\+[\w.]+)?)"
+_NUMBER = r"v?(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|post|rc|a|b)\d*)?(?:\+[a-z0-9]+(?:[._][a-z0-9]+)*)?)"
 _VERSION = re.compile(
     rf"(?<![\w-])(?P<package>pytorch|{'|'.join((*UPSTREAM, *TRAINERS))})"
     r"(?:=="  # pip freeze, requirements
@@ -75,7 +75,7 @@ _VERSION = re.compile(
     r"|[`'\"]?(?:\.__version__|[ _](?:install )?version)(?: \(GPU\?\))?[`'\"]?[ :=.]*[`'\"]?"
     r"| info[ :]+(?:version=|\.+ )"
     rf"|[ :]+){_NUMBER}(?=$|[\s,;'\"`)]|\.dist-info)",
-    re.IGNORECASE,
+    re.IGNORECASE | re.ASCII,
 )
 _PYTHON = re.compile(r"\bPython (?:version: )?(?P<version>3\.\d+(?:\.\d+)?)|/lib/python(?P<path>3\.\d+)/")
 
@@ -89,10 +89,7 @@ class Versions:
 
     def read(self, text: str, number: int) -> None:
         for found in _VERSION.finditer(text):
-            try:
-                version = str(Version(found["version"]))
-            except InvalidVersion:
-                continue
+            version = str(Version(found["version"]))
             self.releases.setdefault(found["package"].lower().removeprefix("py"), {}).setdefault(version, number)
 
     def read_python(self, text: str) -> None:
@@ -117,34 +114,24 @@ class Versions:
 
 # --- torchrun's summary
 
-_SUMMARY = re.compile(
-    r"^\s*(?P<key>rank|exitcode|traceback) +: (?:Signal \d+ \((?P<signal>SIG\w+)\)|(?P<number>-?\d+))"
-)
+_SUMMARY = re.compile(r"^\s*(?:rank +: (?P<rank>\d+)|exitcode +: )")
 
 
 @dataclass
-class Ended:
-    """What torchrun reports of its ranks: rank -> its exit code, or its signal. ``root``: the first that failed."""
+class Summary:
+    """The ranks that torchrun lists. ``root``: the first that failed; ``rank``: that of the current line."""
 
-    ranks: dict[int, int | str] = field(default_factory=dict)
     root: int | None = None
-    rank: int | None = None  # that the summary describes at this line
+    rank: int | None = None
     _root_next: bool = False
-
-    @property
-    def signals(self) -> dict[int, int | str]:
-        """Those that a signal ended: its name, or the negative exit code."""
-        return {rank: how for rank, how in self.ranks.items() if isinstance(how, str) or how < 0}
 
     def read(self, text: str) -> None:
         self._root_next = self._root_next or "Root Cause" in text
         found = _SUMMARY.match(text)
-        if found and found["key"] == "rank" and found["number"]:
-            self.rank = int(found["number"])
+        if found and found["rank"]:
+            self.rank = int(found["rank"])
             if self._root_next:
                 self.root, self._root_next = self.rank, False
-        elif found and self.rank is not None:
-            self.ranks[self.rank] = found["signal"] or int(found["number"])
 
 
 # --- processes that ended without a traceback
@@ -202,7 +189,7 @@ class Scanned:
     more: int = 0
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
-    ended: Ended = field(default_factory=Ended)
+    summary: Summary = field(default_factory=Summary)
     endings: list[Ending] = field(default_factory=list)  # the first of each rank and kind
 
 
@@ -255,13 +242,13 @@ def _note(found: Scanned, line: Line, known: Catalogue) -> None:
     found.versions.read_python(text)
     if '", line ' in text or HEADER in text:
         return
-    found.ended.read(text)
+    found.summary.read(text)
     ending = _ENDING.search(text)
     if ending and len(found.endings) < MAX_ENDINGS:
         stated = _ENDED_RANK.search(text)
         rank = int(stated[stated.lastindex or 1]) if stated else line.rank
         if rank is None and _SUMMARY.match(text):
-            rank = found.ended.rank
+            rank = found.summary.rank
         kind = str(ending.lastgroup).replace("_", " ")
         if not any((each.rank, each.kind) == (rank, kind) for each in found.endings):
             found.endings.append(Ending(line.number, rank, kind))

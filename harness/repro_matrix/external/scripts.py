@@ -166,13 +166,7 @@ def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
         yield f"processes that it left behind were ended: {', '.join(observation['attempt']['leaked_processes'])}"
     if attempt.printed.get("cut"):
         yield "a log was cut (64 MiB; a line: 1 MiB); the missing part was not searched"
-    values = attempt.printed.get("by_rank", {})
-    if len(set(values.values())) > 1:
-        by_rank = ", ".join(f"rank {rank}: {value:g}" for rank, value in sorted(values.items()))
-        yield f"the ranks disagree on the metric: {by_rank}; the first that prints it counts"
     for rank in attempt.ranks:
-        if rank.raised and rank.raised.type == "EOFError":
-            yield "standard input is empty here: a script that asks for input cannot be measured"
         yield from (
             f"rank {rank.rank}: a thread ended with {e.message}" for e in rank.log_entries if e.name == "threading"
         )

@@ -14,8 +14,9 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from repro_matrix.text import ESCAPE
+
 HEADER = "Traceback (most recent call last)"
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # A time stamp or a logger's format, which say nothing of the process.
 _TIME = re.compile(
     r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
@@ -50,7 +51,7 @@ class Labels:
     learned: dict[str, int | None] = field(default_factory=dict)
 
     def split(self, raw: str, number: int) -> Line:
-        text = _ANSI.sub("", raw).rstrip() if "\x1b" in raw else raw.rstrip()
+        text = ESCAPE.sub("", raw).rstrip() if "\x1b" in raw else raw.rstrip()
         label, rank, text = _known(text)
         if not label:
             prefix = next((each for each in self.learned if text.startswith(each)), None)
@@ -63,8 +64,6 @@ class Labels:
 
     def _learn(self, text: str, at: int) -> tuple[str, int | None, str]:
         prefix = text[:at]
-        if prefix.isspace():
-            return "", None, text
         found = _LEARNED.fullmatch(prefix)
         if found is None or len(self.learned) >= MAX_PREFIXES:
             # A progress bar, or a sentence: the lines that follow do not have it.
@@ -138,14 +137,11 @@ _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*(?:\([\w.]+\))?
 _NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeout|Failure|Fault)$")
 # Without a traceback only a line that looks like the end of one is an error.
 _BARE = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)): (?P<message>\S.*)$")
-_CARET = re.compile(r"^\s*[~^]+\s*$")
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
     "Floating point exception": "SIGFPE", "Illegal instruction": "SIGILL",
 }  # fmt: skip
-_WHILE = "During handling of the above exception, another exception occurred"
-_FROM = "The above exception was the direct cause of the following exception"
 _LOGGED = re.compile(
     r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback)"
 )
@@ -157,7 +153,6 @@ class _Open:
 
     begun: Line
     number: int  # of its last line
-    cause: dict[str, Any] | None = None
     whole: bool = True
     mixed: bool = False
     indent: int = 0  # of the whole traceback, where it stands indented in its log
@@ -172,7 +167,7 @@ class _Open:
     def exception(self) -> dict[str, Any]:
         module, _, kind = ("", "", self.type) if "(" in self.type else self.type.rpartition(".")
         message = "\n".join(self.message).rstrip()[:MESSAGE]
-        return {"type": kind, "module": module, "message": message, "frames": self.frames, "cause": self.cause}
+        return {"type": kind, "module": module, "message": message, "frames": self.frames, "cause": None}
 
 
 class Errors:
@@ -183,8 +178,6 @@ class Errors:
         self.more = 0
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
-        self._last: dict[str, dict[str, Any]] = {}  # by label: the exception that was read last
-        self._cause: dict[str, dict[str, Any]] = {}  # by label: of the traceback that begins next
         self._wrapped = ""  # the first part of a line that rich has wrapped
 
     @property
@@ -212,10 +205,6 @@ class Errors:
             self._header(line, now)
         elif frame:
             self._frame(line, frame, now)
-        elif text.startswith((_WHILE, _FROM)):
-            self._finish(line.label)
-            if line.label in self._last:
-                self._cause[line.label] = self._last[line.label]
         elif not (now and self._in_traceback(line, now)):
             self._finish(line.label, closed=True)
             bare = _BARE.match(text)
@@ -237,7 +226,7 @@ class Errors:
         if now and not now.type:
             self._mixed_until[line.label] = line.number + MIXED
             now.mixed = True
-        self._begin(line).cause = self._cause.pop(line.label, None)
+        self._begin(line)
 
     def _frame_in(self, text: str) -> re.Match[str] | None:
         if '", line ' in text:
@@ -251,10 +240,6 @@ class Errors:
         return _IPYTHON.match(text) if ".py" in text and self._open else None
 
     def _frame(self, line: Line, found: re.Match[str], now: _Open | None) -> None:
-        stray = self._open.get("")
-        if now is None and stray and not stray.type and not stray.frames and line.number - stray.number <= 2:
-            # A header without the prefix of its other lines.
-            now = self._open[line.label] = replace(self._open.pop(""), begun=line)
         if now is None or now.type:
             # After Ray's own line the traceback of the remote function follows, whole and without a header.
             remote = now is not None and any("ray::" in part for part in now.message)
@@ -262,8 +247,6 @@ class Errors:
         if not now.frames:
             now.indent = max(0, len(line.text) - len(line.text.lstrip()) - 2)
         now.number, now.wants_code = line.number, True
-        if len(now.frames) >= FRAMES:
-            del now.frames[FRAMES // 2]
         function = (found.groupdict().get("function") or "").rpartition(".")[2]
         at = int(found["line"]) if found["line"] else None
         now.frames.append({"file": found["file"], "line": at, "function": function, "module": "", "code": ""})
@@ -277,7 +260,7 @@ class Errors:
         error = _ERROR.match(text[depth:]) if depth in (0, now.indent) else None
         if error and self._ends(line, error, now):
             return True
-        if depth >= 4 and now.wants_code and not _CARET.match(text):
+        if depth >= 4 and now.wants_code:
             now.frames[-1]["code"] = text.strip()[:200]
             now.number, now.wants_code = line.number, False
         return True
@@ -294,7 +277,6 @@ class Errors:
         now.type, now.message, now.number = error["type"], [error["message"] or ""], line.number
         rank = now.begun.rank if line.rank is None else line.rank
         now.begun = replace(now.begun, number=line.number, rank=rank)
-        self._last[line.label] = now.exception
         return True
 
     def _finish(self, label: str, closed: bool = False) -> None:
@@ -308,7 +290,6 @@ class Errors:
             stack = "\n".join(now.message[:FRAMES])
             self._add(Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack)))
         elif now.type or now.frames:
-            self._last[label] = now.exception
             whole = now.whole and bool(now.type)
             self._add(Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed))
 

@@ -315,10 +315,12 @@ def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]
         "versions": versions,
         "python": seen.versions.python,
         "versions_unclear": seen.versions.unclear,
-        "ended": {str(rank): _how(how) for rank, how in seen.ended.ranks.items()},
-        "root_cause_rank": seen.ended.root,
+        "root_cause_rank": seen.summary.root,
         "endings": [asdict(ending) for ending in seen.endings],
-        "stored": {name: asdict(stored(cases[name], versions)) for name in answer.names},
+        "stored": {
+            name: {key: [asdict(each) for each in ranges] for key, ranges in stored(cases[name], versions).items()}
+            for name in answer.names
+        },
     }
 
 
@@ -368,8 +370,7 @@ def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case
         out += wrap(f"The log shows a failure, but not its cause: {', '.join(endings)}", "  ", 4, width)
     elif not answer.failures and not answer.remarks:
         out.append("  no failure in this log")
-    signals = [f"rank {rank}: {_how(how)}" for rank, how in sorted(seen.ended.signals.items())[:MOST_FAILURES]]
-    return [*out, *(wrap(f"The launcher reports: {', '.join(signals)}", "  ", 4, width) if signals else [])]
+    return out
 
 
 def _failure_lines(failure: Failure, seen: Scanned, cases: Mapping[str, Case], width: int) -> Iterator[str]:
@@ -399,8 +400,8 @@ def _who(failure: Failure, seen: Scanned) -> str:
     if error.rank is not None:
         also = f" (also {list_ranks(others[:MOST_FAILURES])}{' ...' * (len(others) > MOST_FAILURES)})" if others else ""
         return f"rank {error.rank}{also}"
-    if seen.ended.root is not None:
-        return f"rank {seen.ended.root} (ended first, torchrun reports)"
+    if seen.summary.root is not None:
+        return f"rank {seen.summary.root} (ended first, torchrun reports)"
     return error.label or "unknown rank"
 
 
@@ -413,20 +414,20 @@ def _stored_lines(case: Case, seen: Scanned, width: int) -> Iterator[str]:
     from repro_matrix.external.log_match import stored
 
     found = stored(case, seen.versions.known)
-    if not found.fits:
-        yield "    Not measured on the versions of this log" + ("; the nearest ones:" if found.nearest else ".")
-    for each in found.fits or found.nearest:
+    if not found["fits"]:
+        yield "    Not measured on the versions of this log" + ("; the nearest ones:" if found["nearest"] else ".")
+    for each in found["fits"] or found["nearest"]:
         measured = ", ".join(f"{name} {bounds}" for name, bounds in each.versions.items())
         unnamed = f"; not in the log: {', '.join(each.unnamed)}" if each.unnamed else ""
         where = ", ".join([each.hardware, *each.cells])
         yield from wrap(f"Measured on {measured} ({where}){unnamed}", "    ", 2, width)
-        others = ", ".join(f"{variant} ({verdict})" for variant, verdict in each.holds_not.items())
-        yield from wrap(f"What helps: {', '.join(each.holds) or 'nothing'}", "      ", 2, width)
+        helps = [variant for variant, verdict in each.verdicts.items() if verdict == "FIXED"]
+        yield "      What helps:" + ("" if helps else " nothing")
+        for variant in helps:
+            text = case.variants[variant].help if variant in case.variants else ""
+            yield from wrap(f"{variant}{': ' if text else ''}{text}", "        ", 2, width)
+        others = ", ".join(f"{name} ({verdict})" for name, verdict in each.verdicts.items() if name not in helps)
         yield from wrap(f"What doesn't: {others}", "      ", 2, width) if others else ()
     references = f" ({', '.join(case.references)})" if case.references else ""
     simulated = " [simulated]" if case.simulated else ""
     yield f"    More: repro show {case.slug}{simulated}{references}"
-
-
-def _how(ended: int | str) -> str:
-    return f"exit code {ended}" if isinstance(ended, int) else ended

@@ -8,6 +8,7 @@ not probed because the search ended early. So a boundary can be wide, but never 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -166,10 +167,7 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
     """
     try:
         for point in sample(count, samples):
-            # A sample without an answer is replaced by a neighbour, so that a gap does not double.
-            for other in (point, point + 1, point - 1):
-                if 0 <= other < count and trail.ask(other)[variants[0]] is not None:
-                    break
+            trail.ask(point)
         while True:
             edges = (edge for variant in variants for edge in boundaries(labels_of(trail, variant)))
             gaps = (_middle(trail.answers, edge.before, edge.after) for edge in edges if edge.unprobed)
@@ -185,46 +183,34 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
 
 
 def ddmin(things: Iterable[T], reproduced: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Return a subset that reproduces and of which no single thing can be left out (Zeller's ddmin by complements).
+    """Return a subset that reproduces and of which no single thing can be left out (delta debugging).
 
-    The whole set is known to reproduce.
+    The whole set is known to reproduce. Leaves out everything, then halves, quarters ... and single things, from the
+    beginning; the last until none can be left out.
     """
     kept = tuple(things)
-    if not kept or reproduced(()):
-        return ()
-    parts, next_chunk = 2, 0  # the chunks before ``next_chunk`` were tried with this ``kept``
-    while len(kept) > 1:
-        parts = min(parts, len(kept))
-        bounds = [len(kept) * number // parts for number in range(parts + 1)]
-        for _ in range(parts):
-            chunk = next_chunk % parts
-            rest = kept[: bounds[chunk]] + kept[bounds[chunk + 1] :]
+    size = len(kept)
+    while size:
+        before, start = kept, 0
+        while start < len(kept):
+            rest = kept[:start] + kept[start + size :]
             if reproduced(rest):
-                kept, parts, next_chunk = rest, max(parts - 1, 2), chunk
-                break
-            next_chunk += 1
-        else:
-            if parts == len(kept):
-                break
-            parts, next_chunk = parts * 2, 0
+                kept = rest
+            else:
+                start += size
+        if size > 1 or kept == before:
+            size //= 2
     return kept
 
 
 def least(values: Sequence[T], reproduced: Callable[[T], bool]) -> T:
     """Return one of ascending ``values`` that reproduces while its lower neighbour does not (or the first of all).
 
-    The last value is known to reproduce. Small values are cheap to probe: growing strides from below, then a bisection.
+    The last value is known to reproduce. The first one is probed first: it is the cheapest, and often enough.
     """
-    low, high, stride = -1, len(values) - 1, 1
-    while low + stride < high:
-        if reproduced(values[low + stride]):
-            high = low + stride
-            break
-        low, stride = low + stride, stride * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reproduced(values[middle]) else (middle, high)
-    return values[high]
+    if len(values) == 1 or reproduced(values[0]):
+        return values[0]
+    return values[bisect_left(values, True, lo=1, hi=len(values) - 1, key=reproduced)]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-import symtable
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,63 +244,61 @@ def unparse(tree: ast.Module) -> str:
 def reduce_statements(text: str, trail: Trail[str, bool | None]) -> tuple[str, bool]:
     """Return the part of a Python file that the failure needs, and whether the search is complete.
 
-    Delta debugging of each block of statements, from the outermost inwards and from the end of the file, until nothing
-    changes. ``unparse`` of the whole file is known to fail.
+    Delta debugging of all statements, from the end of the file: main code comes before the definitions that it uses,
+    and a block before what is in it. ``unparse`` of the whole file is known to fail.
     """
-    tree = ast.parse(text)
-    best, undefined = unparse(tree), _undefined(text)
+    best, undefined = unparse(ast.parse(text)), _undefined(text)
 
-    def reproduced(owner: ast.AST, block: str, statements: Sequence[ast.stmt]) -> bool:
+    def reproduced(kept: Sequence[int]) -> bool:
         nonlocal best
-        setattr(owner, block, list(statements) or ([ast.Pass()] if block == "body" and owner is not tree else []))
-        smaller = unparse(tree)
+        smaller = _part(text, set(kept))
         try:
-            if smaller != best and (_undefined(smaller) - undefined or trail.ask(smaller) is not True):
+            if _undefined(smaller) - undefined or trail.ask(smaller) is not True:
                 return False  # it would only raise NameError, or it does not fail
         except SyntaxError:
             return False
         best = smaller
         return True
 
-    def shrink(owner: ast.AST, block: str) -> None:
-        statements: list[ast.stmt] = getattr(owner, block)
-        reproduced(owner, block, ddmin(statements, lambda some: reproduced(owner, block, some)))
-
-    def visit(node: ast.AST) -> None:
-        for block in ("body", "orelse", "finalbody"):
-            if isinstance(getattr(node, block, None), list) and getattr(node, block):
-                shrink(node, block)
-                for statement in reversed(getattr(node, block)):  # a definition comes before its uses
-                    before = best
-                    if statement in getattr(node, block):
-                        visit(statement)
-                    if node is tree and best != before:  # definitions without a use
-                        shrink(node, block)
-        for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-            visit(inner)
-
     try:
-        while True:
-            before = best
-            visit(tree)
-            if best == before:
-                return best, True
+        ddmin(range(len(_statements(ast.parse(text)))), reproduced)
     except NoMoreProbes as ended:
         trail.ended = ended
-        return best, False
+    return best, trail.ended is None
 
 
-def _undefined(text: str) -> frozenset[str]:
-    """Return the global names that are used and bound nowhere, built-in ones among them. Raises SyntaxError."""
-    module = symtable.symtable(text, "script", "exec")
-    tables, bound, used = [module], set[str](), set[str]()
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        for symbol in table.get_symbols():
-            here = table is module or symbol.is_declared_global()
-            if here and (symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()):
-                bound.add(symbol.get_name())
-            if symbol.is_referenced() and (here or symbol.is_global()):
-                used.add(symbol.get_name())
-    return frozenset(used - bound) if "import *" not in text else frozenset()
+def _statements(node: ast.AST) -> list[ast.stmt]:
+    """Return all statements below a node, the last first; each is followed by those that it contains."""
+    found: list[ast.stmt] = []
+    for child in reversed(list(ast.iter_child_nodes(node))):
+        found += [child] if isinstance(child, ast.stmt) else []
+        found += _statements(child)
+    return found
+
+
+def _part(text: str, kept: Set[int]) -> str:
+    """Return a file with some of its statements; ``kept``: their places in ``_statements``."""
+    tree = ast.parse(text)
+    omitted = {statement for number, statement in enumerate(_statements(tree)) if number not in kept}
+    for node in ast.walk(tree):
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if isinstance(statements, list):
+                rest = [statement for statement in statements if statement not in omitted]
+                setattr(node, block, rest or ([ast.Pass()] if block == "body" and node is not tree else []))
+    return unparse(tree)
+
+
+def _undefined(text: str) -> Set[str]:
+    """Return the names, and attributes of ``self``, that are used and bound nowhere. Raises SyntaxError."""
+    bound, used = set[str](), set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            (used if isinstance(node.ctx, ast.Load) else bound).add(f"self.{node.attr}")
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound |= {node.name, f"self.{node.name}"}
+        elif isinstance(node, (ast.arg, ast.alias)):
+            bound.add(node.arg if isinstance(node, ast.arg) else (node.asname or node.name).partition(".")[0])
+    return used - bound

@@ -6,15 +6,14 @@ again.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
@@ -37,7 +36,6 @@ from repro_matrix.search.algorithms import Stopped
 REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"
 NOT_REPEATED = ("case", "variants", "repeat", "results", "jobs", "keep")  # settings that cannot change a result
 Say = Callable[[str], None]
-R = TypeVar("R", bound="CellRunner")
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,12 @@ class Answer:
     error_at: str | None = field(default=None, compare=False)  # file:line of the first failure
     infra_error: InfraErrorKind | None = field(default=None, compare=False)
     torchrun: str | None = field(default=None, compare=False)  # the command to run it manually
+    document: str | None = field(default=None, compare=False)  # the stored result, of a reduction
+
+    @property
+    def reproduced(self) -> bool | None:
+        """Whether it shows the failure; None: unknown."""
+        return None if self.label is None else self.label == REPRODUCED
 
     @property
     def whole(self) -> str | None:
@@ -154,28 +158,19 @@ def one_variant(case: Case, name: str | None) -> str:
 def one_cell(request: Request) -> tuple[Case, Cell]:
     """Return the one case of a request and its one cell. Raises ConfigError."""
     name = request.selections[0].case[0]
-    if name not in request.catalogue.cases:
-        raise unknown("case", name, request.catalogue.cases)
     if len(request.cells) != 1:
         count = len(request.cells)
         raise ConfigError(f"{name} has {count} cells here. Choose one by model=, strategy=, flags.<name>=.")
     return request.catalogue.cases[name], request.cells[0]
 
 
-class CellRunner:
+class CellRunner(ExitStack):
     """Measure one cell after another with one launcher, which ``with`` ends. Stored results are not measured again."""
 
     def __init__(self, say: Say, stop: threading.Event) -> None:
+        super().__init__()
         self.say, self.stop = say, stop
         self._place: workspace.Workplace | None = None
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self: R) -> R:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-        self._place = None
 
     def measure(
         self, request: Request, stack: Stack, variants: Sequence[str], repeat: int
@@ -190,7 +185,7 @@ class CellRunner:
         if self._place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
             shared = workspace.workplace(prepared.settings.launcher.value, gpus, self.say)
-            self._place = self._open.enter_context(shared)
+            self._place = self.enter_context(shared)
         summary = workspace.execute(
             prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, shared=self._place
         )

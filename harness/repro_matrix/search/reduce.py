@@ -12,45 +12,28 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment.stacks import Stack
-from repro_matrix.environment.stacks.spec import short_hash
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.external.adhoc_case import Script, command_of_script, learned
-from repro_matrix.paths import cache_dir
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import comparable_text
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request
 from repro_matrix.search import parameters, prober
-from repro_matrix.search.algorithms import NoMoreProbes, Stopped, Trail, repeats_for
+from repro_matrix.search.algorithms import NoMoreProbes, Trail, repeats_for
 from repro_matrix.search.parameters import OUT, Config, Parameter, arguments_of
-from repro_matrix.search.prober import REPRODUCED, Answer, CellRunner, Say
+from repro_matrix.search.prober import Answer, CellRunner, Say
 
 Json = dict[str, Any]
 CONFIRMED = 3  # attempts of the result: whether it fails every time
 # Infrastructure errors that the script causes, not the machine: another attempt would show them again.
 LASTING = ("script_error", "missing_check", "no_effect", "interrupted")
 DEADLINE_FACTOR, MIN_DEADLINE_S = 5.0, 20.0  # of an attempt's deadline: times the failure's duration, in seconds
-
-
-@dataclass(frozen=True)
-class Probe:
-    """``document``: None where there is no such cell."""
-
-    answer: Answer
-    document: str | None = None
-
-    @property
-    def reproduced(self) -> bool | None:
-        return None if self.answer.label is None else self.answer.label == REPRODUCED
 
 
 class Reduction(CellRunner):
@@ -63,35 +46,31 @@ class Reduction(CellRunner):
     def __init__(self, stack: Stack, repeat: int, max_attempts: int | None, say: Say, stop: threading.Event) -> None:
         super().__init__(say, stop)
         self.stack, self.repeat, self.max_attempts = stack, repeat, max_attempts
-        self.probes: dict[Hashable, Probe] = {}  # by configuration, or by the text of a script; in order
+        self.probes: dict[Hashable, Answer] = {}  # by configuration, or by the text of a script; in order
         self.notes: list[str] = []
         self.unsure: list[str] = []  # the configurations without an answer because of the machine
         self.attempts = 0
         self.ended: NoMoreProbes | None = None
 
-    @property
-    def stopped(self) -> Stopped | None:
-        return self.ended if isinstance(self.ended, Stopped) else None
-
     def request(self, config: Config) -> Request:
         """Return the request for a configuration's one cell. Raises ConfigError."""
         raise NotImplementedError
 
-    def _reduce(self) -> tuple[Config, Probe]:
+    def _reduce(self) -> tuple[Config, Answer]:
         """Return the minimal configuration, and the probe of the given one."""
         given = tuple(each.given for each in self.parameters)
         first = self._probe(given, self.repeat)
         if first.reproduced is None:
-            raise MeasureError(f"The failure cannot be measured as given: {first.answer.detail}")
+            raise MeasureError(f"The failure cannot be measured as given: {first.detail}")
         if not first.reproduced:
-            raise ConfigError(f"The failure does not occur as given: {first.answer}")
+            raise ConfigError(f"The failure does not occur as given: {first}")
         self.say(f"{len(self.parameters)} parameters vary: {', '.join(each.name for each in self.parameters)}")
         while True:
             trail = Trail(self._reproduced)
             config, done = parameters.reduce(self.parameters, trail)
             self.ended = trail.ended
             try:
-                answer = self._probe(config, max(CONFIRMED, self.repeat)).answer if done else None
+                answer = self._probe(config, max(CONFIRMED, self.repeat)) if done else None
             except NoMoreProbes as ended:
                 self.ended, answer = ended, None
             wanted = repeats_for(answer.reproductions, answer.counted) if answer and answer.flaky else 1
@@ -106,45 +85,45 @@ class Reduction(CellRunner):
 
     def _reproduced(self, config: Config) -> bool | None:
         probe = self.probes.get(config)
-        if probe is None or (probe.document and not probe.reproduced and probe.answer.counted < self.repeat):
+        if probe is None or (probe.document and not probe.reproduced and probe.counted < self.repeat):
             probe = self._probe(config, self.repeat)
         return probe.reproduced
 
-    def _probe(self, config: Config, repeat: int) -> Probe:
+    def _probe(self, config: Config, repeat: int) -> Answer:
         changed = [f"{each.name}={value}" for each, value in zip(self.parameters, config) if value != each.given]
         return self._launch(config, " ".join(changed) or "as given", lambda: self.request(config), repeat)
 
-    def _launch(self, key: Hashable, what: str, request: Callable[[], Request], repeat: int) -> Probe:
+    def _launch(self, key: Hashable, what: str, request: Callable[[], Request], repeat: int) -> Answer:
         """Measure a request, or read its stored result. Raises NoMoreProbes."""
         if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
             raise NoMoreProbes(f"the limit of {self.max_attempts} attempts is reached")
         began, attempts = time.monotonic(), 0
         try:
             document, path, attempts = self.measure(request(), self.stack, [self.variant], repeat)
-            found = Probe(prober.answer_of(self.slug, document["variants"].get(self.variant)), str(path))
+            found = replace(prober.answer_of(self.slug, document["variants"].get(self.variant)), document=str(path))
         except ConfigError as error:  # more ranks than this machine has memory for, an option that is refused
-            found = Probe(Answer(None, f"no such cell: {comparable_text(str(error))}"))
+            found = Answer(None, f"no such cell: {comparable_text(str(error))}")
         self.probes[key] = found
         self.attempts += attempts
-        self.unsure += [] if found.answer.infra_error in (None, *LASTING) else [what]
+        self.unsure += [] if found.infra_error in (None, *LASTING) else [what]
         how = f"{time.monotonic() - began:.1f} s" if attempts else "stored" if found.document else "not launched"
-        self.say(f"{len(self.probes)}: {what}: {found.answer} ({how})")
+        self.say(f"{len(self.probes)}: {what}: {found} ({how})")
         return found
 
-    def _result(self, config: Config, first: Probe, final: Probe, data: Json) -> Json:
+    def _result(self, config: Config, first: Answer, final: Answer, data: Json) -> Json:
         """Return the result with stable keys."""
         varied = [self._varied(config, at) for at in range(len(self.parameters))]
         names = [each.name for each in self.parameters]
         return {
-            "kind": "reduced", "failure": first.answer.detail, "lines": None, **data,
+            "kind": "reduced", "failure": first.detail, "lines": None, **data,
             "stack": {"name": self.stack.name, "versions": dict(self.stack.versions)},
-            "error_at": final.answer.error_at, "document": final.document,
-            "confirmed": f"{final.answer.reproductions} of {final.answer.counted}",
+            "error_at": final.error_at, "document": final.document,
+            "confirmed": f"{final.reproductions} of {final.counted}",
             "needs": [each["name"] for each in varied if each["needed"]], "varied": varied, "unsure": self.unsure,
             "minimal": dict(zip(names, config)),
             "done": self.ended is None and not self.unsure, "notes": self.notes,
             "probes": [
-                {"config": dict(zip(names, key)) if isinstance(key, tuple) else None, "answer": str(probe.answer),
+                {"config": dict(zip(names, key)) if isinstance(key, tuple) else None, "answer": str(probe),
                  "document": probe.document}
                 for key, probe in self.probes.items()
             ],
@@ -159,7 +138,7 @@ class Reduction(CellRunner):
             "name": parameter.name, "given": parameter.given, "value": value, "number": parameter.number,
             "needed": parameters.needed(parameter, value, answers),
             "answers": [
-                {"value": other, "reproduced": probe.reproduced, "answer": str(probe.answer)}
+                {"value": other, "reproduced": probe.reproduced, "answer": str(probe)}
                 for other, probe in probes.items() if probe is not None and other != value
             ],
         }  # fmt: skip
@@ -289,7 +268,7 @@ class ScriptReduction(Reduction):
             limit = max(MIN_DEADLINE_S, DEADLINE_FACTOR * round(made["observation"]["attempt"]["wall_s"] / 5 + 1) * 5)
             self.script = replace(self.script, deadline_s=min(self.script.deadline_s, limit))
 
-    def _reduce_statements(self, file: Path, out: Path, config: Config) -> tuple[Json, Probe]:
+    def _reduce_statements(self, file: Path, out: Path, config: Config) -> tuple[Json, Answer]:
         """Write the reduced script. Candidates are launched from one file beside the script, so that its imports and
         the stored results stay valid."""
         text, path = file.read_text(encoding="utf-8"), file.with_name(f".{file.stem}.reducing.py")
@@ -300,19 +279,22 @@ class ScriptReduction(Reduction):
             what = f"{len(candidate.splitlines())} lines"
             return self._launch(candidate, what, lambda: request, self.repeat).reproduced
 
-        trail = Trail(reproduced)
+        trail, done = Trail(reproduced), False
         whole = smallest = parameters.unparse(ast.parse(text))
-        done, lock = False, cache_dir() / "state" / f"reduce-{short_hash(str(path))}.lock"
         try:
-            with FileLock(lock, timeout=0), ExitStack() as cleanup:
-                cleanup.callback(path.unlink, missing_ok=True)
-                if trail.ask(whole) is not True:
-                    raise MeasureError(f"A copy of the script ({path.name}) does not fail in the same way.")
-                smallest, done = parameters.reduce_statements(text, trail)
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            raise ConfigError(
+                f"{path}: another process is reducing this script. Wait for it; if it was killed, remove the file."
+            ) from None
+        try:
+            if trail.ask(whole) is not True:
+                raise MeasureError(f"A copy of the script ({path.name}) does not fail in the same way.")
+            smallest, done = parameters.reduce_statements(text, trail)
         except NoMoreProbes as ended:
             trail.ended = ended
-        except Timeout:
-            raise ConfigError(f"{file.name}: another process is reducing this script. Wait for it to end.") from None
+        finally:
+            path.unlink()
         self.ended = trail.ended
         lines = {
             "before": len(text.splitlines()), "now": len(smallest.splitlines()), "text": smallest, "done": done,
