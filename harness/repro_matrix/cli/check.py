@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
-from repro_matrix.cli import options as arguments
+from repro_matrix.authoring import check as ready
+from repro_matrix.authoring.check import Finding
+from repro_matrix.cli import options
+from repro_matrix.config import catalog, project
+from repro_matrix.errors import unknown
+from repro_matrix.paths import CONF
+from repro_matrix.report.terminal import print_json
+from repro_matrix.results.store import Store
 from repro_matrix.text import counted
-
-if TYPE_CHECKING:
-    from repro_matrix.authoring.check import Finding
-    from repro_matrix.config.catalog import Catalogue
-
-TIMES = 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.case(parser)
-    arguments.overrides(parser)
-    parser.add_argument(
-        "--times", type=arguments.number(1), default=TIMES, help="attempts of each variant with each launcher"
-    )
+    options.case(parser)
+    options.overrides(parser)
+    text = "attempts of each variant with each launcher (default: 3)"
+    parser.add_argument("--times", type=options.number(1), default=3, help=text)
     parser.add_argument("--no-run", action="store_true", help="check its files only")
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring import check as ready
-    from repro_matrix.config import catalog as catalogue
-    from repro_matrix.config import project
-    from repro_matrix.errors import unknown
-    from repro_matrix.report.terminal import print_json
-    from repro_matrix.results.store import Store
-
-    known = catalogue.load()
+    known = catalog.load()
     if args.case not in known.cases:
         raise unknown("case", args.case, known.cases)
     case = known.cases[args.case]
-    file, script = _file(known, args.case), known.script(case)
-    shown, code = _short(file), _short(script)
+    file, script = known.own.get("case", {}).get(case.slug, CONF / "case" / f"{case.slug}.yaml"), known.script(case)
+    shown, code = os.path.relpath(file), os.path.relpath(script)
     found = ready.check_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
     notes: dict[str, dict[str, str]] = {}
     parses = not any("not valid Python" in finding.text for finding in found)
@@ -59,34 +51,18 @@ def main(args: argparse.Namespace) -> int:
         findings = [vars(finding) for finding in found]
         print_json({"case": case.slug, "ready": not found, "findings": findings, **notes})
     else:
-        print("\n".join([*_lines(case.slug, found, args), *_notes(notes)]))
+        print("\n".join(_lines(args, found, notes)))
     return 1 if found else 0
 
 
-def _lines(slug: str, found: list[Finding], args: argparse.Namespace) -> list[str]:
-    if found:
-        return [*map(str, found), f"{slug}: {len(found)} finding{'s' if len(found) > 1 else ''}: not ready"]
-    how = (
-        "its files are complete; nothing was run"
-        if args.no_run
-        else f"ready ({counted(args.times, 'attempt')} a variant with each launcher)"
-    )
-    return [f"{slug}: {how}. Next: commit, `repro run {slug} repeat=3`, `repro accept case={slug} --reason ...`."]
-
-
-def _notes(notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def _lines(args: argparse.Namespace, found: Sequence[Finding], notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    yield from map(str, found)
+    how = f"ready ({counted(args.times, 'attempt')} a variant with each launcher)"
+    how = "its files are complete; nothing was run" if args.no_run else how
+    next_steps = f"Next: commit, `repro run {args.case} repeat=3`, `repro accept case={args.case} --reason ...`."
+    yield f"{args.case}: " + (f"{counted(len(found), 'finding')}: not ready" if found else f"{how}. {next_steps}")
     for variant, why in notes.get("not_measured", {}).items():
         yield f"  not measured here: {variant}: {why}"
     known = [f"{variant} {verdict}" for variant, verdict in notes.get("as_recorded", {}).items()]
     if known:
         yield f"  no help, as results/expected says: {', '.join(known)}"
-
-
-def _file(known: Catalogue, slug: str) -> Path:
-    from repro_matrix.paths import CONF
-
-    return known.own.get("case", {}).get(slug, CONF / "case" / f"{slug}.yaml")
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

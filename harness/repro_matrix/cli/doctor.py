@@ -13,7 +13,7 @@ from repro_matrix.environment.machine import HardwareError, Machine, Profile, no
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import cache_dir
 from repro_matrix.report import terminal
-from repro_matrix.report.terminal import print_json, print_table, print_wrapped
+from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.runner import session
 from repro_matrix.runner.prerequisites import Prober
@@ -24,7 +24,6 @@ _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
-    parser.add_argument("--all", action="store_true", help="one line per cell")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -49,15 +48,11 @@ def main(args: argparse.Namespace) -> int:
     now = states([gpu.uuid for gpu in machine.gpus])
     rows: list[dict[str, Any]] = [
         {
-            "case": plan.cell.case,
-            "model": plan.cell.model,
-            "strategy": plan.cell.strategy,
+            **{name: getattr(plan.cell, name) for name in ("case", "model", "strategy")},
             "simulated": prepared.catalogue.cases[plan.cell.case].simulated,
             "runs": plan.skipped is None,
             "reason": plan.skipped,
-            "skipped_variants": {
-                each.variant: each.skipped for each in plan.variants if each.skipped and not plan.skipped
-            },
+            "skipped_variants": {} if plan.skipped else {v.variant: v.skipped for v in plan.variants if v.skipped},
         }
         for plan in prepared.plans
     ]
@@ -81,26 +76,16 @@ def main(args: argparse.Namespace) -> int:
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
     )
-    if args.all:
-        table = []
-        for row in rows:
-            skipped = (f"variant {variant}: {reason}" for variant, reason in row["skipped_variants"].items())
-            case = terminal.named(row["case"], row["simulated"])
-            runs = "yes" if row["runs"] else "no"
-            table.append([case, row["model"], row["strategy"], runs, row["reason"] or "; ".join(skipped)])
-        print_table("", ["case", "model", "strategy", "runs here", "reason"], table, narrow=("reason",))
-    else:
-        terminal.print_lines([*terminal.doctor_lines(rows, terminal.columns()), ""])
+    terminal.print_lines([*terminal.doctor_lines(rows, terminal.columns()), ""])
     print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run here")
     return 3 if problems else 0
 
 
 def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Machine) -> list[str]:
-    problems = []
+    error = torch.get("import_error") or torch.get("failed")
+    problems = [f"torch does not import in stack {stack.name}: {error}" if error else None]
     if profile.accelerator != "cpu":
-        problems.append(probe.problem(torch, stack, profile, machine))
-    elif "import_error" in torch or "failed" in torch:
-        problems.append(f"torch does not import in stack {stack.name}: {torch.get('import_error') or torch['failed']}")
+        problems = [probe.problem(torch, stack, profile, machine)]
     for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (runs.scratch(), "results=DIR")):
         reason = unwritable(folder)
         problems.append(f"{reason}: set another with {setting}" if reason else None)

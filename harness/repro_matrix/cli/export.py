@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from repro_matrix.authoring.export import export_variant
 from repro_matrix.cli import options as arguments
+from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, unknown
 
 
@@ -19,10 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring.export import export_variant
-    from repro_matrix.config import catalog as catalogue
-
-    cases = catalogue.load().cases
+    cases = catalog.load().cases
     if args.case not in cases:
         raise unknown("case", args.case, cases)
     variant = args.variant or next(iter(cases[args.case].variants))

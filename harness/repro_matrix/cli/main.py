@@ -141,13 +141,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK:
             return _defect()
+        place, advice = "the standard output", ""
         if error.filename is None:
-            print(f"repro: the standard output: cannot be written: {error.strerror}", file=sys.stderr)
             _discard_output()
-            return ReproError.exit_code
+        else:
+            place, advice = error.filename, ". results=DIR and REPRO_CACHE=DIR choose other folders."
         verb = "opened" if error.errno in (errno.EACCES, errno.EPERM) else "written"
-        advice = "results=DIR and REPRO_CACHE=DIR choose other folders."
-        print(f"repro: {error.filename}: cannot be {verb}: {error.strerror}. {advice}", file=sys.stderr)
+        print(f"repro: {place}: cannot be {verb}: {error.strerror}{advice}", file=sys.stderr)
         return ReproError.exit_code
     except Exception:  # noqa: BLE001 - Python's exit code for it is 1, which is a result here
         return _defect()

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from repro_matrix.config import catalog
+from repro_matrix.external.log_match import recognize
+from repro_matrix.external.log_scan import Catalogue, lines, scan
+from repro_matrix.report.terminal import log_json, log_lines, print_json, print_notes
+
 EPILOG = """\
 exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log);
 3 no failure. For several logs, the lowest of their codes.
@@ -16,11 +21,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.config import catalog
-    from repro_matrix.external.log_match import recognize
-    from repro_matrix.external.log_scan import Catalogue, lines, scan
-    from repro_matrix.report.terminal import log_json, log_lines, print_json, print_notes
-
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
     known = Catalogue(cases.cases)

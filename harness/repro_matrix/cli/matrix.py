@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     if args.memory:
         if not args.dry_run:
             raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
-        return run_summary.show_memory(args.overrides, args.json, args.all)
+        return run_summary.show_memory(args.overrides, args.json)
     return measure(args, args.overrides, every_variant=args.all, page=True)
 
 
@@ -68,7 +68,7 @@ def measure(
     for note in prepared.notes():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
-        return run_summary.show_plan(prepared, args.json, every_variant)
+        return run_summary.show_plan(prepared, args.json)
     from repro_matrix.report.load import write_run_page
     from repro_matrix.report.run_summary import Progress
 

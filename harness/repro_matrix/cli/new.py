@@ -8,12 +8,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from repro_matrix.authoring import draft
+from repro_matrix.config import catalog
+from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
-
-if TYPE_CHECKING:
-    from repro_matrix.config.schema import Case
+from repro_matrix.external.log_match import recognize
+from repro_matrix.external.log_scan import Catalogue, lines, scan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,27 +23,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
     start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
-    start.add_argument(
-        "--from-reduction", metavar="FILE", help="begin with the result of `repro reduce ./SCRIPT.py ... --json > FILE`"
-    )
+    text = "begin with the result of `repro reduce ./SCRIPT.py ... --json > FILE`"
+    start.add_argument("--from-reduction", metavar="FILE", help=text)
     parser.add_argument("--like", metavar="CASE", help="copy flags, variants, axes, checks and script of another case")
-    parser.add_argument(
-        "--silent", metavar="CHECK", help="no error, wrong numbers: the check that fails (updates, loss ...)"
-    )
+    text = "no error, wrong numbers: the check that fails (updates, loss ...)"
+    parser.add_argument("--silent", metavar="CHECK", help=text)
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.authoring import draft
-    from repro_matrix.config import catalog
-
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", args.slug):
         raise ConfigError(f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens.")
     if args.silent and args.from_log:
         raise ConfigError("--silent with --from-log: a log does not show wrong numbers. Leave one out.")
     if args.from_reduction and (args.like or args.silent):
-        raise ConfigError(
-            "--from-reduction with --like or --silent: the reduction has its own shape and signature. Leave one out."
-        )
+        raise ConfigError("--from-reduction with --like or --silent: a reduction has both already. Leave one out.")
     known = catalog.load()
     if args.slug in known.cases:
         raise ConfigError(f"{args.slug} exists already. See `repro show {args.slug}`, or choose another name.")
@@ -67,10 +62,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _signature_of_log(path: str, cases: Mapping[str, Case]) -> dict[str, Any]:
-    from repro_matrix.authoring import draft
-    from repro_matrix.external.log_match import recognize
-    from repro_matrix.external.log_scan import Catalogue, lines, scan
-
     known = Catalogue(cases)
     answer = recognize(scan(lines(path), known), known)
     if answer.names:

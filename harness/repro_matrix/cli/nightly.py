@@ -7,8 +7,16 @@ import re
 from datetime import datetime, timezone
 from pathlib import Path
 
+from repro_matrix.analysis import nightly
+from repro_matrix.analysis.inputs import load_folder
 from repro_matrix.cli import options
+from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
+from repro_matrix.report import load
+from repro_matrix.report.formats import to_issue
+from repro_matrix.report.terminal import print_notes, print_wrapped
+from repro_matrix.results import quarantine, runs
+from repro_matrix.runner import session
 
 EPILOG = """RESULTS: tonight's result folders (of the pinned stack, of the floating one); of a folder of runs, e.g.
 results/scratch, the last run. Run this as the last step
@@ -40,39 +48,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.analysis import nightly
-    from repro_matrix.analysis.inputs import load_folder
-    from repro_matrix.config import catalog
-    from repro_matrix.report import load
-    from repro_matrix.report.formats import to_issue
-    from repro_matrix.report.terminal import print_notes, print_wrapped
-    from repro_matrix.results import quarantine, runs
-    from repro_matrix.runner import session
-
     seconds = 0.0 if args.bisect_time == "0s" else session.seconds_of("--bisect-time", args.bisect_time) or 0.0
     today = datetime.now(timezone.utc).date()
     missing = [path for _, path in args.lock if not path.is_file()]
     if missing:
         raise ConfigError(f"--lock {missing[0]}: no such file")
-    acknowledged, entries = _digests(args.acknowledged), quarantine.read()
+    handled, entries = _digests(args.acknowledged), quarantine.read()
     quarantine.check(entries, catalog.load())
     folders = [runs.of(Path(folder).expanduser()) for folder in args.folders]
     history = Path(args.history).expanduser()
     sides = [load_folder(folder) for folder in folders]
     print_notes([note for side in sides for note in side.notes])
-    report = nightly.finish(
-        nightly.Nightly(
-            args.run_id or str(today),
-            sides,
-            folders,
-            history,
-            args.run_exit_code,
-            dict(args.lock),
-            entries,
-            today,
-            acknowledged,
-        )
-    )
+    run_id, code, locks = args.run_id or str(today), args.run_exit_code, dict(args.lock)
+    tonight = nightly.Nightly(run_id, sides, folders, history, code, locks, entries, today, handled)
+    report = nightly.finish(tonight)
     print_notes(report.notes)
     bisections = nightly.Bisections(history, report.run_id, seconds)
     target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id

@@ -6,14 +6,14 @@ import argparse
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest, unknown
+from repro_matrix.report import load
+from repro_matrix.report.load import AXES, Results
+from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
-from repro_matrix.text import counted
-
-if TYPE_CHECKING:
-    from repro_matrix.report.load import Results
+from repro_matrix.text import counted, one_line
 
 EPILOG = "Exit codes: 0; 2 usage error; 3 some evidence cannot be read, everything else is reported."
 FORMATS = ("html", "junit", "markdown", "json")
@@ -31,10 +31,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.config import project
-    from repro_matrix.report import load
-    from repro_matrix.report.terminal import print_notes
-
     gc.freeze()
     gc.disable()  # many small objects that all live to the end: looking for garbage doubles the time
     results_root = project.current().results
@@ -68,11 +64,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _exit_code(found: Results) -> int:
-
-    if not found.remarks.damaged:
+    damaged = found.remarks.damaged
+    if not damaged:
         return 0
-    number = counted(len(found.remarks.damaged), "file")
-    print(f"exit code {ExitCode.INCOMPLETE}: {number} of evidence cannot be read", file=sys.stderr)
+    text = f"{counted(len(damaged), 'file')} of evidence cannot be read, the first: {one_line(damaged[0])}"
+    print(f"exit code {ExitCode.INCOMPLETE}: {text}", file=sys.stderr)
     return ExitCode.INCOMPLETE
 
 
@@ -88,8 +84,6 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
 
 
 def _selection(words: list[str]) -> dict[str, list[str]]:
-    from repro_matrix.report.load import AXES
-
     found = {}
     for axis, equals, value in (word.partition("=") for word in words):
         if equals and axis not in AXES:

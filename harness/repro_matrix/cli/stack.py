@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import spec
-from repro_matrix.errors import Options, ReproError, unknown
+from repro_matrix.errors import ReproError
 from repro_matrix.report.terminal import print_json, print_notes, print_table
 
 ACTIONS = {
@@ -26,10 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
+        if name != "list":
+            action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
         action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
-        if name == "list":
-            action.add_argument("--all", action="store_true", help="one stack per line, without cutting")
         if name == "prune":
             action.add_argument("--older-than", type=float, default=30, metavar="DAYS", help="default: 30")
             action.add_argument("--all", action="store_true", help="every built stack")
@@ -45,13 +44,8 @@ def _log(text: str) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    known: Options[stacks.DefinedStack] = Options({item.name: item for item in stacks.defined_stacks()})
-    known.left_out = spec.definitions().left_out
-    print_notes([f"left out: {error}" for error in known.left_out.values()])
-    for name in args.names:
-        if name not in known:
-            raise unknown("stack", name, known)
-    listed = [known[name] for name in args.names or known]
+    print_notes([f"left out: {error}" for error in spec.definitions().left_out.values()])
+    listed = stacks.defined_stacks()
     if args.json:
         print_json([asdict(item) for item in listed])
         return

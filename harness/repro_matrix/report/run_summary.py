@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from repro_matrix.planning.memory import GIB, MemoryPlan, fullest
-from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.planning.memory import GIB, fullest
+from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
 from repro_matrix.report.terminal import (
     by_reason,
@@ -40,9 +40,10 @@ from repro_matrix.runner.session import Session
 from repro_matrix.text import WIDTH, counted, one_line, printable, wrap
 
 LOG_LINES = 4
-_HEADS = ["case", "model", "strategy", "variant", "stack", "hardware", "ranks", "devices", "attempts", "skipped"]
-_MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
-_LAST = "fullest moment, or why it is skipped"
+MEMORY_HEADS = (
+    "case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host", "measured",
+    "fullest moment, or why it is skipped",
+)  # fmt: skip
 QUIET_S = 30.0  # without a terminal: after so long without a line, print what runs
 DIFFERENCES = {
     "unexpected": "DIFFERENT FROM THEIR EXPECTATION",
@@ -56,77 +57,61 @@ ATTENTION = ("unexpected", "differs_from_cpu", "no_expectation")
 # The plan (`--dry-run`, `--memory`)
 
 
-def show_plan(prepared: Session, as_json: bool, every_variant: bool) -> int:
-    """Print what would be launched. ``every_variant``: a line for each."""
-    items = [_item(prepared, plan, variant) for plan in prepared.plans for variant in plan.variants]
+def show_plan(prepared: Session, as_json: bool) -> int:
+    """Print what would be launched."""
+    variants = [variant for plan in prepared.plans for variant in plan.variants]
+    items = [_item(prepared, variant) for variant in variants]
     for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys() | prepared.unusable):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
     if as_json:
         print_json(items)
         return 0
-    items = [item | {"case": named(item["case"], item["simulated"])} for item in items]
-    if every_variant:
-        table = [[item["world_size" if head == "ranks" else head] for head in _HEADS] for item in items]
-        print_table("", _HEADS, table, narrow=("skipped",))
-    else:
-        cells = [plan.cell for plan in prepared.plans for _ in plan.variants]
-        lines = [item | {"cell": repr((cell.hardware, cell.stack, cell.key))} for item, cell in zip(items, cells)]
-        print_lines(plan_lines(lines, columns()))
+    lines = []
+    for item, cell in zip(items, [variant.cell for variant in variants]):
+        place = repr((cell.hardware, cell.stack, cell.key))
+        lines.append(item | {"case": named(cell.case, item["simulated"]), "cell": place})
+    print_lines(plan_lines(lines, columns()))
     for why, count in prepared.elsewhere.items():
         print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
     return 0
 
 
-def _item(prepared: Session, plan: CellPlan, variant: VariantPlan) -> dict[str, Any]:
-    cell = plan.cell
-    return {
-        "case": cell.case,
-        "model": cell.model,
-        "strategy": cell.strategy,
-        "flags": dict(cell.flags),
-        "ranks": cell.ranks,
-        "stack": variant.stack,
-        "hardware": cell.hardware,
-        "variant": variant.variant,
-        "world_size": variant.world_size,
-        "devices": variant.gpus,
-        "attempts": variant.repeat,
-        "deadline_s": variant.deadline,
-        "skipped": variant.skipped,
-        "simulated": prepared.catalogue.cases[cell.case].simulated,
-    }
+def _item(prepared: Session, variant: VariantPlan) -> dict[str, Any]:
+    cell, simulated = variant.cell, prepared.catalogue.cases[variant.cell.case].simulated
+    item = {name: getattr(cell, name) for name in ("case", "model", "strategy", "ranks", "hardware")}
+    item |= {name: getattr(variant, name) for name in ("stack", "variant", "world_size", "skipped")}
+    item |= {"flags": dict(cell.flags), "devices": variant.gpus, "attempts": variant.repeat}
+    return item | {"deadline_s": variant.deadline, "simulated": simulated}
 
 
-def show_memory(texts: list[str], as_json: bool, every_variant: bool) -> int:
+def show_memory(texts: list[str], as_json: bool) -> int:
     """Print what each variant needs, beside the recorded peak; also for hardware that this machine does not have."""
     prepared = session.prepare(texts, build_stacks=False, plan_only=True)
     stored = runs.measured_rows(prepared.settings)
     rows = []
-    for plan in prepared.plans:
-        for variant in plan.variants:
-            row = _item(prepared, plan, variant) | {"reference": variant.settings.get("reference")}
-            row |= {"planned": variant.memory.to_json() if variant.memory else None}
-            rows.append((variant, row | {"measured_mb": _measured(stored, plan.cell.key, variant)}))
+    for variant in (variant for plan in prepared.plans for variant in plan.variants):
+        row = _item(prepared, variant) | {"reference": variant.settings.get("reference")}
+        row |= {"planned": variant.memory.to_json() if variant.memory else None}
+        rows.append((variant, row | {"measured_mb": _measured(stored, variant)}))
     if as_json:
         cells, hardware = [row for _, row in rows], prepared.profile.name
         print_json({"hardware": hardware, "planned_only": prepared.planned, "cells": cells})
     else:
-        _print_memory(prepared, rows, every_variant)
+        _print_memory(prepared, rows)
     for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
         print(f"repro: {note}", file=sys.stderr)
     return 0
 
 
-def _measured(rows: Sequence[Row], cell: str, variant: VariantPlan) -> float | None:
+def _measured(rows: Sequence[Row], variant: VariantPlan) -> float | None:
     """Return the largest recorded peak of a rank (MiB) on the host, from the latest result on this stack."""
-    wanted = (cell, variant.variant, variant.stack)
+    wanted = (variant.cell.key, variant.variant, variant.stack)
     matching = (row for row in rows if row.attempts and (row.cell_id, row.variant, row.stack.name) == wanted)
     latest = max(matching, key=lambda row: row.started, default=None)
-    peaks = [attempt.peak_rss_mb or 0.0 for attempt in latest.attempts] if latest else []
-    return max(peaks, default=0.0) or None
+    return max((attempt.peak_rss_mb or 0.0 for attempt in latest.attempts), default=0.0) or None if latest else None
 
 
-def _print_memory(prepared: Session, rows: list[tuple[VariantPlan, dict[str, Any]]], every_variant: bool) -> None:
+def _print_memory(prepared: Session, rows: list[tuple[VariantPlan, dict[str, Any]]]) -> None:
     profile, machine = prepared.profile, prepared.machine
     gpus = f"{len(profile.gpus)} x {profile.gpus[0].name}, " if profile.gpus else ""
     only = " (planned only: not this machine)" if prepared.planned else ""
@@ -134,25 +119,21 @@ def _print_memory(prepared: Session, rows: list[tuple[VariantPlan, dict[str, Any
     table, hidden = [], []
     for variant, row in rows:
         plan, measured = variant.memory, row["measured_mb"]
-        if row["skipped"] and plan is None and not every_variant:
+        if row["skipped"] and plan is None:
             hidden.append(row)
             continue
         sizes = [plan.device_rank, plan.host_rank, plan.host_node] if plan else []
         sizes_text = [f"{size / GIB:.2f}" if size else "-" for size in sizes] or ["?", "?", "?"]
         off = f" ({plan.host_rank / 2**20 / measured - 1:+.0%})" if measured and plan else ""
         recorded = f"{measured / 1024:.2f}{off}" if measured else "-"
-        cells = [row["case"], row["model"], row["strategy"], row["variant"], str(variant.world_size), *sizes_text]
-        table.append([*cells, recorded, row["skipped"] or _fullest(plan, bool(row["simulated"]))])
-    print_table("", [*_MEMORY_HEADS, "measured", _LAST], table, narrow=(_LAST,))
+        full = fullest(plan.device or plan.host) if plan else None
+        why = "simulated: its tensors need no memory" if row["simulated"] else "not known: the stack cannot build it"
+        last = row["skipped"] or (f"{full.name}: {full.describe()}" if full else why)
+        cells = [row[name] for name in ("case", "model", "strategy", "variant", "world_size")]
+        table.append([*cells, *sizes_text, recorded, last])
+    print_table("", MEMORY_HEADS, table, narrow=MEMORY_HEADS[-1:])
     print_lines(skipped_lines(hidden, columns()))
     print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} variants skipped")
-
-
-def _fullest(plan: MemoryPlan | None, simulated: bool) -> str:
-    if plan:
-        full = fullest(plan.device or plan.host)
-        return f"{full.name}: {full.describe()}"
-    return "simulated: its tensors need no memory" if simulated else "not known: the stack cannot build the model"
 
 
 # While it runs: a bar with the running attempts on a terminal, a line per cell elsewhere
@@ -201,7 +182,8 @@ class Progress:
         if event.kind in ("more", "note"):
             self.warn(event.text)
         elif event.kind == "start":
-            self._start(key, f"{event.device:>8}  {event.plan.cell.key if event.plan else ''} {event.variant}")
+            text = f"{event.device:>8}  {event.plan.cell.key if event.plan else ''} {event.variant}"
+            self.running[key] = self.bar.add_task(text, total=None)
         elif event.kind == "attempt" and key in self.running:
             self.bar.remove_task(self.running.pop(key))
         if event.kind == "attempt":
@@ -213,7 +195,7 @@ class Progress:
         elif event.kind == "cell":
             self.cells += 1
             if event.plan and event.document:
-                self._cell(event.plan, event.document)
+                self._cell(event.plan.cell.key, event.document)
         elif event.kind == "time":
             waiting = event.text
         counts = "  ".join(f"{name} {count}" for name, count in self.verdicts.items())
@@ -223,17 +205,14 @@ class Progress:
             tasks = [f"{' '.join(task.description.split())} {task.elapsed or 0:.0f}s" for task in self.bar.tasks]
             self._print("; ".join(tasks))
 
-    def _start(self, key: Any, text: str) -> None:
-        self.running[key] = self.bar.add_task(text, total=None)
-
-    def _cell(self, plan: CellPlan, document: Document) -> None:
+    def _cell(self, key: str, document: Document) -> None:
         rows = rows_of(document, {})
         self.verdicts.update(row.verdict for row in rows if row.verdict)
         if self.out.is_terminal or self.verbose:
             return
         results = [f"{row.variant} {row.verdict or row.outcome}" for row in rows if row.attempts]
         text = ", ".join(results) or f"skipped: {rows[0].reason}"
-        self._print(one_line(f"[{self.cells}/{self.all_cells}] {plan.cell.key}: {text}"))
+        self._print(one_line(f"[{self.cells}/{self.all_cells}] {key}: {text}"))
 
     def _print(self, text: str, style: str = "") -> None:
         self._printed = time.monotonic()
@@ -276,16 +255,10 @@ def count_verdicts(rows: Iterable[Row]) -> dict[str, int]:
 
 def totals(prepared: Session, summary: Summary, rows: Sequence[Row]) -> dict[str, Any]:
     """Return the totals of a run for ``--json``."""
-    profiles = [
-        {
-            "profile": profile.name,
-            "accelerator": profile.accelerator,
-            "backend": profile.backend,
-            "devices": [gpu.name for gpu in profile.gpus],
-            "ranks": prepared.sizes(profile),
-        }
-        for profile in prepared.profiles
-    ]
+    profiles: list[dict[str, Any]] = []
+    for each in prepared.profiles:
+        profiles.append({"profile": each.name, "accelerator": each.accelerator, "backend": each.backend})
+        profiles[-1] |= {"devices": [gpu.name for gpu in each.gpus], "ranks": prepared.sizes(each)}
     return {
         "hardware": [profile.name for profile in prepared.profiles],
         "profiles": profiles,

@@ -268,7 +268,7 @@ def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
     yield from skipped_lines(items, width)
     if items:
         every = [item for variants in launched.values() for item in variants]
-        yield from ("", *wrap(f"{_size(every)}; --all lists every variant", width=width))
+        yield from ("", *wrap(f"{_size(every)}; --json lists every variant", width=width))
 
 
 def _size(variants: Sequence[Mapping[str, Any]]) -> str:
