@@ -24,6 +24,7 @@ import pytest
 
 if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
+    from repro_matrix.planning.plan import CellPlan
     from repro_matrix.records.document import Document
     from repro_matrix.results.quarantine import Quarantine
     from repro_matrix.results.summary import Row
@@ -36,13 +37,9 @@ MARKS = {
     "control": "of training that must work",
     "simulated": "device placement without a GPU",
 }
-FAILS = {
-    "NOT_FIXED",
-    "DIFFERENT_FAILURE",
-    "FIX_BREAKS",
-    "SIGNATURE_MISMATCH",
-    "FAILED",
-}  # verdicts that report a failure
+# Verdicts that report a failure.
+FAILS = ("NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED")
+Place = tuple[str, str, str]  # of a plan: hardware, stack, cell
 Result = tuple["Row", str]  # a variant, and why the run does not end with 0 although its verdict is as expected
 
 
@@ -54,19 +51,18 @@ class Measurement:
     texts: list[str]
     entries: Sequence[Quarantine]
     notes: list[str] = field(default_factory=list)
-    wanted: dict[int, list[str]] = field(default_factory=dict)  # plan's number -> the selected variants
-    _results: dict[int, Future[list[Result]]] = field(default_factory=dict)
-    _numbers: dict[int, int] = field(default_factory=dict)  # id of a started plan -> its number
+    wanted: dict[Place, list[str]] = field(default_factory=dict)  # the selected variants
+    _results: dict[Place, Future[list[Result]]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def results(self, number: int) -> list[Result]:
+    def results(self, place: Place) -> list[Result]:
         """Return the results of a cell once it is measured. Raises ReproError: the run ended without it."""
         if self._thread is None:
             self._results = {each: Future() for each in self.wanted}
             self._thread = threading.Thread(target=self._run, name="repro", daemon=True)
             self._thread.start()
-        return self._results[number].result()
+        return self._results[place].result()
 
     def close(self) -> None:
         """Stop what is running."""
@@ -79,15 +75,11 @@ class Measurement:
         from repro_matrix.runner import workspace
 
         plans = []
-        for number, variants in self.wanted.items():
-            plan = self.prepared.plans[number]
-            first = plan.variants[0].variant  # of a failure the unfixed variant, without which there is no verdict
-            plans.append(
-                replace(
-                    plan, variants=tuple(variant for variant in plan.variants if variant.variant in (first, *variants))
-                )
-            )
-            self._numbers[id(plans[-1])] = number
+        for plan in self.prepared.plans:
+            # Of a failure the first variant is the unfixed one, without which there is no verdict.
+            chosen = {plan.variants[0].variant, *self.wanted.get(place_of(plan), ())}
+            if place_of(plan) in self.wanted:
+                plans.append(replace(plan, variants=tuple(each for each in plan.variants if each.variant in chosen)))
         problem: BaseException = MeasureError("the run was ended")
         try:
             run = replace(self.prepared, plans=plans, settings=replace(self.prepared.settings))
@@ -102,10 +94,14 @@ class Measurement:
                 results.set_exception(problem)
 
     def _take(self, event: Event) -> None:
-        if event.kind == "cell" and event.document is not None:
+        if event.kind == "cell" and event.plan and event.document is not None:
             today = datetime.now(timezone.utc).date()
             results = results_of(event.document, self.prepared.catalogue.cases, self.entries, today)
-            self._results[self._numbers[id(event.plan)]].set_result(results)
+            self._results[place_of(event.plan)].set_result(results)
+
+
+def place_of(plan: CellPlan) -> Place:
+    return plan.cell.hardware, plan.cell.stack, plan.cell.key
 
 
 def results_of(
@@ -148,14 +144,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Prepare the run: everything that can be wrong with the selection is found here."""
     config = session.config
-    if config.getoption("--repro") is None:
+    given = config.getoption("--repro")
+    if given is None:
         return
     from repro_matrix.errors import ReproError
     from repro_matrix.results import quarantine
     from repro_matrix.runner.session import prepare
 
     try:
-        texts = _split(config.getoption("--repro"))
+        texts = _split(given)
         prepared, entries = prepare(texts), quarantine.read()
         quarantine.check(entries, prepared.catalogue)
     except ReproError as error:
@@ -178,7 +175,7 @@ def _split(text: str) -> list[str]:
 
 
 class Group(pytest.Collector):
-    """repro, a case, a cell."""
+    """The root, a case or a cell."""
 
     def collect(self) -> Iterator[pytest.Item]:
         return iter(())
@@ -187,16 +184,15 @@ class Group(pytest.Collector):
 class VariantItem(pytest.Item):
     """One fix of one cell, or a control."""
 
-    number: int  # of its plan
-    skipped: str | None
+    place: Place
+    skipped: str | None  # why it is not measured
 
     def runtest(self) -> None:
         if self.skipped:
             pytest.skip(self.skipped)
-        results = self.config.stash[MEASUREMENT].results(self.number)
+        results = self.config.stash[MEASUREMENT].results(self.place)
         row, wrong = next(result for result in results if result[0].variant == self.name)
-        self.user_properties.append(("verdict", row.verdict))
-        self.user_properties.append(("reproduce", str(row.torchrun)))
+        self.user_properties += [("verdict", row.verdict), ("reproduce", str(row.torchrun))]
         text = f"{row.verdict}: {row.reason}"
         if not wrong and (row.verdict is None or not row.attempts):
             pytest.skip(row.reason)
@@ -221,16 +217,11 @@ class VariantItem(pytest.Item):
         return self.path, None, self.nodeid.partition("::")[2] + " "
 
 
-class LeftOutItem(pytest.Item):
-    """An invalid file: what it would have added was selected, and is not measured."""
-
-    text: str
+class LeftOutItem(VariantItem):
+    """An invalid file: what it would have added was selected, and is not measured. ``skipped``: its error."""
 
     def runtest(self) -> None:
-        raise Differs(f"left out, and not measured: {self.text}", None, None)
-
-    repr_failure = VariantItem.repr_failure
-    reportinfo = VariantItem.reportinfo
+        raise Differs(f"left out, and not measured: {self.skipped}", None, None)
 
 
 class Differs(Exception):
@@ -247,7 +238,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     prepared = config.stash[MEASUREMENT].prepared
     top = Group.from_parent(session, name="repro", nodeid="repro")
     cases: dict[str, Group] = {}
-    for number, plan in enumerate(prepared.plans):
+    for plan in prepared.plans:
         cell, known = plan.cell, prepared.catalogue.cases[plan.cell.case]
         parent = cases.setdefault(cell.case, Group.from_parent(top, name=cell.case))
         # Named alike whatever else is selected; what is usual (stack current, the first profile) is left out.
@@ -259,12 +250,12 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             group.add_marker(mark)
         for variant in plan.variants[1:] if known.kind == "failure" else plan.variants:
             item = VariantItem.from_parent(group, name=variant.variant)
-            item.number, item.skipped = number, plan.skipped or variant.skipped
+            item.place, item.skipped = place_of(plan), plan.skipped or variant.skipped
             items.append(item)
     wrong = Group.from_parent(top, name="left out")
     for text in prepared.left_out:
         left: LeftOutItem = LeftOutItem.from_parent(wrong, name=text.partition(": ")[0])
-        left.text = text
+        left.skipped = text
         items.append(left)
     # Counted as what pytest collects itself is: else what -k leaves out is taken from nothing.
     made: list[pytest.Item | pytest.Collector] = [*items[before:]]
@@ -274,11 +265,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Measure what is selected, and nothing that was deselected."""
     measurement = session.config.stash.get(MEASUREMENT, None)
-    if measurement is None:
-        return
-    for item in session.items:
-        if isinstance(item, VariantItem) and not item.skipped:
-            measurement.wanted.setdefault(item.number, []).append(item.name)
+    for item in session.items if measurement else ():
+        if measurement and isinstance(item, VariantItem) and not item.skipped:
+            measurement.wanted.setdefault(item.place, []).append(item.name)
 
 
 @pytest.hookimpl(tryfirst=True)

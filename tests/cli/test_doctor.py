@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,35 @@ from fake_nvml import FakeGpu, FakeNvml, Process
 from fake_stack import lines, python_that_says
 from repro_matrix.cli import main as cli
 from repro_matrix.results.store import Store
+from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner.prerequisites import Prober
+from test_engine import Fake, observation
 
 ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]")
 
 
-def cold(
-    tmp_path: Path, nvml: FakeNvml, *words: str, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """A process of its own, as a user starts it."""
-    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environ |= nvml.on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")} | (env or {})
-    command = [sys.executable, "-m", "repro_matrix", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=800)
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
 
 
-Repro = Callable[..., "subprocess.CompletedProcess[str]"]
+Repro = Callable[..., Done]
 
 
 @pytest.fixture
-def repro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Repro:
-    """The same in this process: to import everything anew takes longer than most of what is asked here."""
-
-    def asked(
-        tmp_path: Path, nvml: FakeNvml, *words: str, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+def repro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Repro:
+    def run(nvml: FakeNvml, *words: str, env: dict[str, str] | None = None) -> Done:
         with monkeypatch.context() as patch:
             patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
             for name, value in {"REPRO_CACHE": str(tmp_path / "cache"), "COLUMNS": "160", **(env or {})}.items():
                 patch.setenv(name, value)
             nvml.install(patch)
-            code = cli.main(list(words))
-        said = capsys.readouterr()
-        return subprocess.CompletedProcess(words, code, said.out, said.err)
+            return Done(cli.main(list(words)), *capsys.readouterr())
 
-    return asked
+    return run
 
 
 def documents(tmp_path: Path) -> list[dict[str, Any]]:
@@ -58,75 +53,64 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
     return list(Store(folder).documents()) if folder.exists() else []
 
 
-def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(tmp_path: Path) -> None:
+def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(repro: Repro, tmp_path: Path) -> None:
     """The stack of this checkout is a CPU build: on a machine with GPUs that is exit 3 and the command to mend it."""
     nvml = FakeNvml([FakeGpu(), FakeGpu()], driver="535.129.03", cuda=12020)
-    done = cold(tmp_path, nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
-    assert done.returncode == 3, done.stderr
-    assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.stderr
-    assert "--torch-backend=auto" in done.stderr and "Traceback" not in done.stderr
-    assert documents(tmp_path) == []
+    done = repro(nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
+    assert done.code == 3 and documents(tmp_path) == []
+    assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.err and "--torch-backend=auto" in done.err
 
 
 def test_plan_reports_hardware_and_problems_as_a_run_does(repro: Repro, tmp_path: Path) -> None:
     nvml = FakeNvml([FakeGpu() for _ in range(4)], driver="535.129.03", cuda=12020)
     old = python_that_says(tmp_path, *lines(init_error="RuntimeError: The NVIDIA driver on your system is too old"))
     words = ("matrix", "--dry-run", *ONE)
-    done = repro(tmp_path, nvml, *words, f"stack=python:{old}")
-    assert done.returncode == 3 and "--torch-backend=auto" in done.stderr and not done.stdout
+    done = repro(nvml, *words, f"stack=python:{old}")
+    assert done.code == 3 and "--torch-backend=auto" in done.err and not done.out
     python = python_that_says(tmp_path, *lines(gpus=2))
-    done = repro(tmp_path, nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3"})
-    first = done.stderr.splitlines()[0]
-    assert done.returncode == 0 and first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl")
-    done = repro(tmp_path, nvml, *words, env={"CUDA_VISIBLE_DEVICES": ""})
-    first, second = done.stderr.splitlines()[:2]
-    assert done.returncode == 0 and first.startswith("repro: hardware cpu, backend gloo") and "no GPU" in second
+    done = repro(nvml, *words, "ranks=2", f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "1,3"})
+    assert done.code == 0
+    assert done.err.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl")
+    done = repro(nvml, *words, env={"CUDA_VISIBLE_DEVICES": ""})
+    first, second = done.err.splitlines()[:2]
+    assert done.code == 0 and first.startswith("repro: hardware cpu, backend gloo") and "no GPU" in second
 
 
 def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -> None:
-    gpus = [
-        FakeGpu(mode="exclusive_process", ecc_uncorrected=3),
-        FakeGpu(processes=[Process(99999999, 4321)]),
-        FakeGpu(mig=["MIG-x"]),
-        FakeGpu(),
-    ]
+    gpus = [FakeGpu(mode="exclusive_process", ecc_uncorrected=3), FakeGpu(processes=[Process(99999999, 4321)])]
+    gpus += [FakeGpu(mig=["MIG-x"]), FakeGpu()]
     python = python_that_says(tmp_path, *lines(gpus=3))
-    done = repro(tmp_path, FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    shown = done.stdout
-    assert "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000" in shown and "mode exclusive_process" in shown
-    assert "3 uncorrected ECC errors" in shown
-    assert "in use by process 99999999 (4321 MiB)" in shown and "77599 of 81920 MiB free" in shown
-    assert "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode" in shown
-    assert "/dev/shm: " in shown and "hangs: " in shown
-    assert "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;" in shown
-    assert "torch 2.13.0+cu130 (CUDA 13.0, NCCL 2.28.9): it computes on 3 of 3 GPUs" in " ".join(shown.split())
+    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}")
+    shown = " ".join(done.out.split())
+    assert done.code == 0, done.out + done.err
+    for part in (
+        "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000", "mode exclusive_process", "3 uncorrected ECC errors",
+        "in use by process 99999999 (4321 MiB)", "77599 of 81920 MiB free",
+        "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode", "/dev/shm: ", "hangs: ",
+        "hardware: gpu3 (3 x NVIDIA A100-SXM4-80GB), backend nccl | cpu, backend gloo;",
+        "torch 2.13.0+cu130 (CUDA 13.0, NCCL 2.28.9): it computes on 3 of 3 GPUs",
+    ):  # fmt: skip
+        assert part in shown
     python = python_that_says(tmp_path, *lines(gpus=2))
-    two = repro(tmp_path, FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").stdout
+    two = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").out
     assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more unused), backend nccl;" in two
 
 
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
     words = ("doctor", *ONE[:2], "--json")
     python = python_that_says(tmp_path, *lines())
-    meant = repro(
-        tmp_path, FakeNvml([FakeGpu()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"}
-    )
-    assert meant.returncode == 3, meant.stderr
-    said = json.loads(meant.stdout)
-    assert "CUDA_VISIBLE_DEVICES=all" in said["problems"][0] and said["hardware"] == ["cpu"]
-    assert said["cells"], "what can run on the CPU is told all the same"
-    unusable = repro(tmp_path, FakeNvml([FakeGpu()]), *words)
-    assert unusable.returncode == 3 and "a build without CUDA" in json.loads(unusable.stdout)["problems"][0]
+    done = repro(FakeNvml([FakeGpu()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"})
+    shown = json.loads(done.out)
+    assert done.code == 3 and "CUDA_VISIBLE_DEVICES=all" in shown["problems"][0]
+    assert shown["hardware"] == ["cpu"] and shown["cells"], "what can run on the CPU is reported as well"
+    unusable = repro(FakeNvml([FakeGpu()]), *words)
+    assert unusable.code == 3 and "a build without CUDA" in json.loads(unusable.out)["problems"][0]
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from repro_matrix.runner.prerequisites import Prober
-    from test_engine import Fake, observation
-
     def probe(self: Prober, stack: Any) -> tuple[dict[str, Any], str | None]:
         why = "NVML sees 2 x A100 (driver 535), and torch cannot use them:\n  uv pip install ..."
         found = {"torch": "2.13", "cuda": "13.0", "arch_list": [], "nccl_version": "2.28", "devices": []}
@@ -154,27 +138,25 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     assert works or "uv pip install" in said.err, "and what to install instead"
 
 
-def test_prepare_cpu_is_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro_matrix.runner import session
-    from repro_matrix.runner.prerequisites import Prober
-
-    monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe on a CPU"))
-    monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
-    assert session.prepare([*ONE, "hardware=cpu"]).notes() == []
-
-
-@pytest.mark.parametrize("profiles", ["cpu,gpu2", "gpu1,gpu2", "gpu2,cpu"])
-def test_prepare_probes_all_gpus_of_several_profiles(profiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro_matrix.runner import session
-    from repro_matrix.runner.prerequisites import Prober
-
-    probed: list[int] = []
+@pytest.mark.parametrize(
+    ("words", "probed", "first"),
+    [
+        ([*ONE, "hardware=cpu"], set(), "cpu"),
+        (["case=qwen-remote-code-import"], set(), "cpu"),  # its cells are for the CPU
+        ([*ONE, "hardware=cpu,gpu2"], {2}, "gpu2"),
+        ([*ONE, "hardware=gpu1,gpu2"], {2}, "gpu2"),
+    ],
+)
+def test_prepare_probes_all_selected_gpus_and_no_cpu(
+    words: list[str], probed: set[int], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
-    monkeypatch.setattr(Prober, "__call__", lambda self, stack: (probed.append(len(self.profile.gpus)), ({}, None))[1])
-    prepared = session.prepare([*ONE, f"hardware={profiles}"], build_stacks=False, probe=True)
-    assert set(probed) == {2} and prepared.profile.name == "gpu2"
+    monkeypatch.setattr(Prober, "__call__", lambda self, stack: (seen.add(len(self.profile.gpus)), ({}, None))[1])
+    prepared = session.prepare(words, build_stacks=False, probe=True)
+    assert seen == probed and {plan.profile.name for plan in prepared.plans} >= {first}
 
 
 @pytest.mark.ranks
@@ -183,10 +165,12 @@ def test_run_device_that_fails_in_the_ranks_is_infra(tmp_path: Path) -> None:
     """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
     python = python_that_says(tmp_path, *lines(gpus=2))
     words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
-    done = cold(tmp_path, FakeNvml([FakeGpu(), FakeGpu()]), *words, "hardware=gpu2", "--json")
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environ |= FakeNvml([FakeGpu(), FakeGpu()]).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "repro_matrix", *words, "hardware=gpu2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=800)
     assert done.returncode == 3, done.stdout + done.stderr
-    first = done.stderr.splitlines()[0]
-    assert first.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")
+    assert done.stderr.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")
     summary = json.loads(done.stdout)["summary"]
     gpus = ["NVIDIA A100-SXM4-80GB"] * 2
     assert summary["profiles"] == [
@@ -197,15 +181,3 @@ def test_run_device_that_fails_in_the_ranks_is_infra(tmp_path: Path) -> None:
     outcomes = [attempt["outcome"] for variant in stored["variants"].values() for attempt in variant["attempts"]]
     assert outcomes and {outcome["outcome"] for outcome in outcomes} == {"infra_error"}
     assert all(outcome["reason"].startswith("device: rank ") for outcome in outcomes)
-
-
-def test_prepare_cells_on_the_cpu_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro_matrix.runner import session
-    from repro_matrix.runner.prerequisites import Prober
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
-    monkeypatch.setattr("repro_matrix.launch.processes.compile_op", lambda stack: None)
-    monkeypatch.setattr(Prober, "__call__", lambda *_: pytest.fail("a probe for the CPU's cells"))
-    prepared = session.prepare(["case=qwen-remote-code-import"])
-    assert {plan.profile.name for plan in prepared.plans} == {"cpu"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pwd
 import subprocess
@@ -21,7 +20,6 @@ from repro_matrix.results import runs
 from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace
 
-FULL = Path("/dev/full")
 Capsys = pytest.CaptureFixture[str]
 
 
@@ -37,23 +35,18 @@ def refused(capsys: Capsys, *words: str) -> str:
     ("line", "expected"),
     [
         ("list stack=torch2.2-tf4.93", "did you mean 'torch2.2-tf4.39'?"),
-        ("list hardware=gpu88", "unknown hardware 'gpu88'; did you mean 'gpu8'?"),
         ("list shard=9/8", "shard=9/8: not PART/PARTS"),
         ("list shard=1/8", "`repro matrix --dry-run shard=...`"),
         ("list model.config.num_hidden_layer=4", "no model has that key; did you mean 'num_hidden_layers'?"),
-        ("list case=train-step --config-dir", "--config-dir"),
         ("matrix --dry-run model.config.num_hidden_layers=four", "'four' is not of type int"),
-        ("matrix --dry-run model.config.num_hidden_layers=true", "True is not of type int"),
         ("matrix fsdp-generate", "'fsdp-generate' is not NAME=VALUE"),
         ("show", "arguments are required: CASE"),
         ("show ddp*", "`repro show` takes one case"),
         ("show ddp-module-bypass case=train-step", "case=train-step"),
-        ("run ddp-module-bypass case=train-step", "case=train-step"),
         ("run", "Nothing to run."),
         ("run train-step results=", "results=: the folder's name is missing"),
         ("run --module", "--module: a module's name is missing"),
         ("versions train-step --max-probes 0", "'0' is not a number of at least 1"),
-        ("report --baseline --output /dev/null/x.html", "/dev/null"),
         ("nightly /nope --history history --run-exit-code 0", "/nope: no such folder of results"),
         ("new a-case --from-script nope.py", "nope.py"),
     ],
@@ -66,9 +59,9 @@ def test_command_with_bad_arguments_is_refused_and_writes_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_list_with_a_config_key_of_transformers_needs_a_plus() -> None:
-    assert cli.main(["list", "case=train-step", "+model.config.attention_dropout=0.1"]) == 0
-    assert cli.main(["list", "case=train-step", "model.config.num_hidden_layers=4"]) == 0
+@pytest.mark.parametrize("key", ["+model.config.attention_dropout=0.1", "model.config.num_hidden_layers=4"])
+def test_list_with_a_config_key_of_transformers_needs_a_plus(key: str) -> None:
+    assert cli.main(["list", "case=train-step", key]) == 0
 
 
 @pytest.mark.parametrize(
@@ -134,16 +127,6 @@ def test_named_matrix_with_an_invalid_setting_is_named(conf: Path, line: str) ->
 # -- disks and homes
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("words", [("export", "fsdp-uniform-dtype"), ("list", "case=train-step")])
-def test_full_disk_behind_stdout_is_named(words: tuple[str, ...]) -> None:
-    with open(FULL, "w") as out:
-        command = [sys.executable, "-m", "repro_matrix", *words]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=600)
-    assert done.returncode == 2 and "No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-
-
 def test_closed_stdout_is_named() -> None:
     command = f"exec {sys.executable} -m repro_matrix list >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
@@ -171,30 +154,21 @@ def test_new_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
 def test_results_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "afile"
     file.write_text("x")
-    for root in (file, file / "below"):
+    for open_results in (Store(file).open, Store(file / "below").open, lambda: runs.begin(file, [])):
         with pytest.raises(ResultsError, match="afile"):
-            Store(root).open()
-    with pytest.raises(ResultsError, match="afile"):
-        runs.begin(file, [])
+            open_results()
 
 
-@pytest.mark.parametrize(
-    ("error", "path"),
-    [
-        (errno.EROFS, "/nonexistent/.cache"),
-        (errno.EACCES, "/nonexistent"),  # the home folder, as in a container whose user has none
-        (errno.EACCES, "/nights/.lock"),  # a folder of another user
-    ],
-)
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.ENOENT])  # ENOENT: HOME=/proc/nothing
 def test_path_that_cannot_be_written_is_named_with_a_remedy(
-    error: int, path: str, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+    error: int, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     def main(_: object) -> int:
-        raise OSError(error, os.strerror(error), path)
+        raise OSError(error, os.strerror(error), "/nonexistent/.cache")
 
     monkeypatch.setattr("repro_matrix.cli.list.main", main)
     message = refused(capsys, "list")
-    assert message.startswith(f"repro: {path}: ") and "REPRO_CACHE=DIR" in message
+    assert message.startswith("repro: /nonexistent/.cache: ") and "REPRO_CACHE=DIR" in message
 
 
 def test_user_without_a_home_gets_a_hint(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
@@ -226,8 +200,3 @@ def test_damaged_last_run_is_not_replaced_by_an_older_one(
     (last / runs.MANIFEST).unlink()
     last.rename(tmp_path / "kept-aside")
     assert runs.of(tmp_path) == old
-
-
-def test_show_json_names_the_case(capsys: Capsys) -> None:
-    assert cli.main(["show", "train-step", "model=qwen-7b", "strategy=ddp", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["case"] == "train-step"

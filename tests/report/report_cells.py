@@ -8,6 +8,8 @@ from observations import document, exception, failed, observation, ok
 from repro_matrix.report.page_model import Cell, cells_of
 from repro_matrix.results.summary import Row, rows_of
 
+HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202eevil\u200b\x00<b>&amp;'\"`|\ud800"
+
 
 def stored_cell(verdict: str = "FIXED", state: str = "expected", error: str = "boom", **changes: Any) -> dict[str, Any]:
     """The stored result of a cell: ``unfixed`` fails with ``error``, ``fix`` has the verdict."""

@@ -14,7 +14,7 @@ from repro_matrix.analysis.inputs import from_row
 from repro_matrix.cli.main import main
 from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
-from repro_matrix.report.load import source_names, write_site
+from repro_matrix.report.load import write_site
 from repro_matrix.report.page_model import cells_of
 from repro_matrix.results import runs
 from repro_matrix.results.store import write_json
@@ -137,7 +137,3 @@ def test_a_site_is_not_written_among_other_files(tmp_path: Path) -> None:
     write_site(tmp_path / "new", {"index.html": "repro-matrix"})
     write_site(tmp_path / "new", {"index.html": "repro-matrix, again"})
     assert "again" in (tmp_path / "new" / "index.html").read_text()
-
-
-def test_source_names_of_folders_with_one_name_are_their_paths() -> None:
-    assert source_names([Path("a/x"), Path("b/x"), Path("y")]) == ["a/x", "b/x", "y"]

@@ -13,7 +13,7 @@ import pytest
 from observations import document, observation, ok
 from repro_matrix.errors import MeasureError
 from repro_matrix.paths import CONFIG_PATH
-from repro_matrix.pytest_plugin import Measurement, results_of
+from repro_matrix.pytest_plugin import Measurement, Place, place_of, results_of
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
@@ -25,8 +25,8 @@ AT = f"repro::{CASE}::qwen1.5-0.5b/ddp"
 SEEN: dict[str, tuple[str, str]] = {}  # variant -> (verdict, expected); a variant that is not named: (FIXED, expected)
 
 
-def measured(self: Measurement, number: int) -> list[tuple[SimpleNamespace, str]]:
-    variants = tuple(self.wanted[number])
+def measured(self: Measurement, place: Place) -> list[tuple[SimpleNamespace, str]]:
+    variants = tuple(self.wanted[place])
     ASKED.append(variants)
     return [
         (SimpleNamespace(variant=variant, verdict=verdict, state=state, expected_verdict="FIXED", attempts=[1],
@@ -66,6 +66,8 @@ def test_plugin_node_ids_do_not_depend_on_the_selection(run: Any) -> None:
     assert names(run("--collect-only", "-q", "-m", "control")) == []
     assert names(run("--collect-only", "-q", "-m", "failure", "--strict-markers")) == every
     assert ASKED == []
+    result = run("-k", "nothing-of-that-name")
+    result.stdout.fnmatch_lines([f"collected {len(every)} items / {len(every)} deselected / 0 selected"])
 
 
 def test_plugin_last_failed_and_exitfirst(run: Any) -> None:
@@ -78,9 +80,7 @@ def test_plugin_last_failed_and_exitfirst(run: Any) -> None:
     result.stdout.fnmatch_lines(["*NOT_FIXED: of freeze*", "*by hand: torchrun freeze*"])
     SEEN.pop("touch")
     run("-v", "--lf").assert_outcomes(passed=1, failed=1)
-    result = run("-v", "--lf", "-x")
-    result.assert_outcomes(failed=1)
-    run("-x", "-k", "find-unused or freeze or touch").assert_outcomes(passed=1, failed=1)
+    run("-v", "--lf", "-x").assert_outcomes(failed=1)
 
 
 def test_plugin_expected_failure_is_strict_xfail(run: Any) -> None:
@@ -94,18 +94,13 @@ def test_plugin_expected_failure_is_strict_xfail(run: Any) -> None:
     run("-k", "bucket-view").assert_outcomes(failed=1)
 
 
-def test_plugin_problem_of_a_run_fails_the_test(run: Any) -> None:
+def test_plugin_problem_of_a_run_fails_the_test_and_a_quarantined_difference_is_xfail(run: Any) -> None:
     WRONG["freeze"] = "1 attempt of unfixed gave no answer"
-    result = run("-k", "freeze or touch")
-    result.assert_outcomes(passed=1, failed=1)
+    SEEN["touch"] = ("NOT_FIXED", "quarantined")
+    result = run("-rx", "-k", "freeze or touch or find-unused")
+    result.assert_outcomes(passed=1, failed=1, xfailed=1)
     result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*by hand: torchrun freeze*"])
-
-
-def test_plugin_quarantined_difference_is_xfail(run: Any) -> None:
-    SEEN["freeze"] = ("NOT_FIXED", "quarantined")
-    result = run("-rx", "-k", "freeze or touch")
-    result.assert_outcomes(passed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of freeze (quarantined: #12 (ada))"])
+    result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of touch (quarantined: #12 (ada))"])
 
 
 def test_results_of_lists_problems_of_the_run() -> None:
@@ -134,13 +129,6 @@ def test_results_of_lists_problems_of_the_run() -> None:
     assert row.state == "quarantined" and "ada" in str(row.quarantine)
 
 
-def test_plugin_counts_deselected_tests(run: Any) -> None:
-    result = run("-k", "nothing-of-that-name")
-    every = len(names(run("--collect-only", "-q")))
-    result.stdout.fnmatch_lines([f"collected {every} items / {every} deselected / 0 selected"])
-    run("-k", "freeze").stdout.fnmatch_lines([f"collected {every} items / {every - 1} deselected / 1 selected"])
-
-
 def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pytester) -> None:
     SEEN["touch"] = ("INCONCLUSIVE", "no_expectation")
     run("-k", "freeze or touch", "--junitxml=out.xml").assert_outcomes(passed=1, failed=1)
@@ -151,12 +139,6 @@ def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pyt
     assert cases[1].find("failure") is not None
 
 
-def test_plugin_unknown_case_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_inprocess("--repro", "case=ddp-unfinishd-reduction", "-n", "0")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "did you mean 'ddp-unfinished-reduction'" in result.stderr.str()
-
-
 def test_plugin_invalid_file_is_a_failing_test(
     run: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,12 +147,10 @@ def test_plugin_invalid_file_is_a_failing_test(
     (case / "ddp-unfinished-bad.yaml").write_text("slug: ddp-unfinished-bad\nkind: failur\n")
     monkeypatch.setenv(CONFIG_PATH, str(pytester.path / "more"))
     words = ("--repro", "case=ddp-unfinished-* repeat=1", "-k", "freeze or bad")
-    for number in ("0", "1"):
-        result = pytester.runpytest_inprocess(*words, "-n", number)
-        result.assert_outcomes(passed=1, failed=1)
-        assert result.ret == 1
-        result.stdout.fnmatch_lines(["*left out, and not measured: *ddp-unfinished-bad.yaml: *"])
-    run("-k", "freeze").assert_outcomes(passed=1)  # whoever does not ask for it is not told
+    result = pytester.runpytest_inprocess(*words, "-n", "0")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*left out, and not measured: *ddp-unfinished-bad.yaml: *"])
+    run("-k", "freeze").assert_outcomes(passed=1)  # the file is not selected
 
 
 def test_plugin_all_skipped_exits_with_5(pytester: pytest.Pytester, run: Any) -> None:
@@ -182,35 +162,39 @@ def test_plugin_all_skipped_exits_with_5(pytester: pytest.Pytester, run: Any) ->
     assert pytester.runpytest_inprocess(*words, "--collect-only").ret == 0
 
 
-@pytest.mark.parametrize(("text", "told"), [("case='train-step", "No closing quotation"), (" ", "nothing is selected")])
-def test_plugin_empty_selection_is_a_usage_error(text: str, told: str, pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("case='train-step", "No closing quotation"),
+        (" ", "nothing is selected"),
+        ("case=ddp-unfinishd-reduction", "did you mean 'ddp-unfinished-reduction'"),
+    ],
+)
+def test_plugin_invalid_selection_is_a_usage_error(text: str, message: str, pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--repro", text, "-n", "0", "--collect-only")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert told in result.stderr.str()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR and message in result.stderr.str()
 
 
-def prepared_measurement(tmp_path: Path, *variants: str) -> Measurement:
+def prepared_measurement(tmp_path: Path, *variants: str) -> tuple[Measurement, Place]:
     texts = [f"case={CASE}", f"results={tmp_path}"]
-    return Measurement(session.prepare(texts, build_stacks=False), texts, (), wanted={0: list(variants)})
+    prepared = session.prepare(texts, build_stacks=False)
+    place = place_of(prepared.plans[0])
+    return Measurement(prepared, texts, (), wanted={place: list(variants)}), place
 
 
 def test_measurement_runs_selected_variants_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launched: list[Any] = []
-
-    def execute(prepared: Any, tell: Any, stop: threading.Event, *, on_warning: Any) -> Summary:
-        for plan in prepared.plans:
-            launched.append(tuple(variant.variant for variant in plan.variants))
-            tell(Event("cell", plan, document={"plan": plan}))  # type: ignore[arg-type]
+    def execute(prepared: Any, take: Any, stop: threading.Event, *, on_warning: Any) -> Summary:
+        (plan,) = prepared.plans
+        launched.append([variant.variant for variant in plan.variants])
+        take(Event("cell", plan, document=launched[-1]))  # type: ignore[arg-type]
         return Summary()
 
+    launched: list[list[str]] = []
     monkeypatch.setattr(workplace, "execute", execute)
-    monkeypatch.setattr(
-        "repro_matrix.pytest_plugin.results_of",
-        lambda document, *given: [a.variant for a in document["plan"].variants],
-    )
-    measurement = prepared_measurement(tmp_path, "touch", "freeze")
-    assert measurement.results(0) == measurement.results(0) == ["unfixed", "freeze", "touch"]
-    assert launched == [("unfixed", "freeze", "touch")]
+    monkeypatch.setattr("repro_matrix.pytest_plugin.results_of", lambda document, *given: document)
+    measurement, place = prepared_measurement(tmp_path, "touch", "freeze")
+    assert measurement.results(place) == measurement.results(place) == ["unfixed", "freeze", "touch"]
+    assert launched == [["unfixed", "freeze", "touch"]]
     measurement.close()
 
 
@@ -219,9 +203,9 @@ def test_measurement_error_is_raised_in_each_test(monkeypatch: pytest.MonkeyPatc
         raise MeasureError("another run is writing here")
 
     monkeypatch.setattr(workplace, "execute", execute)
-    measurement = prepared_measurement(tmp_path, "fsdp")
+    measurement, place = prepared_measurement(tmp_path, "fsdp")
     with pytest.raises(MeasureError, match="another run is writing here"):
-        measurement.results(0)
+        measurement.results(place)
     measurement.close()
 
 

@@ -14,7 +14,7 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
 from repro_matrix.analysis.history import ChangedCase
 from repro_matrix.report.page_model import Cell, row_label
-from repro_matrix.report.terminal import Label, count_labels, label
+from repro_matrix.report.terminal import count_labels, label
 from repro_matrix.results.summary import Row
 from repro_matrix.text import block, counted, line
 
@@ -37,9 +37,6 @@ class Remarks:
     @property
     def all(self) -> list[str]:
         return [*self.expired, *self.incomplete, *self.damaged, *self.notes]
-
-
-NO_REMARKS = Remarks()
 
 
 # Rows as records
@@ -85,7 +82,7 @@ def to_json(
 # JUnit
 
 
-def to_junit(cells: Sequence[Cell], remarks: Remarks = NO_REMARKS) -> str:
+def to_junit(cells: Sequence[Cell], remarks: Remarks) -> str:
     """Return a suite for each case and a test case for each variant.
 
     A variant that differs from its expectation is a failure, infrastructure and evidence that cannot be read are
@@ -149,11 +146,8 @@ def _error_text(row: Row, index: int) -> str:
 # Markdown
 
 
-def to_markdown(
-    cells: Sequence[Cell], title: str = "repro-matrix", link: str = "", remarks: Remarks = NO_REMARKS
-) -> str:
-    """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes. ``link``: the
-    address of the page."""
+def to_markdown(cells: Sequence[Cell], title: str, remarks: Remarks) -> str:
+    """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes."""
     rows = [(cell, row) for cell in cells for row in cell.rows]
     by_state: dict[str, list[tuple[Cell, Row]]] = defaultdict(list)
     for cell, row in rows:
@@ -169,7 +163,6 @@ def to_markdown(
     if odd:
         headline = f"**{odd} {'variant differs from its' if odd == 1 else 'variants differ from their'} expectation.**"
     out.append(f"{headline} {_numbers(cells)}")
-    out += [f"[The page]({link})"] if link else []
     for state, heading in {
         "unexpected": "Differs from its expectation",
         "differs_from_cpu": "Differs from the CPU",
@@ -211,16 +204,12 @@ def _bullet(cell: Cell, row: Row) -> str:
     place = f"{row.model}/{row.strategy} {cell.flags}".strip()
     where = f"({escape(row.hardware.profile)}, {escape(row.stack.name)})"
     quarantine = f"; {escape(row.quarantine)}" if row.quarantine else ""
-    result = f"{_mark(row_label(row))}{quarantine}"
+    result = f"{row_label(row).marked}{quarantine}"
     return f"- **{escape(row.case)}** {escape(place)}, variant {escape(row.variant)} {where}: {result}"
 
 
-def _mark(one: Label) -> str:
-    return f"{one.symbol} {one.text}"
-
-
 def _details(cell: Cell, row: Row) -> str:
-    expected = f"; expected {_mark(label(row.expected_verdict))}" if row.expected_verdict else ""
+    expected = f"; expected {label(row.expected_verdict).marked}" if row.expected_verdict else ""
     parts = [f"{_bullet(cell, row)}{expected}", f"  {code(row.reason)}"]
     if row.errors:
         text = block(_error_text(row, 0), 800)

@@ -113,7 +113,7 @@ def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | 
     if form == "junit":
         return formats.to_junit(loaded.cells, loaded.remarks)
     if form == "markdown":
-        return formats.to_markdown(loaded.cells, title(folders), "", loaded.remarks)
+        return formats.to_markdown(loaded.cells, title(folders), loaded.remarks)
     return render_file(page(loaded, folders, history))
 
 

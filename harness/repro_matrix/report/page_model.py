@@ -94,27 +94,27 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class ReleaseStrip:
+class Strip:
     """One variant of one cell over the columns of an axis. ``entries``: a label, and the anchor of its cell."""
 
-    cell: str
+    where: str
     variant: str
     entries: tuple[tuple[Label, str] | None, ...]
 
 
 @dataclass(frozen=True)
-class ReleaseAxis:
-    """Results over stacks, the oldest first. ``changes``: the column and the label before and after, and the variants
-    that changed. ``steady``: the number of variants that never change, which are left out."""
+class Axis:
+    """Results over stacks or nightly runs, the oldest first, of the variants that changed. ``steady``: the number of
+    the others. ``changes``, over stacks: the column and the label before and after, and the variants that changed."""
 
     title: str
     columns: tuple[str, ...]
-    strips: tuple[ReleaseStrip, ...]
-    changes: Mapping[tuple[str, Label, str, Label], Sequence[str]]
+    strips: tuple[Strip, ...]
     steady: int
+    changes: Mapping[tuple[str, Label, str, Label], Sequence[str]] = field(default_factory=dict)
 
 
-def release_axes(cells: Iterable[Cell]) -> Iterator[ReleaseAxis]:
+def release_axes(cells: Iterable[Cell]) -> Iterator[Axis]:
     """Yield the axes of one case's cells: for each stack the other releases of its packages, then all stacks."""
     groups: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -127,7 +127,7 @@ def release_axes(cells: Iterable[Cell]) -> Iterator[ReleaseAxis]:
     return (axis for axis in axes if len(axis.columns) > 1)
 
 
-def _axis(title: str, cells: Sequence[Cell]) -> ReleaseAxis:
+def _axis(title: str, cells: Sequence[Cell]) -> Axis:
     """Build an axis. A column is the release of the only package that differs, else a stack."""
     versions = {cell: [parse_version(cell.row.stack.versions.get(name, "0")) for name in UPSTREAM] for cell in cells}
     differing = [name for index, name in enumerate(UPSTREAM) if len({found[index] for found in versions.values()}) > 1]
@@ -151,49 +151,30 @@ def _axis(title: str, cells: Sequence[Cell]) -> ReleaseAxis:
         for change in changed:
             changes[change].append(variant)
         if changed:
-            strips.append(ReleaseStrip(where, variant, tuple(entries)))
+            strips.append(Strip(where, variant, tuple(entries)))
         steady += len(known) > 1 and not changed
-    return ReleaseAxis(title, tuple(columns), tuple(strips), changes, steady)
+    return Axis(title, tuple(columns), tuple(strips), steady, changes)
 
 
-@dataclass(frozen=True)
-class HistoryStrip:
-    """A variant over runs. ``last_change``: the index of the last run whose result differs from the one before."""
-
-    case: str
-    where: str  # the cell, its hardware and stack
-    variant: str
-    labels: tuple[Label, ...]
-    last_change: int
-
-
-@dataclass(frozen=True)
-class History:
-    """Runs, the oldest first, with a strip for each variant that changed. ``steady``: the number of the others."""
-
-    runs: tuple[str, ...]
-    strips: tuple[HistoryStrip, ...]
-    steady: int
-
-
-def history(runs: Sequence[NightlyRun]) -> History:
+def history(runs: Sequence[NightlyRun]) -> Axis:
     """Return the newest runs with the variants that changed, the latest change first."""
     runs = runs[-MOST_RUNS:]
     Result = tuple[str, tuple[str, ...]]  # a verdict or outcome, and failure ids
-    found: dict[tuple[str, str, str], list[Result]] = defaultdict(lambda: [("absent", ())] * len(runs))
+    found: dict[tuple[str, str], list[Result]] = defaultdict(lambda: [("absent", ())] * len(runs))
     for index, run in enumerate(runs):
         for row in run.rows:
             usual = max(row.kinds, key=lambda kind: row.kinds[kind], default="skipped")
-            result = as_expected(row.verdict or usual), row.failure_ids
-            found[row.case, f"{' '.join(row.axes)}, {row.hardware}, {row.stack}", row.variant][index] = result
-    strips = []
-    for key, results in found.items():
+            where = f"{row.case} {' '.join(row.axes)}, {row.hardware}, {row.stack}"
+            found[where, row.variant][index] = as_expected(row.verdict or usual), row.failure_ids
+    strips: list[tuple[int, Strip]] = []
+    for (where, variant), results in found.items():
         known = [(index, result) for index, result in enumerate(results) if result[0] not in NO_ANSWER]
         changed = [index for (_, before), (index, after) in pairwise(known) if before != after]
         if changed:
-            strips.append(HistoryStrip(*key, tuple(LABELS[name] for name, _ in results), changed[-1]))
-    strips.sort(key=lambda strip: -strip.last_change)
-    return History(tuple(run.run_id for run in runs), tuple(strips[:MOST_STRIPS]), len(found) - len(strips))
+            strips.append((changed[-1], Strip(where, variant, tuple((LABELS[name], "") for name, _ in results))))
+    strips.sort(key=lambda item: -item[0])
+    shown = tuple(strip for _, strip in strips[:MOST_STRIPS])
+    return Axis("History", tuple(run.run_id for run in runs), shown, len(found) - len(strips))
 
 
 @dataclass(frozen=True)
@@ -207,7 +188,7 @@ class CaseView:
     label: Label
     fixes: tuple[str, ...]  # that work in every cell of that stack
     by_strategy: Mapping[str, list[tuple[Label, int]]]  # numbers of variants
-    axes: tuple[ReleaseAxis, ...]
+    axes: tuple[Axis, ...]
     claims: tuple[ClaimRow, ...] = ()
 
     @property
@@ -227,7 +208,7 @@ class Page:
     created: str
     cases: tuple[CaseView, ...]
     notes: tuple[str, ...] = ()
-    history: History | None = None
+    history: Axis | None = None
     filters: Mapping[str, list[str]] = field(default_factory=dict)
 
     @cached_property

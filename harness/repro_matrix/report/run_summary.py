@@ -40,10 +40,8 @@ from repro_matrix.runner.session import Session
 from repro_matrix.text import WIDTH, counted, one_line, printable, wrap
 
 LOG_LINES = 4
-MEMORY_HEADS = (
-    "case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host", "measured",
-    "fullest moment, or why it is skipped",
-)  # fmt: skip
+MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
+MEMORY_HEADS += ["measured", "fullest moment, or why it is skipped"]
 QUIET_S = 30.0  # without a terminal: after so long without a line, print what runs
 DIFFERENCES = {
     "unexpected": "DIFFERENT FROM THEIR EXPECTATION",
@@ -438,12 +436,8 @@ def describe_counts(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.first and row.attempts and row.kind != "control":
             unfixed[row.case] = unfixed.get(row.case, False) or row.counts.most_common(1)[0][0] == "reproduced"
-    others = {
-        "simulated": "simulated",
-        "quarantined": "quarantined",
-        "differs_from_cpu": "different from the CPU",
-        "without_expectation": "without an expectation",
-    }
+    others = {name: name for name in ("simulated", "quarantined")}
+    others |= {"differs_from_cpu": "different from the CPU", "without_expectation": "without an expectation"}
     parts = [
         f"{sum(unfixed.values())} of {counted(len(unfixed), 'known failure')} reproduced" if unfixed else "",
         ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),

@@ -50,6 +50,10 @@ class Label:
     several: str = ""  # the text after a number above 1, where it differs
     meaning: str = ""  # one sentence for the legend
 
+    @property
+    def marked(self) -> str:
+        return f"{self.symbol} {self.text}"
+
     def count(self, number: int) -> str:
         """``2 fixes work``."""
         return f"{number} {self.several or self.text if number != 1 else self.text}"
