@@ -81,7 +81,7 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
     ]
     ungraded = sorted(loaded.stored_cases - catalog.cases.keys())
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]
-    damaged = [text for text in texts if "left out" in text]  # a summary that cannot be read loses nothing
+    damaged = [text for text in texts if "computed from their evidence" not in text]  # a lost summary loses nothing
     notes = [*(text for text in texts if text not in damaged), *(f"left out: {text}" for text in catalog.left_out)]
     loaded.remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     return loaded
