@@ -40,8 +40,7 @@ def synthetic(folder: Path, count: int, source: Sequence[Row]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("{}", encoding="utf-8")
             state = evidence_state(path)
-            axes = (f"model={model}", *members[0].axes[1:])
-            rows += [replace(row, model=model, axes=axes, evidence=evidence, evidence_state=state) for row in members]
+            rows += [replace(row, model=model, evidence=evidence, evidence_state=state) for row in members]
     raise AssertionError("unreachable")
 
 

@@ -210,6 +210,6 @@ def test_a_part_given_twice_or_a_cell_in_two_parts_is_refused(tmp_path: Path) ->
 def test_what_holds_no_part_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ResultsError, match="not the results of one shard"):
         runs.read_manifest(tmp_path)
-    (tmp_path / f"shard-1-of-2{runs.SHARD_SUFFIX}").write_text(text)
+    (tmp_path / f"shard-1-of-2.manifest").write_text(text)
     with pytest.raises(ResultsError, match=r"shard-1-of-2\.manifest: damaged"):
         runs.read_manifest(tmp_path)

@@ -123,20 +123,24 @@ def test_git_state_of_a_failing_git_is_not_clean(team: Path, monkeypatch: pytest
     git(team, "init", "-q")
     git(team, "add", "-A")
     git(team, "commit", "-qm", "one")
-    commit, changed = store.git_state()
+
+    def state() -> tuple[str | None, bool]:
+        return store._commit_state(team, [team / "failures"])
+
+    commit, changed = state()
     assert commit and not changed and store.since(commit, team, [script]) is None
     git(team, "config", "status.showUntrackedFiles", "no")
     added.write_text("1\n")
-    assert store.git_state() == (commit, True)
+    assert state() == store.git_state() == (commit, True)
     added.unlink()
     script.write_text("pass\n")
     monkeypatch.setenv("GIT_DIR", str(paths.ROOT / ".git"))  # as in a git hook
     monkeypatch.setenv("GIT_WORK_TREE", str(paths.ROOT))
-    assert store.git_state() == (commit, True)
+    assert state() == (commit, True)
     changed_file = f"failures/scripts/odd_batch.py has changed since commit {commit[:12]}"
     assert store.since(commit, team, [script]) == changed_file
     assert store.since("f" * 40, team, [script]) == f"commit {'f' * 12} is not in this repository"
     monkeypatch.delenv("GIT_DIR")
     monkeypatch.delenv("GIT_WORK_TREE")
     (team / ".git" / "index").write_text("garbage")
-    assert store.git_state()[0] is None, "no commit is known to be this code"
+    assert state() == (None, False), "no commit is known to be this code"

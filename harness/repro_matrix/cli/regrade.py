@@ -29,19 +29,17 @@ def main(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")
     cases = catalog.load().cases
-    result = regrade(folder, cases, args.baseline)
+    rows, problems = regrade(folder, cases, args.baseline)
     if args.write and args.baseline:
         summary.write_baseline(folder, cases)
     elif args.write:
-        summary.write_rows(folder, result.rows)
-    code = ExitCode.DIFFERS if result.problems else ExitCode.OK
+        summary.write_rows(folder, rows)
+    texts = [text for found in problems.values() for text in found]
+    code = ExitCode.DIFFERS if texts else ExitCode.OK
     if args.json:
-        print_json(
-            {"rows": len(result.rows), "differences": result.differences, "edited": result.edited,
-             "damaged": result.damaged, "unsupported": result.unsupported, "exit_code": code}
-        )  # fmt: skip
+        print_json({"rows": len(rows), **problems, "exit_code": code})
         return code
-    for text in result.problems:
+    for text in texts:
         print(text)
-    print(f"{counted(len(result.rows), 'row')} regraded: {counted(len(result.problems), 'difference')}")
+    print(f"{counted(len(rows), 'row')} regraded: {counted(len(texts), 'difference')}")
     return code

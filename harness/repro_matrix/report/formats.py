@@ -137,9 +137,10 @@ def _expected(row: Row) -> str:
 
 def _error_text(row: Row, index: int) -> str:
     error = row.errors[index]
-    head = f"ranks {', '.join(map(str, error.ranks))}: {error.ended}"
+    head = f"ranks {', '.join(map(str, error['ranks']))}: {error['ended']}"
     return block(
-        "\n".join(filter(None, (head, f"{error.type}: {error.message}" if error.type else "", error.log))), 4000
+        "\n".join(filter(None, (head, f"{error['type']}: {error['message']}" if error["type"] else "", error["log"]))),
+        4000,
     )
 
 

@@ -383,7 +383,7 @@ def _detail(rows: Sequence[Row], width: int) -> Iterator[str]:
 
 def _log(row: Row) -> list[str]:
     """Return the last lines that the rank printed which failed first."""
-    printed = [one_line(line) for line in row.errors[0].log.splitlines()] if row.errors else []
+    printed = [one_line(line) for line in row.errors[0]["log"].splitlines()] if row.errors else []
     return [line for line in printed if line.strip()][-LOG_LINES:]
 
 

@@ -23,12 +23,11 @@ from repro_matrix.errors import ConfigError, ResultsError, nearest
 from repro_matrix.grading.comparability import machine, same_release
 from repro_matrix.grading.expectations import as_expected, expected
 from repro_matrix.grading.regrade import regrade as grade_documents
-from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.paths import ROOT, write_text
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import FailureId, Outcome, StoredVerdict
+from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import store, summary
 from repro_matrix.results.expectations import expectations, is_whole, measured_in_order, ranges, unsupported, upstream
 from repro_matrix.results.store import Store
@@ -124,48 +123,34 @@ def _never_reproduced(case: Case, documents: Iterable[Document]) -> str:
 # Regrade
 
 
-@dataclass
-class Regrade:
-    """``rows``: as computed now. ``differences``: stored rows that state something else. ``edited``: evidence that
-    contradicts itself. ``damaged``: evidence that cannot be read. ``unsupported``: expectations without a result."""
-
-    rows: list[Row] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    edited: list[str] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
-    unsupported: list[str] = field(default_factory=list)
-
-    @property
-    def problems(self) -> list[str]:
-        return [*self.damaged, *self.edited, *self.differences, *self.unsupported]
-
-
-def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = False) -> Regrade:
-    """Grade every cell of a folder anew, and name everything that differs from the stored summary.
-
-    ``with_expectations``: also name those that no stored result supports.
-    """
-    found = Regrade()
-    stored, results = summary.stored_rows(folder, found.damaged), Store(folder)
+def regrade(
+    folder: Path, cases: Mapping[str, Case], with_expectations: bool = False
+) -> tuple[list[Row], dict[str, list[str]]]:
+    """Grade every cell of a folder anew. Return the rows as computed now, and what is wrong: ``damaged`` evidence, that
+    cannot be read; ``edited`` evidence, that contradicts itself; ``differences`` of stored rows; ``unsupported``
+    expectations, which no stored result shows (``with_expectations``)."""
+    rows: list[Row] = []
+    found: dict[str, list[str]] = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
+    stored, results = summary.stored_rows(folder, found["damaged"]), Store(folder)
     documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
-    found.damaged += results.damaged
+    found["damaged"] += results.damaged
     cells = summary.grade_cells(folder, documents, cases)
     for path in stored.keys() - cells.keys():
-        found.differences.append(f"{folder / path}: in the summary, and its evidence is missing")
-    for path, rows in cells.items():
-        document, variants = documents[path], {row.variant for row in rows}
-        found.rows += rows
+        found["differences"].append(f"{folder / path}: in the summary, and its evidence is missing")
+    for path, graded in cells.items():
+        document, variants = documents[path], {row.variant for row in graded}
+        rows += graded
         own = [row for row in summary.rows_of(document, cases) if row.variant in variants]
-        edited = _differences(own, rows, ("outcome", "verdict") if document["complete"] else ("outcome",))
-        found.edited += [f"{folder / path}: {text}" for text in (*inconsistencies(document), *edited)]
-        compared = _differences(stored.get(path, ()), rows, COMPARED) if stored else ()
-        found.differences += [f"{folder / path}: {text}" for text in compared]
+        other = _differences(own, graded, ("outcome", "verdict") if document["complete"] else ("outcome",))
+        found["edited"] += [f"{folder / path}: {text}" for text in (*inconsistencies(document), *other)]
+        compared = _differences(stored.get(path, ()), graded, COMPARED) if stored else ()
+        found["differences"] += [f"{folder / path}: {text}" for text in compared]
         verdicts = {row.variant: {"name": row.verdict, "failure_ids": [vars(each) for each in row.failures]}
-                    for row in rows if row.verdict}  # fmt: skip
+                    for row in graded if row.verdict}  # fmt: skip
         documents[path] = {**document, "verdicts": verdicts}
     for slug, case in cases.items() if with_expectations else ():
-        found.unsupported += unsupported(case, {place(d): d for d in documents.values() if d["case"] == slug})
-    return found
+        found["unsupported"] += unsupported(case, {place(d): d for d in documents.values() if d["case"] == slug})
+    return rows, found
 
 
 def _differences(stored: Iterable[Row], graded: Iterable[Row], names: Iterable[str]) -> Iterator[str]:
@@ -323,10 +308,11 @@ def _publish_case(
     line = ranges(measured)
     # A named stack on which the first variant reproduces stays: stack=reproducing means it.
     shown = {key for key, document in every.items() if _shows_failure(document)}
-    inner = set[str]().union(*(each.inner for each in line)) - set[str]().union(*(each.kept for each in line))
+    inner = {item.place for each in line for item in each.members[1:-1]}
+    inner -= {item.place for each in line for item in (each.members[0], each.members[-1])}
     inner -= {key for key in inner & shown if "+" not in every[key]["stack"]["name"]}
-    used = [each for each in line if each.members[0].verdicts or not each.alone]
-    unneeded = inner | (every.keys() - shown - set[str]().union(*(each.kept | each.inner for each in used)))
+    used = {item.place for each in line if each.members[0].verdicts or not each.alone for item in each.members}
+    unneeded = inner | (every.keys() - shown - used)
     found.same += sorted(same)
     found.left_out += sorted(unneeded & now.keys())
     found.dropped += sorted(replaced | (unneeded & before.keys()))
@@ -350,13 +336,12 @@ def _shows_failure(document: Document) -> bool:
 
 def _results(document: Document) -> Any:
     """Return what a measurement shows: a second one with equal results on the same machine is not published."""
-    variants = {}
-    for name, variant in document["variants"].items():
-        outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in variant["attempts"]]
-        shown = sorted([each.outcome, *map(str, failure_ids(document["case"], each))] for each in outcomes)
-        variants[name] = (variant.get("fingerprint"), bool(variant["skipped"]), shown)
-    verdicts = {name: _describe_verdict(verdict) for name, verdict in document["verdicts"].items()}
-    return machine(document), variants, document["hardware"].get("capabilities"), verdicts
+    rows = summary.rows_of(document, {})
+    shown = [
+        (document["variants"][row.variant].get("fingerprint"), *(getattr(row, name) for name in COMPARED),
+         sorted(each.failures for each in row.attempts)) for row in rows
+    ]  # fmt: skip
+    return machine(document), rows[0].hardware.capabilities, shown
 
 
 def _changes(case: Case, document: Document) -> Iterator[Change]:
@@ -365,13 +350,9 @@ def _changes(case: Case, document: Document) -> Iterator[Change]:
         facts = hardware.get("capabilities", {})
         entry = expected(case, document["params"], name, versions, hardware["profile"], facts)
         old = _describe(entry.verdicts[name], entry.failure_ids_of(name) or ()) if entry else ""
-        new = _describe_verdict(verdict)
+        new = _describe(verdict["name"], [str(FailureId(**each)) for each in verdict.get("failure_ids", ())])
         if old != new and verdict["name"] != "INCONCLUSIVE":
             yield Change(case.slug, document["params"], document["stack"]["name"], name, old, new)
-
-
-def _describe_verdict(verdict: StoredVerdict) -> str:
-    return _describe(verdict["name"], [str(FailureId(**each)) for each in verdict.get("failure_ids", ())])
 
 
 def _describe(name: str, failure_ids: Iterable[str]) -> str:

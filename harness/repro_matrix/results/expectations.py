@@ -9,6 +9,8 @@ The exit code of a run says whether its results are the expected ones.
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -53,23 +55,22 @@ def measured(case: Case, document: Cell, place: str) -> list[Measured]:
     """Return what a document shows: of the variants that follow the stack, and apart from them of those that name their
     own, which a version map leaves out."""
     stored = {name: verdict for name, verdict in document["verdicts"].items() if verdict["name"] not in UNSTABLE}
-    named = {name for name in stored if name in case.variants and case.variants[name].stack}
-    known = document["hardware"].get("capabilities", {})
-
-    def item(variants: Iterable[str], own_stack: bool) -> Measured:
-        verdicts = {name: as_expected(stored[name]["name"]) for name in variants}
+    known, found = document["hardware"].get("capabilities", {}), []
+    for own_stack in (False, True):
+        names = [name for name in stored if bool(name in case.variants and case.variants[name].stack) == own_stack]
+        if own_stack and not names:
+            continue
         failures = {
-            name: tuple(str(FailureId(**each)) for each in stored[name].get("failure_ids", ())) for name in verdicts
+            name: tuple(str(FailureId(**each)) for each in stored[name].get("failure_ids", ())) for name in names
         }
-        needed = {fact for name in verdicts for fact in depends_on_capabilities(case, name)}
-        return Measured(
-            place, document["params"], document["hardware"]["profile"], upstream(document), verdicts, own_stack,
+        needed = {fact for name in names for fact in depends_on_capabilities(case, name)}
+        found.append(Measured(
+            place, document["params"], document["hardware"]["profile"], upstream(document),
+            {name: as_expected(stored[name]["name"]) for name in names}, own_stack,
             {name: listed for name, listed in failures.items() if listed},
             {fact: value for fact, value in known.items() if fact in needed},
-        )  # fmt: skip
-
-    following = item([name for name in stored if name not in named], False)
-    return [following, item([name for name in stored if name in named], True)] if named else [following]
+        ))  # fmt: skip
+    return found
 
 
 def upstream(document: Cell) -> dict[str, Version]:
@@ -94,21 +95,9 @@ class Range:
     @property
     def ends(self) -> list[dict[str, str]]:
         """The releases with which the first and the last were measured."""
-        first, last = (
-            {name: str(version) for name, version in sorted(end.versions.items())}
-            for end in (self.members[0], self.members[-1])
-        )
-        return [first] if first == last else [first, last]
-
-    @property
-    def kept(self) -> set[str]:
-        """The places of the documents at its ends."""
-        return {self.members[0].place, self.members[-1].place}
-
-    @property
-    def inner(self) -> set[str]:
-        """The places of documents that show what the ends show."""
-        return {item.place for item in self.members[1:-1]}
+        ends = [{name: str(version) for name, version in sorted(end.versions.items())}
+                for end in (self.members[0], self.members[-1])]  # fmt: skip
+        return ends[:1] if ends[0] == ends[1] else ends
 
 
 def ranges(found: Iterable[Measured]) -> list[Range]:
@@ -166,10 +155,8 @@ def measured_in_order(case: Case, documents: Mapping[str, Cell]) -> list[Measure
 
 
 def _without_reason(entry: Expectation) -> str:
-    plain = entry.model_dump(exclude={"reason"})
-    plain["measured_at"] = [sorted(end.items()) for end in plain["measured_at"]]
-    plain["cells"] = sorted(plain["cells"])
-    return repr([sorted(value.items()) if isinstance(value, dict) else value for value in plain.values()])
+    plain = entry.model_dump(exclude={"reason"}) | {"cells": sorted(entry.cells)}
+    return json.dumps(plain, sort_keys=True, default=str)
 
 
 def _lines(found: Sequence[Measured]) -> Iterator[tuple[str, list[Measured]]]:
@@ -231,8 +218,11 @@ def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
     """Return unfixed variants that failed with another error than the known one, where nothing tells more: no other
     variant gave an answer, or all attempts of all variants failed with the same error, which is not expected. The
     settings then made no difference, so the cell shows nothing of the failure or its fixes."""
-    found = []
-    for cell in _measured_cells(rows):
+    found, cells = [], defaultdict(list)
+    for row in rows:
+        if row.attempts:
+            cells[row.cell].append(row)
+    for cell in cells.values():
         answers = [row for row in cell if row.evidence_attempts]
         errors = {each.failures if each.outcome == "other_failure" else () for row in answers
                   for each in row.evidence_attempts}  # fmt: skip
@@ -242,11 +232,3 @@ def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
             unfixed = (row for row in cell if row.variant == "unfixed")
             found += [row for row in unfixed if row.counts.keys() - {"reproduced", "passed", "infra_error"}]
     return found
-
-
-def _measured_cells(rows: Iterable[Row]) -> list[list[Row]]:
-    cells: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if row.attempts:
-            cells.setdefault(row.cell, []).append(row)
-    return list(cells.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import date, datetime, timedelta, timezone
+from datetime import date
 from pathlib import Path
 
 from pydantic import Field
@@ -21,8 +21,6 @@ from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.results.summary import Row
-
-AT_MOST = timedelta(days=366)  # ahead of today
 
 
 class Quarantine(Strict):
@@ -56,13 +54,7 @@ def file() -> Path:
 def read() -> Sequence[Quarantine]:
     """Return the entries; none where there is no file. Raise ConfigError naming the file and the key."""
     path = file()
-    entries = parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
-    latest = datetime.now(timezone.utc).date() + AT_MOST
-    for number, entry in enumerate(entries):
-        if entry.until > latest:
-            raise ConfigError(f"{path}: quarantined.{number}.until: {entry.cell}: {entry.until} is more than a year "
-                              f"ahead. Use {latest} or earlier.")  # fmt: skip
-    return entries
+    return parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
 
 
 def check(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:

@@ -135,11 +135,9 @@ def drop(folder: Path) -> None:
     if next(folder.rglob("*.json"), None):
         return
     shutil.rmtree(folder, ignore_errors=True)
-    before = listed(folder.parent)
-    if before:
-        point(before[-1].folder)
-    else:
-        (folder.parent / LATEST).unlink(missing_ok=True)
+    (folder.parent / LATEST).unlink(missing_ok=True)
+    for before in listed(folder.parent)[-1:]:
+        point(before.folder)
 
 
 def unfinished(root: Path) -> Run | None:
@@ -161,10 +159,8 @@ def in_use(folder: Path) -> bool:
     try:
         with FileLock(folder / LOCK, timeout=0):
             return False
-    except Timeout:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, Timeout)
 
 
 def measured_rows(settings: RunSettings | None = None, published: list[Row] | None = None) -> list[Row]:
@@ -173,16 +169,13 @@ def measured_rows(settings: RunSettings | None = None, published: list[Row] | No
     They are the published ones (``published``, where they were read before) and, with ``settings``, those of that run's
     folder and, where it is one of scratch/, of the last runs before it.
     """
-    folders = [results_folder(settings)] if settings is not None else []
-    if folders and folders[0].parent.resolve() == scratch().resolve():
-        folders += [run.folder for run in listed(scratch())[-LOOK_BACK:]]
-    rows = _rows(project.published()) if published is None else published
-    return [*rows, *_rows(folders)]
-
-
-def _rows(folders: Iterable[Path]) -> list[Row]:
+    folders = list(project.published()) if published is None else []
+    if settings is not None:
+        folders.append(results_folder(settings))
+        if folders[-1].parent.resolve() == scratch().resolve():
+            folders += [run.folder for run in listed(scratch())[-LOOK_BACK:]]
     stored = [stored_rows(folder, []) for folder in dict.fromkeys(map(Path.resolve, folders))]
-    return [row for cells in stored for rows in cells.values() for row in rows]
+    return [*(published or ()), *(row for cells in stored for rows in cells.values() for row in rows)]
 
 
 def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
@@ -201,8 +194,6 @@ def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
 
 
 # Shards of a run (``shard=2/8``)
-
-SHARD_SUFFIX = ".manifest"
 
 
 @dataclass(frozen=True)
@@ -223,12 +214,12 @@ class ShardManifest:
 def write_manifest(root: Path, manifest: ShardManifest) -> None:
     root.mkdir(parents=True, exist_ok=True)
     text = TypeAdapter(ShardManifest).dump_json(manifest, indent=1).decode()
-    write_text(root / f"shard-{manifest.shard}-of-{manifest.of}{SHARD_SUFFIX}", text + "\n")
+    write_text(root / f"shard-{manifest.shard}-of-{manifest.of}.manifest", text + "\n")
 
 
 def read_manifest(root: Path) -> ShardManifest:
     """Return the manifest of a results folder. Raises ResultsError: none, several, or it is damaged."""
-    files = sorted(root.glob(f"shard-*{SHARD_SUFFIX}")) if root.is_dir() else []
+    files = sorted(root.glob("shard-*.manifest")) if root.is_dir() else []
     if len(files) != 1:
         names = ", ".join(path.name for path in files) or "none"
         raise ResultsError(f"{root}: not the results of one shard: found {names}. Pass a folder for each shard.")
@@ -246,13 +237,14 @@ def missing_shards(manifests: Mapping[str, ShardManifest]) -> list[int]:
     """
     (first, one), *others = manifests.items()
     for name, other in others:
-        for key in ("of", "selection", "commit", "changed"):
-            _refuse_different(key, first, getattr(one, key), name, getattr(other, key))
+        compared = [(key, getattr(one, key), getattr(other, key)) for key in ("of", "selection", "commit", "changed")]
         for stack in one.stacks.keys() & other.stacks.keys():
             before, after = one.stacks[stack], other.stacks[stack]
-            for package in sorted(before.keys() | after.keys()):
-                what = f"stack {stack}: {package}"
-                _refuse_different(what, first, before.get(package), name, after.get(package))
+            packages = sorted({**before, **after})
+            compared += [(f"stack {stack}: {each}", before.get(each), after.get(each)) for each in packages]
+        for what, old, new in compared:
+            if old != new:
+                raise ResultsError(f"not shards of one run: {what} is {old} in {first} and {new} in {name}")
     owners: dict[object, str] = {}
     for name, each in manifests.items():
         for item in (f"shard {each.shard}/{each.of}", *(f"cell {' '.join(cell)}" for cell in each.cells)):
@@ -260,11 +252,6 @@ def missing_shards(manifests: Mapping[str, ShardManifest]) -> list[int]:
                 raise ResultsError(f"{item} is in two folders: {owners[item]} and {name}")
             owners[item] = name
     return sorted(set(range(1, one.of + 1)) - {each.shard for each in manifests.values()})
-
-
-def _refuse_different(what: str, first: str, before: object, second: str, after: object) -> None:
-    if before != after:
-        raise ResultsError(f"not shards of one run: {what} is {before} in {first} and {after} in {second}")
 
 
 def shard_documents(root: Path, manifest: ShardManifest) -> tuple[dict[Path, Document], list[str]]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 from filelock import FileLock, Timeout
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
@@ -34,14 +34,13 @@ from repro_matrix.records.document import LINES, Document, DocumentPath, validat
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
 LATEST = "latest"  # in a folder of runs: the last of them
 LOCK = ".lock"  # held while a run writes to a folder
-WAIT_S = 60  # for another `accept`
 
 
 def stack_label(versions: Mapping[str, str], key: str) -> str:
     """Return the name of a stack's folder: the versions that people look for, and a key for the rest."""
-    parts = [f"torch{versions['torch']}" if "torch" in versions else "no-torch"]
-    if "transformers" in versions:
-        parts.append(f"tf{versions['transformers']}")
+    parts = [
+        f"{short}{versions[name]}" for name, short in (("torch", "torch"), ("transformers", "tf")) if name in versions
+    ]
     return re.sub(r"[^A-Za-z0-9.+-]", "_", "-".join([*parts, key[:6]]))
 
 
@@ -96,7 +95,7 @@ class Store:
             return document_at(str(path))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             where = "left where it is"
             if replacing:
                 aside = path.with_suffix(f".damaged-{time.time_ns()}")
@@ -104,8 +103,6 @@ class Store:
                 where = f"kept as {aside.name}, the cell is measured again"
             self.damaged.append(f"{path}: damaged ({error}); {where}")
             return None
-        except OSError as error:
-            raise _describe(error, path) from None
 
     def documents(self, history: bool = False, cases: Collection[str] = ()) -> Iterator[Document]:
         """Yield the documents of these cases (none named: of all) in a fixed order; ``history``: older ones too."""
@@ -162,21 +159,15 @@ def document_at(path: str) -> Document:
     if not at.file.endswith(LINES):
         return document_of(Path(path).read_text(encoding="utf-8"))
     lines = read_lines(at.file)
-    if at.line is None or not 0 < at.line <= len(lines):
-        raise ValueError("no such line")
-    return document_of(lines[at.line - 1])
+    return document_of(lines[(at.line or 1) - 1])
 
 
 def document_of(text: str | bytes) -> Document:
     """Parse and validate a cell's document. Raises ValueError naming what is wrong, and where."""
     try:
-        found = from_json(text)  # three times as fast as json
-    except ValueError:
-        try:
-            found = json.loads(text)  # accepts a lone surrogate, which logs contain; better messages
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-    return validate_cell(found)
+        return validate_cell(json.loads(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -233,15 +224,14 @@ def write_baseline(root: Path, written: Mapping[str, Document], dropped: Iterabl
         hardware, label, key = place.split("/", 2)
         line = _to_line(portable(written[place])) if place in written else None
         changes.setdefault(root / hardware / f"{label}{LINES}", {})[key] = line
-    root.mkdir(parents=True, exist_ok=True)
+    writing = Store(root)
+    writing.open()
     try:
-        with FileLock(root / ".accept.lock", timeout=WAIT_S):
-            for path, lines in sorted(changes.items()):
-                _rewrite(path, lines)
-    except Timeout:
-        raise ResultsError(f"{root}: another `repro accept` is writing here. Wait for it.") from None
+        for path, lines in sorted(changes.items()):
+            _rewrite(path, lines)
     finally:
-        (root / ".accept.lock").unlink(missing_ok=True)
+        writing.close()
+        (root / LOCK).unlink(missing_ok=True)
 
 
 def _to_line(document: Mapping[str, Any]) -> bytes:
@@ -326,9 +316,7 @@ def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
     differs = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
     if differs is None:
         return f"git cannot compare commit {commit[:12]} with what is here"
-    first, *more = differs.splitlines() or [""]
-    others = f" (and {len(more)} more)" if more else ""
-    return f"{first}{others} has changed since commit {commit[:12]}" if first else None
+    return f"{differs.splitlines()[0]} has changed since commit {commit[:12]}" if differs else None
 
 
 def _git(root: Path, *args: str) -> str | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from repro_matrix.grading.regrade import regrade
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.attempt import Rank
-from repro_matrix.records.document import LINES, Document, DocumentPath, Made
+from repro_matrix.records.document import Document, DocumentPath, Made
 from repro_matrix.records.outcome import FailureId, Outcome, StoredOutcome
 from repro_matrix.results.store import SUMMARY, Store, document_at, documents_in, files, listed
 
@@ -57,10 +58,7 @@ class Hardware:
     gpus: tuple[str, ...]  # their names
     capabilities: Mapping[str, str | bool]
     cpu: str
-    cores: int
-    memory_gb: float
     driver: str | None
-    os: str
 
 
 @dataclass(frozen=True)
@@ -80,18 +78,6 @@ class Attempt:
     peak_gpu_mb: float | None
     launcher: str
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class RankError:
-    """What ended ranks that failed in the same way. ``frames`` and ``log`` are shortened; texts are as written."""
-
-    ranks: tuple[int, ...]
-    ended: str  # "exit code 1", "died of SIGSEGV in train", "finished" ...
-    type: str
-    message: str
-    frames: tuple[str, ...]
-    log: str  # the end of the first such rank's log
 
 
 @dataclass(frozen=True)
@@ -128,7 +114,6 @@ class Row:
     help: str
     variant_count: int  # of the cell: a summary that was cut off has fewer rows
     first: bool  # the variant that the others are compared with: ``unfixed`` or ``control``
-    changes: tuple[tuple[str, str | None, str | None], ...]  # setting, in the first variant, in this one; None: absent
     own_stack: str | None  # the stack of a variant that names one
     settings: Mapping[str, Any]  # those that make two measurements comparable
     skipped: str | None
@@ -149,8 +134,8 @@ class Row:
 
     attempts: tuple[Attempt, ...]
     checks: tuple[Mapping[str, Any], ...]  # of ``_checks``
-    errors: tuple[RankError, ...]  # of the rank that failed first, then of the others
-    stacks: Mapping[str, tuple[str, ...]]  # of a hang: rank -> its main thread's frames, outermost first
+    errors: tuple[Mapping[str, Any], ...]  # of ``_errors``: of the rank that failed first, then of the others
+    stacks: Mapping[str, tuple[str, ...]]  # of a hang or a crash: rank -> its main thread's frames, outermost first
     error_at: str | None  # file:line of the failure that came first
 
     evidence: str  # path relative to the results folder, with ":line" in a file of several
@@ -186,22 +171,15 @@ class Row:
     @property
     def outcome(self) -> str:
         """``reproduced`` where all attempts agree, else ``reproduced 2/3, passed 1/3``; ``skipped``."""
-        counts, n = self.counts, len(self.attempts)
+        counts = self.counts
         if len(counts) <= 1:
             return next(iter(counts), "skipped")
-        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        return ", ".join(f"{name} {k}/{n}" for name, k in ordered)
+        return ", ".join(f"{name} {k}/{len(self.attempts)}" for name, k in counts.most_common())
 
     @property
     def wall_s(self) -> float | None:
         """Median seconds of an attempt."""
         return statistics.median(attempt.wall_s for attempt in self.attempts) if self.attempts else None
-
-    @property
-    def peak_mb(self) -> float | None:
-        """Median of the fullest rank's peak in MiB: of its GPU where it used one, else of its process."""
-        peaks = [peak for each in self.evidence_attempts if (peak := each.peak_gpu_mb or each.peak_rss_mb)]
-        return statistics.median(peaks) if peaks else None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -211,17 +189,9 @@ class Row:
 
 
 @lru_cache(maxsize=1)
-def _adapter() -> TypeAdapter[Row]:
+def adapter() -> TypeAdapter[Row]:
+    """Return what reads and writes rows; it raises ValueError naming the wrong keys."""
     return TypeAdapter(Row)
-
-
-def to_json(row: Row) -> bytes:
-    return _adapter().dump_json(row)
-
-
-def from_json(line: bytes | str) -> Row:
-    """Raise ValueError naming the wrong keys."""
-    return _adapter().validate_json(line)
 
 
 # Reading and writing
@@ -250,24 +220,23 @@ def load_rows(
             evidence = [os.path.relpath(found.path, folder) for found in documents_in(file)]
         for path in evidence:
             rows = stored.get(path, [])
-            now = (state, keys.get(rows[0].case, ""), len(rows)) if rows else None
-            fresh = rows and now == (rows[0].evidence_state, rows[0].graded_by, rows[0].variant_count)
+            now = (state, keys.get(rows[0].case, ""), len(rows)) if rows else ()
+            fresh = all((row.evidence_state, row.graded_by, row.variant_count) == now for row in rows)
             cells[path] = rows if fresh else []
     results = Store(folder)
     stale = {path: results.read(folder / path) for path, rows in cells.items() if not rows}
     cells |= grade_cells(folder, {path: document for path, document in stale.items() if document}, cases)
-    notes += results.damaged
+    notes += [f"{text}. The cell is left out." for text in results.damaged]
     result = [compared(row, cases) for rows in cells.values() for row in rows]
-    known = list(result)
-    missing = [paths for file, paths in by_file.items() if not (folder / file).exists()]
-    for path in (path for paths in missing for path in paths):
-        cell_id = stored[path][0].cell_id
-        notes.append(f"{folder / path}: missing, and the summary lists {cell_id}. The cell is left out. "
-                     "Restore the file, measure again, or delete the summary, which is computed anew.")  # fmt: skip
-        known += stored[path]  # the next reader names it, too
-    if write and (stale or len(known) != sum(map(len, stored.values()))):
-        with suppress(OSError):
-            write_rows(folder, known)
+    missing = {path: rows for path, rows in stored.items() if not (folder / DocumentPath.parse(path).file).exists()}
+    notes += [
+        f"{folder / path}: missing, and the summary lists {rows[0].cell_id}. The cell is left out. "
+        "Restore the file, measure again, or delete the summary, which is computed anew."
+        for path, rows in missing.items()
+    ]
+    if write and stale:
+        with suppress(OSError):  # the next reader names what is missing, too
+            write_rows(folder, [*result, *chain.from_iterable(missing.values())])
     return result
 
 
@@ -285,14 +254,14 @@ def stored_rows(folder: Path, notes: list[str]) -> dict[str, list[Row]]:
             continue
         for line in filter(None, content.split(b"\n")):
             with suppress(ValueError):
-                row = from_json(line)
+                row = adapter().validate_json(line)
                 found[row.evidence] = [*([] if row.first else found.get(row.evidence, [])), row]
     return found
 
 
 def write_rows(folder: Path, rows: Iterable[Row], name: str = SUMMARY) -> None:
     """Replace the summary in one step."""
-    text = b"".join(to_json(row) + b"\n" for row in rows)
+    text = b"".join(adapter().dump_json(row) + b"\n" for row in rows)
     write_bytes(folder / name, zstandard.compress(text, 19) if name.endswith(".zst") else text)
 
 
@@ -317,16 +286,12 @@ def append_cell(
         key, evidence = keys.get(document["case"], ""), os.path.relpath(path, folder)
         rows = rows_of(document, cases, evidence, evidence_state(path), key)
         with open(folder / SUMMARY, "ab") as out:  # an empty line ends one that was cut off
-            out.write(b"".join([b"\n", *(to_json(row) + b"\n" for row in rows)]))
+            out.write(b"".join([b"\n", *(adapter().dump_json(row) + b"\n" for row in rows)]))
 
 
 def evidence_state(file: Path) -> str:
-    """Return what changes when a file of evidence is written; of a compressed one its content, the same in each
-    checkout."""
-    if file.name.endswith(LINES):
-        return _hash(file.read_bytes())
-    info = file.stat()
-    return f"{info.st_mtime_ns}-{info.st_size}"
+    """Return what changes when a file of evidence is written, the same in each checkout."""
+    return _hash(file.read_bytes())
 
 
 def grading_keys(cases: Mapping[str, Case]) -> dict[str, str]:
@@ -395,7 +360,7 @@ def rows_of(
         "graded_by": graded_by,
     }
     rows = [{**cell, **_variant(document, name, cases.get(document["case"]))} for name in document["variants"]]
-    return [compared(_adapter().validate_python(row), cases) for row in rows]
+    return [compared(adapter().validate_python(row), cases) for row in rows]
 
 
 def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]:
@@ -406,15 +371,11 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
     failed = next((each for each in made if each["outcome"]["outcome"] != "passed"), None)
     shown = failed or (made[0] if made else None)
     own_stack = variant.get("stack") if variant.get("stack") != document["stack"]["name"] else None
-    changes = _changes(first["settings"], variant["settings"])
-    if own_stack:
-        changes.append(("stack", document["stack"]["name"], own_stack))
     settings: Mapping[str, Any] = variant["settings"]
     return {
         "variant": name,
         "help": case.variants[name].help if case and name in case.variants else "",
         "first": variant is first,
-        "changes": changes,
         "own_stack": own_stack,
         "settings": {key: settings[key] for key in COMPARED if key in settings},
         "skipped": variant["skipped"],
@@ -434,7 +395,7 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
         "attempts": [_attempt(document["case"], each) for each in made],
         "checks": _checks(shown["observation"]["ranks"]) if shown else (),
         "errors": _errors(failed) if failed else (),
-        "stacks": _stacks(shown) if shown else {},
+        "stacks": _stacks(shown["observation"]["ranks"]) if shown else {},
         "error_at": error_at(made),
     }
 
@@ -448,8 +409,7 @@ def compared(row: Row, cases: Mapping[str, Case]) -> Row:
     found = comparison(
         case, row.params, row.variant, graded, row.stack.versions, row.hardware.profile, row.hardware.capabilities
     )
-    now = {"state": found["expected"], "expected_verdict": found["expectation"], "note": found["failure_note"]}
-    return row if all(getattr(row, name) == value for name, value in now.items()) else replace(row, **now)
+    return replace(row, state=found["expected"], expected_verdict=found["expectation"], note=found["failure_note"])
 
 
 def _attempt(case: str, made: Made) -> dict[str, Any]:
@@ -502,19 +462,15 @@ def _errors(made: Made) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     first = made["outcome"]["primary"]["rank"] if made["outcome"]["primary"] else None
     for rank in sorted(made["observation"]["ranks"], key=lambda rank: rank["rank"] != first):
-        error, ended = (rank["record"] or NO_RECORD)["exception"], _ended(rank)
-        if not error and ended == "finished":
+        raised, ended = (rank["record"] or NO_RECORD)["exception"], _ended(rank)
+        if not raised and ended == "finished":
             continue
         frames = [
             f"{'.'.join(filter(None, (frame['module'], frame['function'])))}:{frame['line']}  {frame.get('code') or ''}"
-            for frame in (error["frames"][-6:] if error else ())
+            for frame in (raised["frames"][-6:] if raised else ())
         ]
-        entry = {
-            "ended": ended,
-            "type": error["type"] if error else "",
-            "message": error["message"][:600] if error else "",
-            "frames": [frame.strip()[:300] for frame in frames],
-        }
+        error = {"type": raised["type"], "message": raised["message"][:600]} if raised else {"type": "", "message": ""}
+        entry = {"ended": ended, **error, "frames": [frame.strip()[:300] for frame in frames]}
         log = rank["log_tail"][-800:]
         found.setdefault(repr(entry), {**entry, "ranks": [], "log": log})["ranks"].append(rank["rank"])
     return list(found.values())[:4]
@@ -522,22 +478,19 @@ def _errors(made: Made) -> list[dict[str, Any]]:
 
 def _ended(rank: Rank) -> str:
     record = rank["record"] or NO_RECORD
-    phase = f" in {record['phase']}" if record["phase"] and not record["done"] else ""
+    how = "finished" if record["done"] else "did not finish"
     if rank["terminated_by"] != "self":
-        return f"ended by the {rank['terminated_by']}{phase}"
-    if rank["signal"]:
-        return f"died of {rank['signal']}{phase}"
-    if rank["exit_code"]:
-        return f"exit code {rank['exit_code']}{phase}"
-    return "finished" if record["done"] else f"did not finish{phase}"
+        how = f"ended by the {rank['terminated_by']}"
+    elif rank["signal"]:
+        how = f"died of {rank['signal']}"
+    elif rank["exit_code"]:
+        how = f"exit code {rank['exit_code']}"
+    return f"{how} in {record['phase']}" if record["phase"] and not record["done"] else how
 
 
-def _stacks(made: Made) -> dict[str, list[str]]:
-    """Return the main thread of each rank of a hang."""
-    if made["outcome"]["outcome"] != "hang" and not made["observation"]["attempt"]["timed_out"]:
-        return {}
-    ranks = [rank for rank in made["observation"]["ranks"] if rank["stack"]][:16]
-    threads = {str(rank["rank"]): parse_threads((rank["stack"] or "")[:200_000]) for rank in ranks}
+def _stacks(ranks: Sequence[Rank]) -> dict[str, list[str]]:
+    """Return the main thread of each rank whose stack was recorded."""
+    threads = {str(rank["rank"]): parse_threads((rank["stack"] or "")[:200_000]) for rank in ranks[:16]}
     return {rank: list(found[0].lines[:60][::-1]) for rank, found in threads.items() if found}
 
 
@@ -587,28 +540,8 @@ def _message(case: str, outcome: StoredOutcome) -> str:
     known = next((item for item in outcome["recognized"] if item["case"] == case), None)
     primary = outcome["primary"]
     message = (known["message"] if known else "") or (primary["message"] if primary else "") or outcome["reason"]
-    kind = primary.get("kind", "exception") if primary else ""
-    if primary is None or kind != "exception" or message.startswith(f"{primary['type']}: "):
-        return comparable_text(message)
     # The message's size may depend on the rank, and which rank was first is chance.
-    same = primary["message"][:TEXT] == message[:TEXT] or (known is not None and primary["rank"] in known["ranks"])
-    return comparable_text(f"{primary['type']}: {message}" if same else message)
-
-
-# What a variant changes
-
-
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
-    one, other = _by_name(before), _by_name(after)
-    names = dict.fromkeys((*one, *other))
-    return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)]
-
-
-def _by_name(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a variant may change: plain settings, flags, model, strategy and its options."""
-    found = {name: value for name, value in settings.items() if name != "variant" and not isinstance(value, dict)}
-    found |= {f"flags.{name}": value for name, value in settings.get("flags", {}).items()}
-    for group in ("model", "strategy"):
-        found[group] = settings.get(group, {}).get("slug", "")
-        found |= {f"options.{name}": value for name, value in settings.get(group, {}).get("options", {}).items()}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
+    same = primary is not None and (known is None or primary["rank"] in known["ranks"])
+    if primary and same and primary.get("kind", "exception") == "exception":
+        message = f"{primary['type']}: {message.removeprefix(primary['type'] + ': ')}"
+    return comparable_text(message)
