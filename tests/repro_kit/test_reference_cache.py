@@ -27,19 +27,15 @@ from test_reference_checks import Tiny, a_run, trained_against
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
 
 
-class Counted(Tiny):
-    """Says how often it computed."""
+calls: list[int] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "calls", calls)
+
+class Counted(Tiny):
+    """Counts its computations in ``calls``."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         calls.append(1)
         return super().forward(*args, **named)
-
-
-calls: list[int] = []
 
 
 def a_rank(tmp_path: Path, attempt: str, **changes: Any) -> Run:
@@ -51,27 +47,23 @@ def a_rank(tmp_path: Path, attempt: str, **changes: Any) -> Run:
     return a_run(work_dir=str(work), references=shared, flags=flags, **changes)
 
 
-def made_by(run: Run) -> str:
+def referenced(run: Run, model: Any = None, **more: Any) -> str:
+    """Compute the run's reference, or take one; return which attempt computed it."""
+    pass_criteria.Reference(run, model or Tiny(), **more)
     return str(run.record.data["facts"]["reference"]["made_by"])
 
 
-def trained(run: Run, model: Any, **more: Any) -> Any:
-    """A reference and an honest training; the states of its checks."""
-    found = trained_against(pass_criteria.Reference(run, model, **more), run, model)
-    return {name: check.state for name, check in found.items()}
-
-
 def test_second_attempt_reuses_the_reference(tmp_path: Path) -> None:
-    one, other = a_rank(tmp_path, "one"), a_rank(tmp_path, "other")
+    one, other, third = (a_rank(tmp_path, name) for name in ("one", "other", "third"))
     calls.clear()
-    first = pass_criteria.Reference(one, Counted())
-    assert made_by(one) == "one" and len(calls) == 2 * one.steps  # plain and perturbed
+    assert referenced(one, Counted()) == "one" and len(calls) == 2 * one.steps  # plain and perturbed
     calls.clear()
-    second = pass_criteria.Reference(other, Counted())
-    assert made_by(other) == "one" and not calls
+    assert referenced(other, Counted()) == "one" and not calls
+    first, second = (pass_criteria.Reference(a_rank(tmp_path / place, "a"), Counted()) for place in ("", "elsewhere"))
     assert second.truth() == first.truth() and second.noise() == first.noise()
     assert all(torch.equal(first.after(w)[n], second.after(w)[n]) for w in ("first", "last") for n in first.after(w))
-    assert set(trained(a_rank(tmp_path, "third"), Tiny()).values()) == {"passed"}
+    found = trained_against(pass_criteria.Reference(third, model := Tiny()), third, model)
+    assert {check.state for check in found.values()} == {"passed"}
 
 
 def test_rank_with_a_changed_reference_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +76,10 @@ def test_rank_with_a_changed_reference_has_no_verdict(tmp_path: Path, monkeypatc
         return leave(self, key, made)
 
     monkeypatch.setattr(Common, "leave", late)
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
+    referenced(a_rank(tmp_path, "one"))
+    run = a_rank(tmp_path, "other")
     with pytest.raises(ValueError, match="truth of the reference is not what was written"):
-        trained(a_rank(tmp_path, "other"), Tiny())
+        trained_against(pass_criteria.Reference(run, model := Tiny()), run, model)
 
 
 def test_script_run_by_hand_shares_no_reference(tmp_path: Path) -> None:
@@ -118,18 +111,17 @@ DIFFERENT: dict[str, dict[str, Any]] = {  # name -> settings of the run, a chang
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_key_differs_by_model_settings_and_arguments(tmp_path: Path, name: str) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
+    referenced(a_rank(tmp_path, "one"))
     what = DIFFERENT[name]
     for attempt in ("other", "again"):
         run, model = a_rank(tmp_path, attempt, **what.get("settings", {})), Tiny()
         what.get("change", lambda model: None)(model)
         assert "read" not in what or run.flags[what["read"]]
-        pass_criteria.Reference(run, model, **what.get("more", {}))
-        assert made_by(run) == "other"
+        assert referenced(run, model, **what.get("more", {})) == "other"
 
 
 def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "0"), Tiny())
+    referenced(a_rank(tmp_path, "0"))
     changes: list[Callable[[], None]] = [
         lambda: monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default"),
         lambda: monkeypatch.setitem(pass_criteria.RATES, torch.float32, 0.2),
@@ -143,17 +135,14 @@ def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     for number, change in enumerate(changes, 1):
         change()
-        run = a_rank(tmp_path, str(number))
-        pass_criteria.Reference(run, Tiny())
-        assert made_by(run) == str(min(number, len(changes) - 1))
+        assert referenced(a_rank(tmp_path, str(number))) == str(min(number, len(changes) - 1))
 
 
 def test_key_ignores_flags_that_are_read_later(tmp_path: Path) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
+    referenced(a_rank(tmp_path, "one"))
     other = a_rank(tmp_path, "other")
     dict.__setitem__(other.flags, "sabotage", "no_reduction")  # as train_step.py reads it: after the reference
-    pass_criteria.Reference(other, Tiny())
-    assert made_by(other) == "one" and other.flags["sabotage"] == "no_reduction"
+    assert referenced(other) == "one" and other.flags["sabotage"] == "no_reduction"
 
 
 def test_reference_that_reads_unkeyed_settings_is_not_shared(tmp_path: Path) -> None:
@@ -164,27 +153,23 @@ def test_reference_that_reads_unkeyed_settings_is_not_shared(tmp_path: Path) -> 
 
     for attempt in ("one", "other"):
         asked = a_rank(tmp_path, attempt)
-        pass_criteria.Reference(asked, Asking())
-        assert made_by(asked) == attempt
+        assert referenced(asked, Asking()) == attempt
 
 
 def test_failed_reference_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(reference, "Perturbed", lambda *_: 1 / 0)  # after the plain run
-        pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
-    other = a_rank(tmp_path, "other")
-    pass_criteria.Reference(other, Tiny())
-    assert made_by(other) == "other"
+        referenced(a_rank(tmp_path, "one"))
+    assert referenced(a_rank(tmp_path, "other")) == "other"
 
 
 # --- files of the cache
 
 
 def test_tensor_edited_after_lookup_is_refused(tmp_path: Path) -> None:
-    pass_criteria.Reference(a_rank(tmp_path, "one"), Tiny())
+    referenced(a_rank(tmp_path, "one"))
     other = a_rank(tmp_path, "other")
     found = pass_criteria.Reference(other, Tiny())
-    assert made_by(other) == "one"
     (place,) = (tmp_path / "references").iterdir()
     with open(place / "last", "r+b") as file:
         file.write(b"xx")
@@ -195,10 +180,10 @@ def test_tensor_edited_after_lookup_is_refused(tmp_path: Path) -> None:
 FILES = {"first": b"weights" * 100, "truth": b"{}"}
 
 
-def folder_with(folder: Path, files: dict[str, bytes] = FILES) -> Path:
+def folder_with(folder: Path, scale: int = 1) -> Path:
     folder.mkdir(parents=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data * scale)
     return folder
 
 
@@ -212,18 +197,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@given(
-    st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(max_size=50), min_size=1), st.text(), st.text()
-)
-def test_cache_returns_files_of_the_same_key_only(
-    tmp_path_factory: Any, files: dict[str, bytes], key: str, other: str
-) -> None:
+@given(st.text(), st.text())
+def test_cache_returns_files_of_the_same_key_only(tmp_path_factory: Any, key: str, other: str) -> None:
     folder = tmp_path_factory.mktemp("common")
     one = Common(folder / "run", "one")
-    assert one.leave(key, folder_with(folder / "made", files))
-    taken = one.take(other, folder / "taken")
-    assert (taken is not None) == (key == other)
-    assert taken is None or contents(folder / "taken") == files
+    assert one.leave(key, folder_with(folder / "made"))
+    assert (one.take(other, folder / "taken") is not None) == (key == other)
+    assert one.take(key, folder / "then") and contents(folder / "then") == FILES
 
 
 def entry(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
@@ -300,8 +280,7 @@ def test_cache_evicts_the_oldest_unused_entries(tmp_path: Path) -> None:
         assert one.leave(key, folder_with(tmp_path / f"folder_with-{key}"))
     assert [one.take(key, tmp_path / f"taken-{key}") for key in "abc"] == [None, "one", "one"]
     assert contents(tmp_path / "used") == FILES
-    large = folder_with(tmp_path / "large", {"first": b"x" * 5 * size})
-    assert one.leave("large", large)  # it stays alone
+    assert one.leave("large", folder_with(tmp_path / "large", scale=5))  # it stays alone
     assert [one.take(key, tmp_path / f"then-{key}") for key in ("b", "c", "large")] == [None, None, "one"]
 
 

@@ -21,7 +21,7 @@ from repro_kit import saving
 from repro_kit.error_reduction import all_apart, apart, worst
 from repro_kit.record import Record
 from repro_kit.run import Run
-from repro_kit.single_process import Copied, Perturbed, stepped, train_alone, unit, updated_at_once
+from repro_kit.single_process import stepped, unit, updated_at_once
 from repro_kit.tolerance import FACTOR, Single, training
 
 import pytest
@@ -33,9 +33,6 @@ from repro_matrix.paths import REPROS
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
 
 BAD = [math.nan, math.inf, -math.inf]
-NUMBER = st.floats(allow_nan=True, allow_infinity=True)
-
-
 SETTINGS: dict[str, Any] = {
     "case": "c", "variant": "control", "flags": {}, "model": {"config": {"vocab_size": 30}}, "strategy": {"slug": "x"},
     "steps": 2, "seed": 0, "tp_size": 1, "devices": 1, "device": "cpu", "backend": "gloo",
@@ -53,16 +50,10 @@ def checks_of(run: Run) -> dict[str, CheckResult]:
 # --- the worst of
 
 
-@given(st.lists(NUMBER, min_size=1), st.sampled_from(BAD[:2]), st.randoms())
-def test_largest_error_propagates_nan_and_infinity(errors: list[float], bad: float, random: Any) -> None:
-    errors.insert(random.randint(0, len(errors)), bad)
-    found = worst(errors)
-    assert math.isnan(found) if any(map(math.isnan, errors)) else found == math.inf
-
-
-@given(st.lists(st.floats(0, 1e300)))
-def test_largest_error_of_nothing_is_void(errors: list[float]) -> None:
-    assert worst(errors) == (max(errors) if errors else math.inf)
+@given(st.lists(st.floats(0) | st.sampled_from([math.nan, math.inf])))
+def test_largest_error_propagates_nan_and_is_infinite_without_errors(errors: list[float]) -> None:
+    nan = any(map(math.isnan, errors))
+    assert math.isnan(worst(errors)) if nan else worst(errors) == max(errors, default=math.inf)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -85,39 +76,34 @@ def compared(now: dict[str, Any], moved: float = 3.0) -> tuple[float, float, str
     """``a`` may be off by FACTOR x 0.1, ``b`` by FACTOR x 0.05, ``c`` by nothing; the whole moved by 5."""
     expected = {name: torch.zeros(2) for name in "abc"}
     noise, stored = {"a": 0.1, "b": 0.03, "c": 0.0}, {"a": 0.0, "b": 0.04, "c": 0.0}
+    tensors = {name: torch.tensor([value, 0.0]) for name, value in now.items()}
     went = {"a": moved, "b": moved and 4.0, "c": 0.0}
-    found = pass_criteria.compare(
-        {k: torch.tensor([v, 0.0]) for k, v in now.items()}, expected, went, noise, stored, "ab"
-    )
+    found = pass_criteria.compare(tensors, expected, went, noise, stored, "ab")
     assert found["expected"] == 0.0
-    return found["actual"], found["tolerance"], found["subject"]
+    return found["actual"], found["tolerance"], found["subject"].rpartition(": ")[2]
 
 
 def test_worst_tensor_is_relative_to_its_tolerance() -> None:
-    factor = pass_criteria.FACTOR
-    actual, tolerance, said = compared({"a": 0.2, "b": 0.11, "c": 0.0})
-    assert (actual, tolerance) == (pytest.approx(0.11 / 5), pytest.approx(factor * 0.05 / 5))
-    assert said == "3 tensors, as parts of the whole update; the worst: b"
-    assert compared({"a": 0.3, "b": 0.11})[:2] == (pytest.approx(0.3 / 5), pytest.approx(factor * 0.1 / 5))
-    assert compared({"a": 0.0, "b": 0.0, "c": 0.1})[1:] == (0.0, said.replace("worst: b", "worst: c"))
-    assert compared({"a": 0.1, "b": math.nan, "c": 0.1})[2].endswith("worst: b"), "a NaN before an infinity"
-    assert compared({"a": 0.1, "b": 0.1, "other": 9.0})[2].startswith("2 tensors")
-    assert compared({"a": 0.0}) == (math.inf, 0.0, "missing: b")
+    a, b = (pytest.approx(FACTOR * noise / 5) for noise in (0.1, 0.05))
+    assert compared({"a": 0.2, "b": 0.11, "c": 0.0}) == (pytest.approx(0.11 / 5), b, "b")
+    assert compared({"a": 0.3, "b": 0.11}) == (pytest.approx(0.3 / 5), a, "a")
+    assert compared({"a": 0.0, "b": 0.0, "c": 0.1})[1:] == (0.0, "c")
+    assert compared({"a": 0.1, "b": math.nan, "c": 0.1})[2] == "b", "a NaN before an infinity"
+    assert compared({"a": 0.1, "b": 0.1, "other": 9.0})[2] == "b"
+    assert compared({"a": 0.0}) == (math.inf, 0.0, "b"), "it is missing"
     assert math.isnan(compared({"a": 0.0, "b": 0.0}, moved=0.0)[0]), "nothing moved: nothing is proven"
-    many = pass_criteria.compare({}, {}, {}, {}, {}, "dcab")
-    assert many["subject"] == "missing: a, b, c" and many["tolerance"] == 0.0
+    assert pass_criteria.compare({}, {}, {}, {}, {}, "dcab")["subject"] == "missing: a, b, c"
 
 
 def test_norm_is_checked_beside_single_tensors() -> None:
-    names = [f"t{number}" for number in range(4)]
-    ones = dict.fromkeys(names, 1.0)
-    now = {name: torch.tensor([pass_criteria.FACTOR * 0.9]) for name in names}
-    rest = {name: torch.zeros(1) for name in names}, ones, ones, dict.fromkeys(names, 0.0), names
-    found = pass_criteria.compare(now, *rest)
-    assert found["actual"] / found["tolerance"] == pytest.approx(0.9), "each is within, and so is the whole"
-    last = {**now, "t3": torch.tensor([1.1 * pass_criteria.FACTOR])}
-    found = pass_criteria.compare(last, *rest)
-    assert found["actual"] / found["tolerance"] == pytest.approx(1.1) and found["subject"].endswith("the worst: t3")
+    ones, none = dict.fromkeys("abcd", 1.0), dict.fromkeys("abcd", 0.0)
+    zeros = {name: torch.zeros(1) for name in "abcd"}
+    now = {name: torch.tensor([FACTOR * 0.9]) for name in "abcd"}
+    for last, ratio in ((0.9, 0.9), (1.1, 1.1)):  # each is within, and so is the whole; one is not
+        now["d"] = torch.tensor([last * FACTOR])
+        found = pass_criteria.compare(now, zeros, ones, ones, none, "abcd")
+        assert found["actual"] / found["tolerance"] == pytest.approx(ratio)
+    assert found["subject"].endswith("the worst: d")
 
 
 def test_ulp_is_that_of_the_coarser_dtype() -> None:
@@ -150,10 +136,6 @@ def test_observed_batch_is_that_of_the_first_step() -> None:
     assert seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
     model(**pass_criteria.batch(run, 0, 1)).loss.backward()
     assert own.seen() == seen and own.calls == 2
-    silent = pass_criteria.Own(other := Tiny())
-    with torch.no_grad():
-        other(**first)
-    assert silent.seen()[0] == seen[0] and math.isnan(silent.seen()[1]), "nothing went back"
 
 
 @pytest.mark.parametrize(
@@ -244,23 +226,10 @@ def trained(spoil: Spoil | None, tmp: Path) -> dict[str, CheckResult]:
     return trained_against(pass_criteria.Reference(run, model), run, model, spoil=spoil)
 
 
-def test_correct_training_passes_and_leaves_the_model_unchanged(tmp_path: Any) -> None:
+def test_correct_training_passes(tmp_path: Any) -> None:
     found = trained(None, tmp_path)
     assert set(found) == {"batches", "steps", "loss", "start", "rounding", "gradient", "updates"}
     assert {check.state for check in found.values()} == {"passed"}, found
-    model = Tiny()
-    before = copy.deepcopy(model.state_dict())
-    off = Perturbed(Copied(model))
-    began = {}
-
-    def look(steps: int, of: Any) -> None:
-        if steps == 0:
-            began.update({name: value.clone() for name, value in of.named_parameters()})
-
-    train_alone(off, lambda of, step: of(**pass_criteria.batch(a_run(), 0, step)).loss, 2, 0.1, look)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(torch.equal(off.value(name), value) for name, value in began.items())
-    assert pass_criteria.norm(began["embed.weight"], before["embed.weight"]) > 0
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -306,15 +275,11 @@ def test_unchanged_model_is_void(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
-    run = a_run(work_dir=str(tmp_path), steps=1)
-    model = Tiny().to(dtype)
+    run, model = a_run(work_dir=str(tmp_path), steps=1), Tiny().to(dtype)
     reference = pass_criteria.Reference(run, model)
     went = reference.after("last")
-    now = {
-        name: began + (1.001 * (went[name].float() - began.float())).to(dtype)
-        for name, began in model.named_parameters()
-    }
-    reference.check(run, last=now)
+    began = dict(model.named_parameters())
+    reference.check(run, last={n: p + (1.001 * (went[n].float() - p.float())).to(dtype) for n, p in began.items()})
     found = checks_of(run)
     assert found["updates"].state == ("failed" if dtype == torch.float32 else "passed"), found
     assert found["rounding"].state == "passed"
@@ -480,28 +445,21 @@ def test_non_finite_or_missing_tensor_fails(bad: float) -> None:
     assert {state_of(one, each) for each in (expected[:-1], absent, {"another": expected}, {})} == {"failed"}
 
 
-def test_similar_tensors_share_a_tolerance() -> None:
+def test_similar_tensors_share_a_tolerance_and_zeros_must_stay_zero() -> None:
     one, expected = logits_of()
     assert state_of(one, 2 * expected, like=2 * expected) == "passed"
     assert state_of(one, 2 * expected, like=2.0001 * expected) == "failed"
+    zeros = Single(layers(), lambda whole: {"logits": {"a": whole(layer_inputs()), "b": torch.zeros(2)}})
+    assert state_of(zeros, {"a": expected, "b": torch.zeros(2)}) == "passed"
+    assert state_of(zeros, {"a": expected, "b": torch.tensor([0.0, 1e-9])}) == "failed"
 
 
 def test_invalid_reference_is_void() -> None:
     model = layers()
-    one = Single(model, lambda whole: {"logits": 1e5 * (whole[0].weight.sum() - model[0].weight.double().sum())})
-    assert state_of(one, torch.tensor(0.0)) == "void"
-    nothing = Single(model, lambda whole: {"logits": torch.zeros(3)})
-    assert state_of(nothing, torch.zeros(3)) == "void"
-    unfixed = Single(model, lambda whole: {"logits": torch.full((3,), math.nan)})
-    assert state_of(unfixed, torch.full((3,), math.nan)) != "passed"
-
-
-def test_zero_tensor_must_stay_zero() -> None:
-    model = layers()
-    one = Single(model, lambda whole: {"logits": {"a": whole(layer_inputs()), "b": torch.zeros(2)}})
-    a = model(layer_inputs())
-    assert state_of(one, {"a": a, "b": torch.zeros(2)}) == "passed"
-    assert state_of(one, {"a": a, "b": torch.tensor([0.0, 1e-9])}) == "failed"
+    rounding = Single(model, lambda whole: {"logits": 1e5 * (whole[0].weight.sum() - model[0].weight.double().sum())})
+    nothing, broken = (Single(model, lambda _, v=value: {"logits": torch.full((3,), v)}) for value in (0.0, math.nan))
+    assert state_of(rounding, torch.tensor(0.0)) == state_of(nothing, torch.zeros(3)) == "void"
+    assert state_of(broken, torch.full((3,), math.nan)) != "passed"
 
 
 def trained_layers(model: Any, factor: float = 1.0) -> Any:
