@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -166,17 +165,6 @@ def test_failed_reference_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
 # --- files of the cache
 
 
-def test_tensor_edited_after_lookup_is_refused(tmp_path: Path) -> None:
-    referenced(a_rank(tmp_path, "one"))
-    other = a_rank(tmp_path, "other")
-    found = pass_criteria.Reference(other, Tiny())
-    (place,) = (tmp_path / "references").iterdir()
-    with open(place / "last", "r+b") as file:
-        file.write(b"xx")
-    with pytest.raises(ValueError, match="is not what was put there"):
-        found.check(other, last=dict(Tiny().named_parameters()))
-
-
 FILES = {"first": b"weights" * 100, "truth": b"{}"}
 
 
@@ -257,18 +245,6 @@ def test_cache_ignores_a_killed_writer(tmp_path: Path, monkeypatch: pytest.Monke
     assert other.take("the key", tmp_path / "taken") is None
     assert other.leave("the key", folder_with(tmp_path / "other"))
     assert other.take("the key", tmp_path / "taken") == "other"
-
-
-def test_concurrent_writers_keep_one_entry_without_waiting(tmp_path: Path) -> None:
-    folders = {str(number): folder_with(tmp_path / f"made-{number}") for number in range(8)}
-
-    def leave(name: str) -> bool:
-        return Common(tmp_path / "run", name).leave("the key", folders[name])
-
-    with ThreadPoolExecutor(len(folders)) as pool:
-        (winner,) = (name for name, stayed in zip(folders, pool.map(leave, folders)) if stayed)
-    assert Common(tmp_path / "run", "late").take("the key", tmp_path / "taken") == winner
-    assert len(list((tmp_path / "run").iterdir())) == 1
 
 
 def test_cache_evicts_the_oldest_unused_entries(tmp_path: Path) -> None:

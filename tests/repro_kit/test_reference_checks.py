@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import math
@@ -14,14 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from repro_kit import instrumentation as effects
 from repro_kit import reference_checks as pass_criteria
 from repro_kit import saved_models as stored
 from repro_kit import saving
 from repro_kit.error_reduction import all_apart, apart, worst
 from repro_kit.record import Record
 from repro_kit.run import Run
-from repro_kit.single_process import stepped, unit, updated_at_once
 from repro_kit.tolerance import FACTOR, Single, training
 
 import pytest
@@ -104,38 +101,6 @@ def test_norm_is_checked_beside_single_tensors() -> None:
         found = pass_criteria.compare(now, zeros, ones, ones, none, "abcd")
         assert found["actual"] / found["tolerance"] == pytest.approx(ratio)
     assert found["subject"].endswith("the worst: d")
-
-
-def test_ulp_is_that_of_the_coarser_dtype() -> None:
-    fine, coarse = (torch.finfo(kind).eps for kind in (torch.float32, torch.bfloat16))
-    assert unit(torch.float32) == unit(torch.float32, torch.float32) == fine
-    assert unit(torch.float32, torch.bfloat16) == unit(torch.bfloat16, torch.float32) == unit(torch.bfloat16) == coarse
-
-
-def test_updates_follow_gradients() -> None:
-    moved, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    with updated_at_once([moved, frozen], 0.5):
-        (2 * moved + frozen).sum().backward()
-    assert moved.tolist() == [0.0, 0.0] and moved.grad is None and frozen.tolist() == [1.0, 1.0]
-    (2 * moved).sum().backward()
-    assert moved.tolist() == [0.0, 0.0] and moved.grad.tolist() == [2.0, 2.0], "the hook is gone"
-    optimizer = torch.optim.SGD([moved], lr=0.5)
-    with stepped(optimizer):
-        assert moved.tolist() == [0.0, 0.0]
-    assert moved.tolist() == [-1.0, -1.0] and moved.grad is None
-
-
-def test_observed_batch_is_that_of_the_first_step() -> None:
-    run, model = a_run(), Tiny()
-    own = pass_criteria.Own(model)
-    assert all(map(math.isnan, own.seen())) and own.calls == 0
-    first = pass_criteria.batch(run, 0, 0)
-    model(**first).loss.backward()
-    ids = first["input_ids"].flatten().double()
-    seen = own.seen()
-    assert seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
-    model(**pass_criteria.batch(run, 0, 1)).loss.backward()
-    assert own.seen() == seen and own.calls == 2
 
 
 @pytest.mark.parametrize(
@@ -291,26 +256,19 @@ def test_tolerance_follows_the_dtype(tmp_path: Any, dtype: Any) -> None:
 @pytest.mark.parametrize("bad", BAD)
 def test_non_finite_reloaded_state_fails(bad: float) -> None:
     def made() -> tuple[Any, Any]:
-        model = Tiny()
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam((model := Tiny()).parameters())
         model(**pass_criteria.batch(a_run(), 0, 0)).loss.backward()
         optimizer.step()
         return model, optimizer
 
-    (model, optimizer), (fresh, fresh_optimizer) = made(), made()
-    run = a_run()
-    saving.compare(run, model, optimizer, fresh, fresh_optimizer)
-    assert {check.state for check in checks_of(run).values()} == {"passed"}
-    last = list(fresh.parameters())[-1]
-    with torch.no_grad():
-        last.view(-1)[-1] = bad
-    fresh_optimizer.state[last]["exp_avg"].view(-1)[-1] = bad
-    run = a_run()
-    saving.compare(run, model, optimizer, fresh, fresh_optimizer)
-    found = checks_of(run)
-    assert found["weights"].failed and found["states"].failed
-    names = stored.differing(fresh, copy.deepcopy(model.state_dict()))
-    assert names == [list(model.state_dict())[-1]]
+    saved, loaded = made(), made()
+    for state in ("passed", "failed"):
+        run = a_run()
+        saving.compare(run, *saved, *loaded)
+        assert {checks_of(run)[name].state for name in ("weights", "states")} == {state}
+        last = list(loaded[0].parameters())[-1]
+        last.data.view(-1)[-1] = loaded[1].state[last]["exp_avg"].view(-1)[-1] = bad
+    assert stored.differing(loaded[0], saved[0].state_dict()) == [list(saved[0].state_dict())[-1]]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the kit's models are transformers'")
@@ -387,20 +345,7 @@ def test_rank_computes_in_float32_in_any_environment_and_records_it(tmp_path: An
     assert facts["float32"] == {"matmul_precision": "highest", "cuda_matmul_tf32": False, "cudnn_tf32": False}
 
 
-# --- what was in effect
-
-
-def test_collective_sizes_fall_back_to_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    monkeypatch.setattr(effects, "count_collectives", lambda: None)
-    run, model = a_run(), Tiny()
-    effects.watch(run, model, whole=10_000)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(**pass_criteria.batch(run, 0, 0)).loss.backward()
-    optimizer.step()
-    run.watched.put()
-    found = {item["what"]: item.get("whole") for item in run.record.data["effects"]}
-    assert found["parameters"] == found["gradients"] == found["updates"] == 10_000
+# --- against one process
 
 
 def layers(dtype: Any = torch.float32) -> Any:

@@ -48,9 +48,12 @@ def test_simulated_cases_run_without_cuda_at_any_scale() -> None:
         assert not any(re.match("triton|nvidia", item) for item in known.requires.packages)
 
 
-def rank(script: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """The record of rank 5 of 8, alone: the other ranks are simulated."""
+@pytest.mark.ranks
+def test_simulated_fsdp_holds_an_eighth_per_rank(tmp_path: Path) -> None:
+    """Rank 5 of 8, alone: the other ranks are simulated."""
     environment = {**os.environ, "RANK": "5", "LOCAL_RANK": "5", "WORLD_SIZE": "8", "PYTHONWARNINGS": "ignore"}
+    script = "wrong_card_simulated.py"
+    arguments = ["--case", "card-zero-simulated", "--variant", "own-card", "--strategy", "fsdp"]
     source = f"""
 import json, runpy, sys
 sys.argv = {[script, *arguments]!r}
@@ -58,29 +61,10 @@ sys.path.insert(0, {str(REPROS)!r})
 import repro_kit.run
 target = {str(tmp_path / "record.json")!r}
 repro_kit.run.report = lambda record: open(target, "w").write(json.dumps(record.data, default=str))
-runpy.run_path({str(REPROS / script)!r}, run_name="__main__")
+runpy.run_path({script!r}, run_name="__main__")
 """
-    (tmp_path / "rank.py").write_text(source)
-    subprocess.run([sys.executable, str(tmp_path / "rank.py")], env=environment, cwd=REPROS, timeout=600, check=False)
-    found: dict[str, Any] = json.loads((tmp_path / "record.json").read_text())
-    return found
-
-
-@pytest.mark.ranks
-@pytest.mark.slow  # the gate has the smaller one
-def test_simulated_qwen_14b_on_8_gpus_reproduces(tmp_path: Path) -> None:
-    arguments = ["--variant", "unfixed", "--scale", "full", "--model", "qwen-14b"]
-    found = rank("qwen_device_map_devices_simulated.py", tmp_path, *arguments)
-    assert "found at least two devices" in found["exception"]["message"]
-    assert found["exception"]["frames"][-1]["code_location"].startswith("torch.")
-    assert set(found["facts"]["device_map"].values()) == set(range(8))
-    assert found["peak_rss_mb"] < 2048
-
-
-@pytest.mark.ranks
-def test_simulated_fsdp_holds_an_eighth_per_rank(tmp_path: Path) -> None:
-    arguments = ["--case", "card-zero-simulated", "--variant", "own-card", "--strategy", "fsdp"]
-    found = rank("wrong_card_simulated.py", tmp_path, *arguments)
+    subprocess.run([sys.executable, "-c", source], env=environment, cwd=REPROS, timeout=600, check=False)
+    found = json.loads((tmp_path / "record.json").read_text())
     assert found["done"] and [check["passed"] for check in found["checks"]] == [True, True, True]
     seen = {item["what"]: item for item in found["effects"]}
     assert seen["group"] == {"what": "group", "actual": 8, "backend": "fake"}

@@ -83,52 +83,48 @@ def seen(checks: list[dict]) -> dict[str, str]:
     return {found.name: found.state for found in (grading_checks.evaluate(check, math.inf) for check in checks)}
 
 
-def judged(facts: list[dict[str, Any]], scene: str, effects: tuple[str, ...] = ()) -> Outcome:
-    """As the harness judges it, with every check that the case asks for passed (the scenes' own are real)."""
-    known = Case.model_validate(
-        {**TRAIN.model_dump(), "pass_criteria": {"kind": "training", "checks": ["steps"], "effects": list(effects)}}
-    )
-    checks = [{"name": "steps", "passed": True, "actual": 2, "expected": 2, "tolerance": 0, "at": 1.0}]
-    ranks = []
-    for number, rank in enumerate(facts):
-        seen = rank[scene]
-        assert all(check["passed"] for check in seen["checks"]), (scene, seen["checks"])
-        ranks.append(ok(number, record=record(number, checks=checks, effects=seen["effects"], read=seen["read"])))
-    settings = {"flags": {}, "strategy": facts[0][scene]["strategy"]}
-    return grade(known, "control", observation(*ranks, settings=settings), [known])
-
-
 EFFECTS: dict[str, tuple[str, ...]] = {  # first word of a scene -> the effects that its case lists
     "checkpointing": ("checkpointing",), "lora": ("lora",), "adapters": ("lora", "checkpointing"),
     "precision": ("precision",),
 }  # fmt: skip
 
 
-def assert_judged(facts: list[dict[str, Any]], says: dict[str, str]) -> None:
-    """Of each scene: the reason for which it is no evidence, or none and clean."""
-    for scene, reason in says.items():
-        found = judged(facts, scene, EFFECTS.get(scene.split()[0], ()))
+def judged(facts: list[dict[str, Any]], scene: str) -> Outcome:
+    """As the harness judges it, with every check that the case asks for passed (the scenes' own are real)."""
+    criteria = {"kind": "training", "checks": ["steps"], "effects": list(EFFECTS.get(scene.split()[0], ()))}
+    known = Case.model_validate({**TRAIN.model_dump(), "pass_criteria": criteria})
+    checks = [{"name": "steps", "passed": True, "actual": 2, "expected": 2, "tolerance": 0, "at": 1.0}]
+    ranks = []
+    for number, found in enumerate(rank[scene] for rank in facts):
+        assert all(check["passed"] for check in found["checks"]), (scene, found["checks"])
+        ranks.append(ok(number, record=record(number, checks=checks, effects=found["effects"], read=found["read"])))
+    settings = {"flags": {}, "strategy": facts[0][scene]["strategy"]}
+    return grade(known, "control", observation(*ranks, settings=settings), [known])
+
+
+WHOLE = "was not in effect: every rank holds all parameters"
+NONE = "was not in effect on rank 0: got 0"
+SCENES = {  # the reason for which a scene is no evidence, or none
+    "ddp": "", "fsdp": "", "checkpointing": "", "adapters and checkpointing": "", "precision": "",
+    "fsdp in NO_SHARD": f"fsdp {WHOLE}", "group of one": f"fsdp {WHOLE}", "accelerate falls back": f"fsdp {WHOLE}",
+    "checkpointing ignored": f"checkpointing {NONE}", "lora of nothing": f"lora {NONE}",
+    "precision of another flag": f"precision {NONE}",
+}  # fmt: skip
+ZERO = {"zero3": "", "zero3 in stage 0": f"zero3 {WHOLE}"}
+
+
+@pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
+@pytest.mark.parametrize(
+    ("imports", "scenes"),
+    [(("accelerate", "peft"), SCENES), pytest.param(("deepspeed",), ZERO, marks=pytest.mark.slow)],
+    ids=["accelerate", "deepspeed"],
+)
+def test_inactive_strategy_is_no_evidence(
+    warm: ForkserverLauncher, tmp_path: Path, imports: tuple[str, ...], scenes: dict[str, str]
+) -> None:
+    pytest.importorskip(imports[0])
+    facts = measured(warm, tmp_path, "force_ranks.py", *imports, scenes=list(scenes))
+    for scene, reason in scenes.items():
+        found = judged(facts, scene)
         assert found.outcome == ("infra_error" if reason else "passed"), (scene, found)
         assert reason in found.reason, (scene, found)
-
-
-def test_inactive_strategy_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
-    says = {
-        "ddp": "", "fsdp": "", "checkpointing": "", "adapters and checkpointing": "",
-        "fsdp in NO_SHARD": "fsdp was not in effect: every rank holds all parameters",
-        "group of one": "fsdp was not in effect: every rank holds all parameters",
-        "checkpointing ignored": "checkpointing was not in effect on rank 0: got 0",
-        "lora of nothing": "lora was not in effect on rank 0: got 0",
-        "precision": "", "precision of another flag": "precision was not in effect on rank 0: got 0",
-    }  # fmt: skip
-    if importlib.util.find_spec("accelerate"):
-        says["accelerate falls back"] = "fsdp was not in effect: every rank holds all parameters"
-    assert_judged(measured(warm, tmp_path, "force_ranks.py", "accelerate", "peft", scenes=list(says)), says)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # on a new machine DeepSpeed's op is compiled first
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-def test_inactive_deepspeed_stage_is_no_evidence(warm: ForkserverLauncher, tmp_path: Path) -> None:
-    says = {"zero3": "", "zero3 in stage 0": "zero3 was not in effect: every rank holds all parameters"}
-    assert_judged(measured(warm, tmp_path, "force_ranks.py", "deepspeed", scenes=list(says)), says)
