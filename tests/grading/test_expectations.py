@@ -1,8 +1,10 @@
-"""Which expectation applies to a variant, and whether a verdict agrees with it."""
+"""Which expectation applies, whether a verdict agrees with it, and which measurements may be compared at all."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import importlib
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,10 @@ from observations import case, document, observation, ok
 from pydantic import ValidationError
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.expectations import compare, comparison, expected, failure_note, predicted
+from repro_matrix.config.vocabulary import Capability
+from repro_matrix.grading import expectations as grading
+from repro_matrix.grading.expectations import compare, expected, failure_note, settings_difference
+from repro_matrix.paths import REPROS
 from repro_matrix.records.outcome import FailureId, Verdict
 from repro_matrix.results.expectations import expectations, measured
 
@@ -27,14 +32,11 @@ def expecting(verdict: str, *ids: str, variant: str = "fix") -> Expectation:
     return Expectation.model_validate(entry(verdict, variant) | ({"failure_ids": {variant: list(ids)}} if ids else {}))
 
 
-def having(*entries: dict[str, Any]) -> Case:
-    return case(expect=list(entries))
-
-
 def applying(
-    known: Case, where: str = "m/fsdp", variant: str = "fix", versions: Any = NOW, hardware: str = "cpu"
+    *entries: dict[str, Any], where: str = "m/fsdp", variant: str = "fix", versions: Any = NOW, hardware: str = "cpu"
 ) -> Any:
-    applies = expected(known, where, variant, versions, hardware)
+    """The verdict that these entries expect of a cell; None where none applies."""
+    applies = expected(case(expect=list(entries)), where, variant, versions, hardware)
     return next(iter(applies.verdicts.values())) if applies else None
 
 
@@ -45,49 +47,41 @@ def applying(
         ({}, {"versions": {"torch": "2.12.1"}}, False), ({}, {"versions": {"transformers": "5.23.0"}}, False),
         ({}, {"versions": {"torch": "unknown"}}, False), ({"hardware": "a100x8"}, {"hardware": "a100x8"}, True),
         ({"versions": {"torch": ">=2.13"}}, {"versions": {"torch": "2.14.0.dev20260101+cu130"}}, True),
+        # cells are named by their axes, and by the flags that are not at their defaults
+        ({}, {"where": 'm/fsdp/call="root"'}, True), ({}, {"where": "m/fsdp/ranks=4"}, False),
+        ({"cells": ["m/fsdp/ranks=4"]}, {"where": "m/fsdp/ranks=4"}, True),
+        ({"cells": ["m/fsdp/ranks=4"]}, {"where": "m/fsdp/scale=full"}, False),
+        ({"cells": ["x/ddp", "m/fsdp"]}, {}, True), ({"cells": ["m/ddp"]}, {}, False),
+        ({"cells": ["m/fsdp"]}, {"where": 'm/fsdp/call="root"'}, False), ({"cells": ['m/fsdp/call="root"']}, {}, False),
+        ({"cells": ['m/fsdp/cache=false/call="root"']}, {"where": 'm/fsdp/call="root"/cache=false'}, True),
+        ({"cells": ["m/fsdp/cache=true"]}, {"where": 'm/fsdp/call="inner"'}, True),
+        ({"cells": ['m/fsdp/call="a/b"']}, {"where": 'm/fsdp/call="a/b"'}, True),
     ],
 )  # fmt: skip
-def test_expectation_applies_by_variant_hardware_and_versions(changes: Any, at: Any, applies: bool) -> None:
-    assert (applying(having(entry(**{"versions": TORCH_213, **changes})), **at) is not None) is applies
-
-
-@pytest.mark.parametrize(
-    ("cells", "where", "applies"),
-    [
-        ([], 'm/fsdp/call="root"', True), (["m/fsdp"], "m/fsdp", True), ([], "m/fsdp/ranks=4", False),
-        (["m/fsdp"], "m/fsdp/ranks=4", False), (["m/fsdp/ranks=4"], "m/fsdp/ranks=4", True),
-        (["m/fsdp/ranks=4"], "m/fsdp/scale=full", False), (["m/fsdp/ranks=4"], 'm/fsdp/ranks=4/call="root"', False),
-        (["x/ddp", "m/fsdp"], "m/fsdp", True), (["m/ddp"], "m/fsdp", False),
-        (["m/fsdp"], 'm/fsdp/call="root"', False), (['m/fsdp/call="root"'], "m/fsdp", False),
-        (['m/fsdp/call="root"'], 'm/fsdp/call="root"', True), 
-        (['m/fsdp/call="root"'], 'm/fsdp/call="root"/cache=false', False),
-        (['m/fsdp/cache=false/call="root"'], 'm/fsdp/call="root"/cache=false', True),
-        (["m/fsdp"], 'm/fsdp/call="inner"/cache=true', True), (["m/fsdp/cache=true"], "m/fsdp", True),
-        (['m/fsdp/call="a/b"'], 'm/fsdp/call="a/b"', True),
-    ],
-)  # fmt: skip
-def test_cells_are_named_by_axes_and_changed_flags(cells: list[str], where: str, applies: bool) -> None:
-    assert (applying(having(entry(cells=cells)), where) is not None) == applies
+def test_expectation_applies_by_variant_hardware_versions_and_cell(changes: Any, at: Any, applies: bool) -> None:
+    assert (applying(entry(**{"versions": TORCH_213, **changes}), **at) is not None) is applies
 
 
 def test_most_specific_expectation_wins() -> None:
     anywhere, named, later = entry("FLAKY"), entry(cells=["m/fsdp"]), entry("SIGNATURE_MISMATCH")
     narrow = entry("NOT_REPRODUCED", versions=TORCH_213)
-    assert applying(having(named, anywhere)) == "FIXED"
-    assert applying(having(narrow, anywhere)) == "NOT_REPRODUCED" and applying(having(narrow, named)) == "FIXED"
-    assert applying(having(anywhere, later)) == "SIGNATURE_MISMATCH"
+    assert applying(named, anywhere) == "FIXED" and applying(anywhere, later) == "SIGNATURE_MISMATCH"
+    assert applying(narrow, anywhere) == "NOT_REPRODUCED" and applying(narrow, named) == "FIXED"
 
 
-def test_comparison_is_stored_beside_a_verdict() -> None:
-    known = having(entry(capabilities={}), entry("NOT_FIXED", "other-fix", hardware="elsewhere"))
-
-    def compared(name: Any, hardware: str, variant: str = "fix") -> tuple[Any, ...]:
-        return tuple(comparison(known, "m/fsdp", variant, Verdict(name, "x"), NOW, hardware).values())
-
-    assert compared("FIXED", "cpu") == ("expected", "FIXED", "")
-    assert compared("NOT_FIXED", "gpu1") == ("differs_from_cpu", "FIXED", "")
-    assert compared("FIXED", "gpu1") == ("matches_cpu", "FIXED", "")
-    assert compared("FIXED", "cpu", "other-fix") == ("no_expectation", None, "")
+@pytest.mark.parametrize(
+    ("name", "hardware", "variant", "stored"),
+    [
+        ("FIXED", "cpu", "fix", ("expected", "FIXED", "")), ("FIXED", "gpu1", "fix", ("matches_cpu", "FIXED", "")),
+        ("NOT_FIXED", "gpu1", "fix", ("differs_from_cpu", "FIXED", "")),
+        ("FIXED", "cpu", "other-fix", ("no_expectation", None, "")),
+        ("NOT_FIXED", "own", "fix", ("expected", "NOT_FIXED", "the expectation lists no failure")),
+    ],
+)  # fmt: skip
+def test_comparison_is_stored_beside_a_verdict(name: Any, hardware: str, variant: str, stored: Any) -> None:
+    known = case(expect=[entry(capabilities={}), entry("NOT_FIXED", hardware="own")])
+    found = grading.comparison(known, "m/fsdp", variant, Verdict(name, "x"), NOW, hardware)
+    assert found == dict(zip(("expected", "expectation", "failure_note"), stored))
 
 
 LOST = Verdict("INCONCLUSIVE", "skipped", measured=False)
@@ -95,29 +89,20 @@ HANGS = Verdict("INCONCLUSIVE", "it hangs")
 HEALTHY, FAILING = (expecting(name, variant="control") for name in ("PASSED", "FAILED"))
 
 
-def failing(*names: str) -> Verdict:
-    return Verdict("DIFFERENT_FAILURE", "x", failure_ids=tuple(FailureId(check=name) for name in names))
-
-
 @pytest.mark.parametrize(
     ("verdict", "expectation", "prediction", "control", "compared"),
     [
-        ("FIXED", expecting("FIXED"), None, False, "expected"),
-        ("NOT_FIXED", expecting("FIXED"), None, False, "unexpected"),
-        (HANGS, expecting("FIXED"), None, False, "unexpected"), ("FIXED", None, None, False, "no_expectation"),
+        (HANGS, expecting("FIXED"), None, False, "unexpected"), (LOST, None, None, True, "no_expectation"),
         (LOST, expecting("FIXED"), None, False, "no_expectation"),
+        (LOST, None, expecting("FIXED"), False, "no_expectation"),
         # whether it was fixed upstream depends on other stacks' stored measurements
         ("FIXED_UPSTREAM", expecting("NOT_REPRODUCED"), None, False, "expected"),
         ("NOT_REPRODUCED", expecting("FIXED_UPSTREAM"), None, False, "expected"),
         ("FIX_BREAKS", expecting("NOT_REPRODUCED"), None, False, "unexpected"),
-        ("FIXED", None, expecting("FIXED"), False, "matches_cpu"),
-        ("NOT_FIXED", None, expecting("FIXED"), False, "differs_from_cpu"),
-        (LOST, None, expecting("FIXED"), False, "no_expectation"),
         # a control needs no expectation: it must train
-        ("FAILED", None, None, True, "unexpected"), ("FLAKY", None, None, True, "unexpected"),
-        (HANGS, None, None, True, "unexpected"), ("PASSED", None, None, True, "no_expectation"),
-        (LOST, None, None, True, "no_expectation"), ("FAILED", FAILING, None, True, "expected"),
-        ("FAILED", None, FAILING, True, "matches_cpu"), ("FAILED", None, HEALTHY, True, "unexpected"),
+        *((name, None, None, True, "unexpected") for name in ("FLAKY", HANGS)),
+        ("PASSED", None, None, True, "no_expectation"), ("FAILED", None, HEALTHY, True, "unexpected"),
+        ("FAILED", FAILING, None, True, "expected"), ("FAILED", None, FAILING, True, "matches_cpu"),
     ],
 )  # fmt: skip
 def test_compare(verdict: Any, expectation: Any, prediction: Any, control: bool, compared: str) -> None:
@@ -125,28 +110,21 @@ def test_compare(verdict: Any, expectation: Any, prediction: Any, control: bool,
     assert compare(verdict, expectation, prediction, control) == compared
 
 
-def test_cpu_measurement_predicts_other_hardware_only() -> None:
-    known, own = having(entry()), having(entry(), entry("NOT_FIXED", hardware="a100x8"))
-    prediction = predicted(known, "m/fsdp", "fix", NOW, "a100x8")
-    assert prediction is not None and prediction.verdicts == {"fix": "FIXED"}
-    assert predicted(known, "m/fsdp", "fix", NOW, "cpu") is None
-    assert predicted(own, "m/fsdp", "fix", NOW, "a100x8") is None, "it has an expectation of its own"
-    assert predicted(having(entry(versions={"torch": "<2.3"})), "m/fsdp", "fix", NOW, "gpu1") is None
-
-
 # -- failure ids
+
+
+def failing(*names: str) -> Verdict:
+    return Verdict("DIFFERENT_FAILURE", "x", failure_ids=tuple(FailureId(check=name) for name in names))
 
 
 @pytest.mark.parametrize(
     ("verdict", "expectation", "compared", "note"),
     [
         (failing("updates"), expecting("DIFFERENT_FAILURE", "ValueError in x.f"), "unexpected", True),
-        (failing("updates"), expecting("DIFFERENT_FAILURE", "check updates"), "expected", False),
         (failing("a", "b"), expecting("DIFFERENT_FAILURE", "check b", "check a"), "expected", False),
         (failing("a", "c"), expecting("DIFFERENT_FAILURE", "check b", "check a"), "unexpected", True),
         (failing("updates"), expecting("DIFFERENT_FAILURE"), "expected", True),  # none is listed, and that is noted
         (failing("updates"), expecting("FIXED"), "unexpected", False),  # the verdict differs already
-        (Verdict("FIXED", "x"), expecting("FIXED"), "expected", False),
     ],
 )
 def test_verdict_of_a_failure_needs_an_expected_failure_id(
@@ -157,12 +135,9 @@ def test_verdict_of_a_failure_needs_an_expected_failure_id(
 
 
 def test_expectation_is_narrowed_to_its_variant() -> None:
-    verdicts = {"fix": "DIFFERENT_FAILURE", "other-fix": "NOT_FIXED"}
-    ids = {"fix": "check updates", "other-fix": "some-case/norm"}
-    narrowed = expected(having({**entry(), "verdicts": verdicts, "failure_ids": ids}), "m/fsdp", "fix", {}, "cpu")
-    assert narrowed and (narrowed.verdicts, narrowed.failure_ids) == (
-        {"fix": "DIFFERENT_FAILURE"}, {"fix": "check updates"},
-    )  # fmt: skip
+    both = {"verdicts": {"fix": "FAILED", "other-fix": "NOT_FIXED"}, "failure_ids": {"fix": "a", "other-fix": "b"}}
+    narrowed: Any = expected(case(expect=[{**entry(), **both}]), "m/fsdp", "fix", {}, "cpu")
+    assert narrowed.verdicts == {"fix": "FAILED"} and narrowed.failure_ids == {"fix": "a"}
     with pytest.raises(ValidationError, match="typo"):
         Expectation.model_validate({**entry(), "failure_ids": {"typo": "check updates"}})
 
@@ -172,15 +147,10 @@ def test_release_with_another_failure_id_begins_another_range() -> None:
         return {"params": "m/fsdp", "verdicts": {"fix": verdict.to_json()}, "variants": {"unfixed": {}, "fix": {}},
                 "stack": {"versions": {"transformers": release}}, "hardware": {"profile": "cpu"}}  # fmt: skip
 
-    shown = {
-        "4.38.0": failing("a"),
-        "4.39.0": failing("a"),
-        "4.40.0": failing("b", "a"),
-        "4.41.0": Verdict("FIXED", "x"),
-    }
+    shown = {"4.38.0": failing("a"), "4.39.0": failing("a"), "4.40.0": failing("b", "a")}
     ranges = expectations([item for at, v in shown.items() for item in measured(case(), stored(at, v), at)], "r")
-    assert [(each.versions["transformers"], each.failure_ids) for each in ranges] == [
-        (">=4.38,<4.40", {"fix": "check a"}), (">=4.40,<4.41", {"fix": ["check b", "check a"]}), (">=4.41,<4.42", {}),
+    assert [(each.versions["transformers"], each.failure_ids["fix"]) for each in ranges] == [
+        (">=4.38,<4.40", "check a"), (">=4.40,<4.41", ["check b", "check a"]),
     ]  # fmt: skip
 
 
@@ -188,6 +158,59 @@ def test_release_with_another_failure_id_begins_another_range() -> None:
 def test_verdict_agrees_when_no_other_id_occurred(occurred: list[str], listed: list[str]) -> None:
     wanted = expecting("DIFFERENT_FAILURE", *(f"check {name}" for name in listed))
     assert (compare(failing(*occurred), wanted) == "expected") == (set(occurred) <= set(listed))
+
+
+# -- settings and machines
+
+SETTINGS: dict[str, Any] = {
+    "case": "some-case", "variant": "unfixed",
+    "model": {"slug": "m", "title": "M", "config": {"hidden_size": 256, "layers": 2}, "scale": "tiny",
+              "weights": "random"},
+    "strategy": {"slug": "fsdp", "title": "FSDP", "options": {"wrap": "layer"}}, "flags": {"call": "inner"},
+    "pass_criteria": {}, "world_size": 2, "tp_size": 1, "seed": 0, "steps": 3, "device": "cpu", "backend": "gloo",
+}  # fmt: skip
+DECIDING = [
+    ("model", "slug"), ("model", "scale"), ("model", "weights"), ("model", "config", "hidden_size"),
+    ("model", "config", "new"), ("strategy", "slug"), ("strategy", "options", "wrap"), ("flags", "call"),
+    ("world_size",), ("tp_size",), ("seed",), ("steps",), ("device",), ("backend",),
+]  # fmt: skip
+# A flag or option that only one has did not exist for the other, and was at its default there.
+OTHERS = [("case",), ("model", "title"), ("strategy", "title"), ("pass_criteria",), ("flags", "new"),
+          ("strategy", "options", "new")]  # fmt: skip
+
+
+def changed(*paths: tuple[str, ...]) -> Any:
+    made = copy.deepcopy(SETTINGS)
+    for path in paths:
+        inner = made
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = "other"
+    return made
+
+
+@pytest.mark.parametrize("path", [*DECIDING, *OTHERS])
+def test_settings_difference_names_the_setting(path: tuple[str, ...]) -> None:
+    difference = settings_difference(changed(), changed(path))
+    assert (difference is not None) is (path in DECIDING)
+    named = path[0] if path[-1] == "slug" else path[-1]
+    assert difference is None or (difference.startswith(f"{named} ") and difference.endswith("against other"))
+
+
+@given(st.sets(st.sampled_from(DECIDING)), st.sets(st.sampled_from(DECIDING)))
+def test_settings_difference_is_symmetric(one: set[Any], other: set[Any]) -> None:
+    left, right = changed(*one), changed(*other)
+    assert settings_difference(left, left) is settings_difference(left, {}) is settings_difference({}, left) is None
+    assert (settings_difference(left, right) is None) == (settings_difference(right, left) is None) == (one == other)
+
+
+def test_machine_ignores_what_changes_from_day_to_day() -> None:
+    made: Any = document({})
+    gpus = [{"name": "B", "uuid": "2", "memory_mb": 1}, {"name": "A", "uuid": "1", "memory_mb": 1}]
+    of = lambda **changes: grading.machine({**made, "hardware": {**made["hardware"], "gpus": gpus, **changes}})  # noqa: E731
+    assert of() == of(gpus=gpus[::-1], memory_gb=2.0)
+    for other in ({"cpu": "x"}, {"cores": 9}, {"driver": "2"}, {"gpus": gpus[:1]}, {"accelerator": "cuda"}):
+        assert of(**other) != of()
 
 
 # -- capabilities
@@ -202,7 +225,6 @@ def test_nothing_is_expected_where_a_capability_differs(here: dict[str, bool]) -
     known = case(expect=[{**both, "capabilities": {"cpu_fp16": False}}], **FP16)
     assert expected(known, "m/fsdp", "fix", NOW, "cpu", {"cpu_fp16": False}) is not None
     assert expected(known, "m/fsdp", "fix", NOW, "cpu", here) is None
-    assert predicted(known, "m/fsdp", "fix", NOW, "gpu1", here) is None
     assert expected(known, "m/fsdp", "other-fix", NOW, "cpu", here) is not None, "it does not depend on it"
     unknown = case(expect=[both], **FP16)
     assert expected(unknown, "m/fsdp", "fix", NOW, "cpu", {"cpu_fp16": False}) is None
@@ -215,3 +237,34 @@ def test_expectation_carries_the_capabilities_that_its_variants_depend_on() -> N
     for known, facts in ((case(**FP16), {"cpu_fp16": False}), (case(), {})):
         (one,) = expectations(measured(known, made, "baseline/x.json"), "why")
         assert one.capabilities == facts
+
+
+def test_recorded_capability_is_the_same_on_all_ranks() -> None:
+    ranks = [ok(0), ok(1), ok(2, record=None)]
+    for rank, bf16 in zip(ranks, (True, False)):
+        rank["record"]["facts"] = {"machine": {"cpu_fp16": True, "cpu_bf16": bf16}}
+    stored: Any = document({"unfixed": [("reproduced", observation(ok(0))), ("passed", observation(*ranks))]})
+    assert grading.recorded_capabilities(stored) == {"cpu_fp16": True}
+
+
+def test_capability_difference_names_the_first() -> None:
+    difference = grading.capability_difference
+    assert difference(["a", "b"], {"a": True, "b": "9.0"}, {"a": True, "b": "8.0"}) == "b 9.0 against 8.0"
+    assert difference(["a"], {}, {}) == "a unknown against unknown" and difference([], {"a": 1}, {}) is None
+
+
+def test_variant_depends_on_the_capabilities_of_its_case_and_its_own() -> None:
+    known = case(depends_on_capabilities=["cpu_bf16", "cpu_fp16"], **FP16)
+    assert grading.depends_on_capabilities(known, "fix") == ["cpu_bf16", "cpu_fp16"]
+    assert grading.depends_on_capabilities(case(**FP16), "fix") == ["cpu_fp16"]
+    with pytest.raises(ValueError, match="cpu_fp16"):
+        Case.model_validate({**case().model_dump(), "depends_on_capabilities": ["cpu_fp61"]})
+
+
+def test_kit_records_every_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPROS))
+    torch, machine = importlib.import_module("torch"), importlib.import_module("repro_kit.machine")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    facts = machine.machine_facts()
+    assert facts.keys() == set(get_args(Capability)) and facts["gpu_capability"] == "9.0"

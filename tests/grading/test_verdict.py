@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import case, control, document, observation, ok, outcome, summary_rows
-from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, judge_pair, wilson
+from observations import case, control, document, failed, observation, ok, outcome, record, summary_rows
+from repro_matrix.grading.regrade import outcomes_of, regrade
+from repro_matrix.grading.verdict import count_outcomes, evidence, is_older, judge, wilson
 from repro_matrix.records.outcome import Outcome, Recognized, Verdict
 from repro_matrix.results.expectations import exit_code
 
@@ -26,12 +29,11 @@ def judged(unfixed: list[str], fix: list[str], **more: Any) -> Verdict:
     ("unfixed", "fix", "name"),
     [
         ("reproduced", "passed", "FIXED"), ("reproduced", "reproduced", "NOT_FIXED"),
-        ("reproduced", "other_failure", "DIFFERENT_FAILURE"), ("reproduced", "hang", "INCONCLUSIVE"),
-        ("passed", "passed", "NOT_REPRODUCED"), ("passed", "reproduced", "FIX_BREAKS"),
-        ("passed", "other_failure", "FIX_BREAKS"), ("passed", "hang", "INCONCLUSIVE"),
-        ("other_failure", "passed", "SIGNATURE_MISMATCH"), ("other_failure", "reproduced", "SIGNATURE_MISMATCH"),
-        ("other_failure", "hang", "SIGNATURE_MISMATCH"), ("hang", "passed", "INCONCLUSIVE"),
-        ("hang", "reproduced", "INCONCLUSIVE"),
+        ("reproduced", "other_failure", "DIFFERENT_FAILURE"), ("passed", "passed", "NOT_REPRODUCED"),
+        *(("passed", fix, "FIX_BREAKS") for fix in ("reproduced", "other_failure")),
+        *(("other_failure", fix, "SIGNATURE_MISMATCH") for fix in ("passed", "reproduced", "hang")),
+        *((name, "hang", "INCONCLUSIVE") for name in ("reproduced", "passed")),
+        *(("hang", fix, "INCONCLUSIVE") for fix in ("passed", "reproduced")),
     ],
 )  # fmt: skip
 def test_verdict_of_agreeing_attempts(unfixed: str, fix: str, name: str) -> None:
@@ -42,31 +44,20 @@ def test_verdict_of_agreeing_attempts(unfixed: str, fix: str, name: str) -> None
     assert Verdict.from_json(found.to_json()) == found
 
 
-@pytest.mark.parametrize("lost", ["infra_error", "skipped"])
-def test_attempt_that_did_not_run_is_no_evidence(lost: str) -> None:
-    for unfixed, fix in (("reproduced", lost), (lost, "passed"), ("passed", lost), ("other_failure", lost),
-                         (lost, lost)):  # fmt: skip
-        found = judged([unfixed], [fix])
+@pytest.mark.parametrize("lost", ["infra_error", "skipped", None])
+def test_attempt_that_did_not_run_is_no_evidence(lost: str | None) -> None:
+    none = [lost] if lost else []
+    for unfixed, fix in ((["reproduced"], none), (none, ["passed"]), (["other_failure"], none), (none, none)):
+        found = judged(unfixed, fix)
         assert (found.name, found.measured, found.infra_error) == ("INCONCLUSIVE", False, lost == "infra_error")
-    some = judged(["reproduced", lost], ["passed", lost])
-    assert (some.name, some.unfixed_n, some.fix_n) == ("FIXED", 1, 1) and "2 attempts not counted" in some.reason
-    assert judge(control(), {"control": [outcome(lost)]})["control"].infra_error is (lost == "infra_error")
+    some = judged(["reproduced", *none], ["passed", *none])
+    assert (some.name, some.unfixed_n, some.fix_n) == ("FIXED", 1, 1)
+    assert ("2 attempts not counted" in some.reason) is bool(lost)
 
 
-def test_variant_without_attempts_has_no_verdict() -> None:
-    assert list(judge(CASE, {"unfixed": [outcome("reproduced")], "fix": [outcome("passed")]})) == ["fix"]
-    for outcomes in ({"fix": [outcome("passed")]}, {"unfixed": [outcome("reproduced")], "fix": []}):
-        found = judge(CASE, outcomes)["fix"]
-        assert (found.name, found.measured, found.infra_error) == ("INCONCLUSIVE", False, False)
-
-
-@pytest.mark.parametrize(
-    ("unfixed", "fix"),
-    [(["reproduced", "reproduced", "passed"], ["passed", "other_failure"]), (["reproduced"], ["passed", "hang"]),
-     (["passed", "hang"], ["passed"])],
-)  # fmt: skip
-def test_attempts_that_disagree_are_flaky(unfixed: list[str], fix: list[str]) -> None:
-    assert judged(unfixed, fix).name == "FLAKY"
+def test_attempts_that_disagree_are_flaky() -> None:
+    for unfixed, fix in ((["reproduced", "passed"], ["passed"]), (["reproduced"], ["passed", "hang"])):
+        assert judged(unfixed, fix).name == "FLAKY"
 
 
 def other(*known: str, kind: Any = "exception") -> Outcome:
@@ -76,12 +67,10 @@ def other(*known: str, kind: Any = "exception") -> Outcome:
 @pytest.mark.parametrize(
     ("unfixed", "fix", "name"),
     [
-        (outcome("reproduced"), [other("tied")], "tied"), (outcome("reproduced"), [outcome("other_failure")], None),
         (other("tied"), [outcome("passed")], "tied"),  # SIGNATURE_MISMATCH names the failure of the unfixed variant
         (outcome("reproduced"), [other("else"), other("tied"), other("tied")], "tied"),  # the most frequent
         (outcome("reproduced"), [other("tied"), other("else")], "else"),  # of equally many the first by name
         (outcome("reproduced"), [other("tied", kind="log")], None),  # a warning is no failure
-        (outcome("reproduced"), [outcome("passed")], None),
         (outcome("reproduced"), [outcome("reproduced", recognized=other("tied").recognized)], None),
     ],
 )  # fmt: skip
@@ -91,11 +80,9 @@ def test_known_failure_that_occurs_instead_is_named(unfixed: Outcome, fix: Any, 
 
 @pytest.mark.parametrize(
     ("names", "verdict"),
-    [
-        (["passed"], "PASSED"), (["passed", "infra_error"], "PASSED"), (["other_failure", "other_failure"], "FAILED"),
-        (["reproduced"], "FAILED"), (["passed", "other_failure"], "FLAKY"), (["hang"], "INCONCLUSIVE"),
-        (["infra_error"], "INCONCLUSIVE"), ([], "INCONCLUSIVE"),
-    ],
+    [(["passed", "infra_error"], "PASSED"), (["other_failure", "other_failure"], "FAILED"), (["reproduced"], "FAILED"),
+     (["passed", "other_failure"], "FLAKY"), (["hang"], "INCONCLUSIVE"), (["infra_error"], "INCONCLUSIVE"),
+     ([], "INCONCLUSIVE")],
 )  # fmt: skip
 def test_verdict_of_control(names: list[str], verdict: str) -> None:
     (found,) = judge(control(), {"control": [outcome(name) for name in names]}).values()
@@ -103,17 +90,10 @@ def test_verdict_of_control(names: list[str], verdict: str) -> None:
     assert found.reason and len(found.failure_ids) == (verdict == "FAILED")
 
 
-def test_judge_pair_grades_against_any_variant() -> None:
-    found = judge_pair("some-case", [outcome("reproduced")] * 2, [outcome("passed"), outcome("infra_error")])
-    assert (found.name, found.unfixed_k, found.fix_k) == ("FIXED", 2, 1)
-    assert judge_pair("some-case", [outcome("passed")], [outcome("passed")]).name == "NOT_REPRODUCED"
-
-
 def test_count_outcomes_lists_the_most_frequent_first() -> None:
     mixed = [outcome(name) for name in ("passed", "reproduced", "reproduced", "infra_error")]
-    assert count_outcomes(mixed) == "reproduced 2/3, passed 1/3"
+    assert count_outcomes(mixed) == "reproduced 2/3, passed 1/3" and count_outcomes([]) == "not run"
     assert count_outcomes([outcome("skipped", "needs 2 GPUs")]) == "skipped: needs 2 GPUs"
-    assert count_outcomes([]) == "not run"
 
 
 # -- fixed upstream
@@ -124,31 +104,21 @@ OLD = {"torch": "2.2.2", "transformers": "4.39.3", "numpy": "2.0"}
 
 def older(*names: str, versions: dict[str, str] | None = None, changed: Any = (), **settings: Any) -> Any:
     """A stored measurement of an older stack, with these outcomes of its unfixed variant."""
-    stack = {"name": "spring-2024", "python": "3.11.7", "versions": {"python": "3.11.7", **(versions or OLD)}}
+    stack = {"name": "spring", "python": "3.11", "versions": {"python": "3.11.7", **(versions or OLD)}}
     attempts = [(name, observation()) for name in names or ("reproduced",)]
-    made = document(
-        {"unfixed": attempts, "fix": [("passed", observation())]}, stack={**stack, "changed": list(changed)}
-    )
+    made = document({"unfixed": attempts}, stack={**stack, "changed": list(changed)})
     made["variants"]["unfixed"]["settings"] = settings
-    return made
-
-
-def without_unfixed() -> Any:
-    made = older()
-    del made["variants"]["unfixed"]
     return made
 
 
 @pytest.mark.parametrize(
     ("history", "name"),
     [
-        ([older()], "FIXED_UPSTREAM"), ([], "NOT_REPRODUCED"), ([older("passed")], "NOT_REPRODUCED"),
-        ([older("infra_error")], "NOT_REPRODUCED"), ([older("reproduced", "passed")], "NOT_REPRODUCED"),
-        ([older(versions={"torch": "2.14.0"})], "NOT_REPRODUCED"),  # newer
-        ([older(versions={"torch": "2.2.2", "transformers": "5.24.0"})], "NOT_REPRODUCED"),
-        ([older(changed=["patch.pth runs in every process"])], "NOT_REPRODUCED"),  # a patch may have caused it
-        ([without_unfixed()], "NOT_REPRODUCED"), ([older(steps=40)], "NOT_REPRODUCED"),  # other settings
-        ([older(steps=40), older(steps=3)], "FIXED_UPSTREAM"),
+        ([older()], "FIXED_UPSTREAM"), ([older(steps=40), older(steps=3)], "FIXED_UPSTREAM"),
+        *((history, "NOT_REPRODUCED") for history in (
+            [], [older("passed")], [older("infra_error")], [older("reproduced", "passed")], [document({"fix": []})],
+            [older(versions={"torch": "2.14.0"})], [older(versions={"torch": "2.2.2", "transformers": "5.24.0"})],
+            [older(changed=["patch.pth runs in every process"])], [older(steps=40)])),
     ],
 )  # fmt: skip
 def test_fixed_upstream_needs_a_comparable_older_reproduction(history: Any, name: str) -> None:
@@ -162,17 +132,13 @@ def test_changed_stack_is_never_fixed_upstream() -> None:
     assert patched.name == "NOT_REPRODUCED" and "torch/a.py differs" in patched.reason
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "name"),
-    [({"cpu_fp16": True}, {"cpu_fp16": True}, "FIXED_UPSTREAM"),
-     ({"cpu_fp16": True}, {"cpu_fp16": False}, "NOT_REPRODUCED"),
-     ({"cpu_fp16": True}, {}, "NOT_REPRODUCED"), ({}, {"cpu_fp16": True}, "NOT_REPRODUCED")],
-)  # fmt: skip
-def test_fixed_upstream_needs_the_same_capabilities(here: Any, there: Any, name: str) -> None:
-    known, before = case(depends_on_capabilities=["cpu_fp16"]), older()
-    before["hardware"]["capabilities"] = there
-    assert judge(known, PASSED, [before], NOW, {}, here)["fix"].name == name
-    assert judge(CASE, PASSED, [before], NOW, {}, here)["fix"].name == "FIXED_UPSTREAM", "it does not depend on it"
+def test_fixed_upstream_needs_the_same_capabilities() -> None:
+    known, before, fp16 = case(depends_on_capabilities=["cpu_fp16"]), older(), {"cpu_fp16": True}
+    for here, there in ((fp16, fp16), (fp16, {"cpu_fp16": False}), (fp16, {}), ({}, fp16)):
+        before["hardware"]["capabilities"] = there
+        name = "FIXED_UPSTREAM" if here == there else "NOT_REPRODUCED"
+        assert judge(known, PASSED, [before], NOW, {}, here)["fix"].name == name
+        assert judge(CASE, PASSED, [before], NOW, {}, here)["fix"].name == "FIXED_UPSTREAM", "it does not depend on it"
 
 
 @pytest.mark.parametrize(
@@ -180,8 +146,8 @@ def test_fixed_upstream_needs_the_same_capabilities(here: Any, there: Any, name:
     [
         ({"torch": "2.2.2"}, {"torch": "2.13.0+cpu", "peft": "0.1"}, True),
         ({"torch": "2.2.2"}, {"transformers": "5"}, False), ({"torch": "2.2"}, {"torch": "2.2.0"}, False),
-        ({"torch": "2.2", "peft": "0.2"}, {"torch": "2.3", "peft": "0.1"}, False),
-        ({"torch": "2.2", "peft": "unknown"}, {"torch": "2.3", "peft": "0.1"}, True),
+        *(({"torch": "2.2", "peft": peft}, {"torch": "2.3", "peft": "0.1"}, old) for peft, old in (
+            ("0.2", False), ("unknown", True))),
         ({"numpy": "1.0"}, {"numpy": "2.0"}, False),  # no failure depends on it
     ],
 )  # fmt: skip
@@ -204,12 +170,11 @@ def test_new_case_that_does_not_reproduce_is_inconclusive(unfixed: str, fix: str
 
 
 def test_new_case_that_reproduces_or_did_has_a_verdict() -> None:
-    new, lost = case(expect=[]), [outcome("infra_error")]
+    new = case(expect=[])
     assert judge(new, {"unfixed": [outcome("reproduced")], "fix": [outcome("passed")]})["fix"].name == "FIXED"
     assert judge(new, PASSED, [older()])["fix"].name == "FIXED_UPSTREAM"
     assert not judge(new, PASSED, [older(steps=40)], NOW, {"steps": 3})["fix"].unseen, "with other settings"
-    assert not judge(new, {**PASSED, "unfixed": lost})["fix"].unseen
-    assert not judge(new, {**PASSED, "fix": lost})["fix"].unseen
+    assert not any(judge(new, {**PASSED, name: [outcome("infra_error")]})["fix"].unseen for name in PASSED)
 
 
 # -- properties
@@ -224,11 +189,7 @@ def test_wilson_interval_holds_the_share_and_narrows(k: int, more: int) -> None:
         assert low <= round(k / n, 4) <= high
         assert wilson(10 * k, 10 * n)[1] - wilson(10 * k, 10 * n)[0] < high - low
         assert wilson(n - k, n) == pytest.approx((1 - high, 1 - low), abs=2e-4)
-
-
-def test_wilson_known_values() -> None:
-    """Newcombe 1998 gives 81/263 as 0.2553 to 0.3662."""
-    assert wilson(81, 263) == (0.2553, 0.3662) and wilson(0, 0) == (0.0, 1.0)
+    assert wilson(81, 263) == (0.2553, 0.3662), "Newcombe 1998"
 
 
 SOME = st.lists(st.sampled_from(NAMES), max_size=5)
@@ -246,6 +207,73 @@ def test_verdict_follows_from_the_evidence_in_any_order(
     assert (found.name == "FIXED") == (counted == {"reproduced"} and counted_fix == {"passed"})
     for more in ([*unfixed, lost], fix), (unfixed, [*fix, lost]), (random.sample(unfixed, len(unfixed)), fix[::-1]):
         after = judged(*more)
-        assert (after.name, after.interval, after.unfixed_interval) == (
-            found.name, found.interval, found.unfixed_interval
-        )  # fmt: skip
+        assert after == replace(found, reason=after.reason, measured=after.measured, infra_error=after.infra_error)
+
+
+# -- stored documents graded anew: their own outcomes and verdicts are never taken over
+
+CASES = {CASE.slug: CASE}
+STACK = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+FAILS, WORKS = observation(failed(0), failed(1)), observation(ok(0), ok(1))
+
+
+def cell(unfixed: Any = FAILS, fix: Any = WORKS, verdict: str = "FIXED", **changes: Any) -> dict[str, Any]:
+    named = {"unfixed": unfixed, "fix": fix}
+    variants: Any = {name: [("reproduced" if seen == FAILS else "passed", seen)] for name, seen in named.items()}
+    made = {"cell_id": "some-case/m-fsdp", "stack": {"name": "current", "python": "3.11.7", "versions": STACK}}
+    return document(variants, {"fix": verdict}, **{**made, **changes})
+
+
+def verdicts(*documents: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The verdicts of the fix, and the notes."""
+    found = regrade(documents, CASES)
+    return [each["verdicts"]["fix"]["name"] for each in found.documents], found.notes
+
+
+def test_regrade_names_and_replaces_edited_outcomes_and_verdicts() -> None:
+    assert verdicts(cell()) == (["FIXED"], [])
+    edited = cell(fix=FAILS)
+    edited["variants"]["fix"]["attempts"][0]["outcome"]["outcome"] = "passed"
+    names, notes = verdicts(edited)
+    assert names == ["NOT_FIXED"]
+    assert len(notes) == 2 and "attempt 0" in notes[0] and "stored as FIXED" in notes[1] and "NOT_FIXED" in notes[1]
+
+
+def test_regrade_uses_older_stacks_as_history() -> None:
+    quiet = cell(WORKS, verdict="FIXED_UPSTREAM")
+    assert verdicts(quiet) == (["NOT_REPRODUCED"], []), "that is no contradiction"
+    old = {"name": "old", "python": "3.11.7", "versions": {"torch": "2.2.2", "transformers": "5.23.0"}}
+    before = cell(stack=old)
+    assert verdicts(quiet, before) == (["FIXED_UPSTREAM", "FIXED"], [])
+    gpu = {**before, "hardware": {**before["hardware"], "accelerator": "cuda"}}
+    assert verdicts(quiet, gpu)[0][0] == "NOT_REPRODUCED", "what a GPU did is no history of a CPU"
+    assert verdicts(quiet, {**before, "cell_id": "some-case/other"})[0][0] == "NOT_REPRODUCED", "another cell"
+    forged = copy.deepcopy(before)
+    forged["variants"]["unfixed"]["attempts"][0]["observation"] = WORKS
+    assert verdicts(quiet, forged)[0][0] == "NOT_REPRODUCED", "its outcome says reproduces, its observation does not"
+
+
+def test_variant_on_its_own_stack_has_its_own_versions() -> None:
+    other = record(1, versions={**STACK, "transformers": "4.39.3"})
+    stored: Any = cell(fix=observation(ok(0), ok(1, record=other)))
+    stored["variants"]["fix"]["stack"] = "older"
+    own = {CASE.slug: case(variants={"unfixed": {}, "fix": {"flags": {"call": "root"}, "stack": "older"}})}
+    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].outcome == "passed"
+    stored["variants"]["fix"]["attempts"][0]["observation"]["attempt"]["versions"] = STACK
+    assert outcomes_of(stored, own[CASE.slug], own)["fix"][0].infra_error == "environment_changed"
+
+
+SEEN = st.sampled_from([FAILS, WORKS])
+VERDICTS = st.sampled_from(["FIXED", "NOT_FIXED", "DIFFERENT_FAILURE", "NOT_REPRODUCED", "SIGNATURE_MISMATCH", "FLAKY"])
+OUTCOMES = st.sampled_from(["reproduced", "passed", "other_failure", "hang", "infra_error"])
+
+
+@given(SEEN, SEEN, VERDICTS, OUTCOMES)
+def test_regrade_ignores_what_a_document_states(unfixed: Any, fix: Any, name: str, outcome: str) -> None:
+    stored = cell(unfixed, fix, name)
+    honest = verdicts(copy.deepcopy(stored))[0]
+    for variant in ("unfixed", "fix"):
+        stored["variants"][variant]["attempts"][0]["outcome"]["outcome"] = outcome
+    before = copy.deepcopy(stored)
+    assert verdicts(stored)[0] == honest
+    assert stored == before, "what was read stays as it was"

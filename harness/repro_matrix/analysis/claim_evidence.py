@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.expectations import Metric, Prediction
 from repro_matrix.config.schema import Strategy
-from repro_matrix.grading.comparability import same_release
+from repro_matrix.grading.expectations import same_release
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.summary import Attempt, Row

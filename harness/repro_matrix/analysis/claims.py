@@ -18,7 +18,7 @@ from repro_matrix.analysis.claim_evidence import Cell, as_set, decide, strategy_
 from repro_matrix.config.expectations import Claim, Prediction
 from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.grading.comparability import settings_difference
+from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.records.attempt import Settings
 from repro_matrix.results.summary import Row
 from repro_matrix.text import counted, first_line

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ConfigError
-from repro_matrix.grading.comparability import settings_difference
+from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.grading.verdict import wilson
 from repro_matrix.records.attempt import Settings
 from repro_matrix.text import counted

@@ -54,7 +54,7 @@ def check_texts(file: str, text: str, script: str, code: str) -> list[Finding]:
 def check_signatures(file: str, case: Case) -> Iterator[Finding]:
     """Find signatures that match messages of other failures."""
     for signature in case.signatures:
-        taken = unrelated_matches(case.slug, signature)
+        taken = unrelated_matches(signature)
         if taken:
             shown = taken[0].partition("\n")[0][:100] or "the empty message"
             what = f"too broad: matches {len(taken)} messages of other failures, such as {shown!r}"

@@ -13,8 +13,7 @@ from repro_matrix.config.schema import Case, Signature, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
 from repro_matrix.errors import ConfigError
-from repro_matrix.grading.comparability import depends_on_capabilities
-from repro_matrix.grading.expectations import expected
+from repro_matrix.grading.expectations import depends_on_capabilities, expected
 from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells

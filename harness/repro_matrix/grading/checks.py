@@ -8,12 +8,14 @@ A check holds ``actual``, ``expected``, ``tolerance``, ``subject``, ``at`` and `
 ``failed`` is a statement about what was tested: numbers that are too far apart, or not finite (NaN, an overflow).
 ``void`` is a defect of the check itself, which is no evidence: text where a number belongs, lists of different lengths,
 no tolerance or one that even a zero would pass, no ``subject``, a ``passed`` that contradicts the numbers, a check
-made after the script was done, or made twice.
+made after the script was done, or made twice, or one that compared nothing: its ``subject`` begins with ``0 tensors``,
+or both sides are empty and it does not begin with a number (``21 tensors``: of all of them none differs).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,6 +47,8 @@ def evaluate(check: Mapping[str, Any], done_at: float | None = None) -> CheckRes
     state, details, severity = compare(check)
     if state != "void" and check.get("passed") is not (state == "passed"):
         return CheckResult(name, "void", f"contradictory: the rank says passed {check.get('passed')!r}, but {details}")
+    if state == "passed" and _compared_nothing(check):
+        return CheckResult(name, "void", f"it compared nothing; {details}")
     made_at = number(check.get("at"))
     if state != "void" and not (made_at is not None and done_at is not None and made_at <= done_at):
         return CheckResult(name, "void", f"not made before the script was done; {details}")
@@ -83,6 +87,17 @@ def _compare_values(check: Mapping[str, Any]) -> tuple[State, str, float]:
     if not isinstance(subject, str) or not subject.strip():
         return "void", f"does not say what it looked at: {values}", 0.0
     return ("passed", values, 0.0) if same_json(actual, expected) else ("failed", values, math.inf)
+
+
+def _compared_nothing(check: Mapping[str, Any]) -> bool:
+    count = re.match(r"(0 tensors\b)|[1-9]\d* ", str(check.get("subject")))
+    return bool(count[1]) if count else _is_empty(check.get("actual"))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is a list or mapping of nothing, at any depth."""
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list)) and all(map(_is_empty, items))
 
 
 def same_json(a: Any, b: Any) -> bool:

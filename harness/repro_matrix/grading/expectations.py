@@ -1,10 +1,15 @@
-"""Find the expectation of a variant, and compare its verdict with it. Pure."""
+"""Compare a verdict with what is expected of its variant, and say which measurements may be compared at all. Pure.
+
+An expectation holds for cells, releases and capabilities of the machine. Two measurements may be compared where they
+have the same settings, on machines with the same capabilities: a failure that a smaller shape does not trigger would
+otherwise count as fixed upstream. What may differ is what a comparison is about: the stack, and with it the day.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +18,9 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities
-from repro_matrix.grading.verdict import FAILING
-from repro_matrix.records.outcome import Compared, Verdict
+from repro_matrix.records.attempt import Settings
+from repro_matrix.records.document import Cell
+from repro_matrix.records.outcome import FAILING, Compared, Verdict
 
 PREDICTING = "cpu"  # its measurements predict those of any hardware that has no expectation
 
@@ -50,16 +55,6 @@ def expected(
     return entry.model_copy(update={"verdicts": {variant: entry.verdicts[variant]}, "failure_ids": failure_ids})
 
 
-def predicted(
-    case: Case, where: str, variant: str, versions: Mapping[str, str], hardware: str,
-    facts: Mapping[str, Any] | None = None,
-) -> Expectation | None:  # fmt: skip
-    """Return what a CPU's measurements predict for a variant without an expectation on this hardware; None on a CPU."""
-    if hardware == PREDICTING or expected(case, where, variant, versions, hardware, facts) is not None:
-        return None
-    return expected(case, where, variant, versions, PREDICTING, facts)
-
-
 def as_expected(name: str) -> str:
     """Return a verdict as an expectation writes it: other stacks' stored results make NOT_REPRODUCED a
     FIXED_UPSTREAM."""
@@ -91,8 +86,8 @@ def comparison(
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what a document stores beside a verdict: the expected one, and how the two compare."""
-    cell = (case, where, variant, versions, hardware, facts)
-    expectation, prediction = expected(*cell), predicted(*cell)
+    expectation = expected(case, where, variant, versions, hardware, facts)
+    prediction = None if expectation else expected(case, where, variant, versions, PREDICTING, facts)
     known = expectation or prediction
     return {
         "expected": compare(verdict, expectation, prediction, control=case.kind == "control"),
@@ -111,13 +106,9 @@ def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
 
 def failure_note(verdict: Verdict, expectation: Expectation | None) -> str:
     """Return what verdicts of the same name hide: another failure than expected, or that none is written down."""
-    if (
-        expectation is None
-        or verdict.name not in FAILING
-        or as_expected(verdict.name) not in map(as_expected, expectation.verdicts.values())
-    ):
+    if expectation is None or verdict.name not in FAILING or verdict.name not in expectation.verdicts.values():
         return ""
-    listed = [name for variant in expectation.verdicts for name in expectation.failure_ids_of(variant) or ()]
+    (listed,) = map(expectation.failure_ids_of, expectation.verdicts)
     if not listed:
         return "the expectation lists no failure"
     if _agrees(verdict, expectation):
@@ -158,3 +149,82 @@ def _inside(specifier: str, version: str | None) -> int | None:
     except InvalidVersion:
         return None
     return len(bounds) if inside else None
+
+
+# -- which measurements may be compared
+
+_SCALARS = ("world_size", "tp_size", "steps", "seed", "device", "backend")
+
+
+def settings_difference(one: Settings, other: Settings) -> str | None:
+    """Return the first difference between two variants' settings; None where they may be compared.
+
+    A flag or an option that only one of them has did not exist for the other, and was at its default there; of the
+    model's configuration every key counts. Empty settings are comparable with all.
+    """
+    for (before, strict), (after, _) in zip(_deciding(one), _deciding(other)) if one and other else ():
+        for key in sorted(before.keys() | after.keys() if strict else before.keys() & after.keys()):
+            if before.get(key) != after.get(key):
+                return _differ(key, before.get(key), after.get(key))
+    return None
+
+
+def _deciding(settings: Settings) -> list[tuple[dict[str, Any], bool]]:
+    """Return what must be the same, and whether a key counts that only one of two settings has."""
+    model, strategy = settings.get("model", {}), settings.get("strategy", {})
+    named = {"model": model.get("slug"), "scale": model.get("scale"), "weights": model.get("weights")}
+    return [
+        (named, True),
+        (model.get("config") or {}, True),
+        (settings.get("flags", {}), False),
+        ({"strategy": strategy.get("slug")}, False),
+        (strategy.get("options") or {}, False),
+        ({key: value for key, value in settings.items() if key in _SCALARS}, False),
+    ]
+
+
+def machine(document: Cell) -> dict[str, Any]:
+    """Return what identifies the machine of a measurement, without what changes from day to day."""
+    hardware = document["hardware"]
+    identity = {key: hardware.get(key) for key in ("accelerator", "cpu", "cores", "driver")}
+    return {**identity, "gpus": sorted(gpu["name"] for gpu in hardware["gpus"])}
+
+
+# -- capabilities: a profile's name is too coarse. Whether a CPU computes fp16 decides whether some fixes hold there.
+
+
+def recorded_capabilities(document: Cell) -> dict[str, str | bool]:
+    """Return each capability that all ranks of the document's attempts recorded alike."""
+    values: dict[str, set[str | bool]] = {}
+    for variant in document["variants"].values():
+        for attempt in variant["attempts"]:
+            for record in (rank["record"] for rank in attempt["observation"]["ranks"]):
+                for name, value in record["facts"].get("machine", {}).items() if record else ():
+                    values.setdefault(name, set()).add(value)
+    return {name: next(iter(each)) for name, each in sorted(values.items()) if len(each) == 1}
+
+
+def depends_on_capabilities(case: Case, variant: str) -> list[str]:
+    """Return the capabilities on which this variant's answer depends."""
+    also = case.variants[variant].depends_on_capabilities if variant in case.variants else ()
+    return list(dict.fromkeys([*case.depends_on_capabilities, *also]))
+
+
+def capability_difference(wanted: Iterable[str], here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
+    """Return the first capability that is not known to be the same on both sides; an unknown one is not."""
+    for fact in wanted:
+        one, other = here.get(fact), there.get(fact)
+        if one is None or one != other:
+            return _differ(fact, *("unknown" if value is None else value for value in (one, other)))
+    return None
+
+
+def same_release(one: str, other: str) -> bool:
+    """Compare two versions; a build (+cu121) that only one of them names is ignored: metadata may leave it out."""
+    if "+" in one and "+" in other:
+        return one == other
+    return one.partition("+")[0] == other.partition("+")[0]
+
+
+def _differ(what: str, one: Any, other: Any) -> str:
+    return f"{what} {one} against {other}"

@@ -27,14 +27,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import combinations
 
 from repro_matrix.config.schema import INFINITE, AdhocCase, Case
-from repro_matrix.grading.comparability import same_release
 from repro_matrix.grading.effect import missing_effect, unread_change
+from repro_matrix.grading.expectations import same_release
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt, Rank
 from repro_matrix.grading.root_cause import Failure, Failures, fatal_signal, find_failures, script_error
-from repro_matrix.grading.signature import match_attempt, near_misses, possible_kinds
+from repro_matrix.grading.signature import match_attempt, near_misses
 from repro_matrix.records.attempt import InfraErrorKind, Observation
 from repro_matrix.records.outcome import NoEvidence, Outcome, Primary, Recognized
 from repro_matrix.text import first_line, list_ranks
@@ -70,8 +71,8 @@ def grade(
     if isinstance(case, AdhocCase):  # what the user looks for may be just that: no memory, an import that fails
         described = recognized or (not case.failure and primary)
         outcome = None if outcome and outcome.infra_error in MACHINE and described else outcome
-    else:
-        outcome = outcome or _script(attempt, failures)
+    elif outcome is None and (error := script_error(attempt, failures)):
+        outcome = _no_evidence("script_error", error, [failures.primary[0].rank])
     if outcome:
         return replace(outcome, recognized=recognized, primary=primary)
     outcome = _judge(case, variant, attempt, failures, recognized)
@@ -137,29 +138,15 @@ def _foreign_record(attempt: Attempt) -> Outcome | None:
 
 def _other_versions(attempt: Attempt, stored: Mapping[str, str]) -> Outcome | None:
     """Refuse a rank that ran on other releases than planned, or than another rank."""
-
-    def changed(reason: str, ranks: Iterable[int] = ()) -> Outcome:
-        return _no_evidence("environment_changed", reason, ranks)
-
-    for package, version in attempt.planned.items():
-        if package in stored and not same_release(version, stored[package]):
-            return changed(f"planned with {package} {version}, and stored as {stored[package]}")
-    first: dict[str, tuple[str, int]] = {}
-    for rank in attempt.ranks:
-        known = {package: version for package, version in rank.record["versions"].items() if version != "unknown"}
-        for package, version in known.items():
-            for plan in (attempt.planned, stored):
-                if package in plan and not same_release(plan[package], version):
-                    return changed(f"rank {rank.rank} had {package} {version}, the plan {plan[package]}", [rank.rank])
-            other = first.setdefault(package, (version, rank.rank))
-            if other[0] != version:
-                return changed(f"rank {rank.rank} had {package} {version}, rank {other[1]} {other[0]}")
+    plans = [("the plan", attempt.planned), ("the stack", stored)]
+    ranks = [(f"rank {rank.rank}", rank.record["versions"]) for rank in attempt.ranks]
+    for (one, versions), (other, others) in combinations([*plans, *ranks], 2):
+        same = same_release if (one, versions) in plans else str.__eq__  # only metadata leaves out a build (+cu121)
+        for package in filter(others.__contains__, versions):
+            pair = (versions[package], others[package])
+            if "unknown" not in pair and not same(*pair):
+                return _no_evidence("environment_changed", f"{other} had {package} {pair[1]}, {one} {pair[0]}")
     return None
-
-
-def _script(attempt: Attempt, failures: Failures) -> Outcome | None:
-    error = script_error(attempt, failures)
-    return _no_evidence("script_error", error, [failures.primary[0].rank]) if error else None
 
 
 # -- 2. and 3. known failures
@@ -173,12 +160,11 @@ def _recognize(case: Case, attempt: Attempt, failures: Failures, cases: Iterable
     recognized = []
     others = (other for other in cases if other.slug != case.slug)
     possible = [other for other in others if not attempt.strategy or attempt.strategy in other.axes.strategy]
-    kinds = possible_kinds(attempt, failures) | ({"hang"} if isinstance(case, AdhocCase) else set())
     for known in [case, *possible]:
         # A check's name and a bare signal mean something within one script only.
         unrelated = known.slug != case.slug and known.script_name != case.script_name
         for signature in known.signatures:
-            if signature.kind not in kinds or (unrelated and signature.kind in ("check", "signal")):
+            if unrelated and signature.kind in ("check", "signal"):
                 continue
             match = match_attempt(signature, attempt, failures)
             if match:
@@ -292,36 +278,32 @@ def _printed(case: AdhocCase, attempt: Attempt) -> Outcome:
 
 def _checks(case: Case, attempt: Attempt) -> Outcome | None:
     failed: dict[str, list[tuple[float, int, str]]] = {}
-    void = None
+    void, steps = None, attempt.settings.get("steps")
     for rank in attempt.ranks:
-        for check in rank.checks:
+        for check, made in zip(rank.checks, rank.record["checks"]):
+            reason = check.details if check.state == "void" else ""
+            if check.name == "steps" and steps not in (None, made.get("expected")):
+                reason = f"it compares with {made.get('expected')} steps, the attempt was to make {steps}"
             if check.failed:
                 failed.setdefault(check.name, []).append((check.severity, rank.rank, check.details))
-            elif check.state == "void" and void is None:
-                reason = first_line(f"check {check.name} on rank {rank.rank} is no evidence: {check.details}")
+            elif reason and void is None:
+                reason = first_line(f"check {check.name} on rank {rank.rank} is no evidence: {reason}")
                 void = _no_evidence("missing_check", reason, [rank.rank], check.name)
     if failed:  # the worst first
         order = sorted(failed, key=lambda name: -max(severity for severity, _, _ in failed[name]))
         reason = "silent: " + "; ".join(_describe_check(name, failed[name]) for name in order)
         ranks = tuple(sorted({rank for _, rank, _ in failed[order[0]]}))
         return Outcome("other_failure", reason, ranks=ranks, check=order[0])
-    return void or _wrong_steps(attempt) or _missing_check(case, attempt)
+    missing = _missing_checks(case, attempt)
+    if void or not missing:
+        return void
+    name, without = next(iter(missing.items()))
+    return _no_evidence("missing_check", f"check {name} was not made on {list_ranks(without)}", without, name)
 
 
 def _describe_check(name: str, failed: list[tuple[float, int, str]]) -> str:
     _, _, details = max(failed, key=lambda item: item[0])
     return f"check {name} failed on {list_ranks(rank for _, rank, _ in failed)} ({first_line(details)})"
-
-
-def _wrong_steps(attempt: Attempt) -> Outcome | None:
-    """Refuse a count of steps that was compared with another number than the attempt was to make."""
-    steps = attempt.settings.get("steps")
-    for rank in attempt.ranks:
-        for check in rank.record["checks"]:
-            if steps is not None and check["name"] == "steps" and check.get("expected") != steps:
-                reason = f"check steps on rank {rank.rank} wanted {check.get('expected')}, the attempt {steps}"
-                return _no_evidence("missing_check", reason, check="steps")
-    return None
 
 
 def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
@@ -332,12 +314,6 @@ def _missing_checks(case: Case, attempt: Attempt) -> dict[str, list[int]]:
         for name in case.pass_criteria.checks
     }
     return {name: missing for name, missing in without.items() if missing}
-
-
-def _missing_check(case: Case, attempt: Attempt) -> Outcome | None:
-    for name, ranks in _missing_checks(case, attempt).items():
-        return _no_evidence("missing_check", f"check {name} was not made on {list_ranks(ranks)}", ranks, name)
-    return None
 
 
 def failed_checks(case: Case, attempt: Attempt) -> tuple[str, ...]:

@@ -74,9 +74,8 @@ def attempt_progress(samples: Mapping[int, tuple[Sample | None, Sample | None]])
 
 
 def last_two(samples: Sequence[Sample] | None) -> tuple[Sample | None, Sample | None]:
-    if not samples or len(samples) < 2:
-        return None, samples[-1] if samples else None
-    return samples[-2], samples[-1]
+    before, last = (None, None, *(samples or ()))[-2:]
+    return before, last
 
 
 def _increase(first: Sample, second: Sample, key: str) -> float | None:

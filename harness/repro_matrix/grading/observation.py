@@ -109,6 +109,11 @@ class CodeLocation(NamedTuple):
         """
         return self.origin is not None or bool(self.modules) or self.is_project
 
+    @property
+    def raises_for_caller(self) -> bool:
+        """Whether it is torch._check or one of its kind, which raises its caller's text: the caller counts."""
+        return self.function.startswith("_check") and "torch" in self.modules
+
     def __str__(self) -> str:
         named = self.origin or (self.modules[0] if self.modules else self.module if self.origin is None else self.file)
         return ".".join(part for part in (named or "?", self.function) if part)
@@ -159,7 +164,7 @@ class RaisedException:
     @property
     def innermost(self) -> CodeLocation | None:
         """The innermost frame whose origin is known; C code leaves no frame."""
-        return next((frame for frame in reversed(self.frames) if frame.is_known), None)
+        return next((f for f in reversed(self.frames) if f.is_known and not f.raises_for_caller), None)
 
 
 def raised_chain(exception: Exception_ | None) -> list[RaisedException]:

@@ -7,11 +7,10 @@ never used, and every difference is reported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.comparability import recorded_capabilities
-from repro_matrix.grading.expectations import as_expected, comparison
+from repro_matrix.grading.expectations import as_expected, comparison, recorded_capabilities
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
 from repro_matrix.records.document import Cell, Document, Variant
@@ -20,12 +19,11 @@ from repro_matrix.records.outcome import Outcome, StoredVerdict, Verdict
 Outcomes = dict[str, list[Outcome]]  # by variant
 
 
-@dataclass
-class Regraded:
+class Regraded(NamedTuple):
     """``documents`` as graded now; ``notes`` name every document that held something else."""
 
-    documents: list[Document] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    documents: list[Document]
+    notes: list[str]
 
 
 def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> Regraded:
@@ -34,7 +32,7 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> Regrade
     The documents are each other's history: an older stack that reproduced makes a newer one's NOT_REPRODUCED a
     FIXED_UPSTREAM.
     """
-    result = Regraded()
+    result = Regraded([], [])
     cells: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
         if document["case"] not in cases:
@@ -42,7 +40,7 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> Regrade
         case, name = cases[document["case"]], document_name(document)
         outcomes = outcomes_of(document, case, cases)
         now = with_outcomes(document, outcomes)
-        result.notes += [f"{name}: {text}" for text in _other_outcomes(document, outcomes)]
+        result.notes.extend(f"{name}: {text}" for text in _other_outcomes(document, outcomes))
         result.documents.append(now)
         cells.setdefault((now["case"], now.get("cell_id", "")), []).append(now)
     for document in result.documents:  # copies: what was given is not changed
@@ -50,7 +48,7 @@ def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> Regrade
         stored = document["verdicts"]
         document["verdicts"] = verdicts_of(document, cases[document["case"]], history)
         differences = _other_verdicts(stored, document["verdicts"])
-        result.notes += [f"{document_name(document)}: {text}" for text in differences]
+        result.notes.extend(f"{document_name(document)}: {text}" for text in differences)
     return result
 
 

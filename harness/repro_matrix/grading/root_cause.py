@@ -163,7 +163,11 @@ def _script_frame(raised: RaisedException) -> CodeLocation | None:
     for frame in reversed(raised.frames):
         if frame.is_project or (not frame.origin and "-packages/" in frame.file):
             return frame
-        if frame.origin and frame.origin.partition(".")[0] not in sys.stdlib_module_names:
+        if (
+            frame.origin
+            and not frame.raises_for_caller
+            and frame.origin.partition(".")[0] not in sys.stdlib_module_names
+        ):
             return None  # upstream raised it
     return None
 

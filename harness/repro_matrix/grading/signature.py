@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from repro_matrix.config.schema import Case, Collective, Frame, Signature
 from repro_matrix.grading.hangs import Mismatch, find_mismatches, rank_collectives
@@ -67,14 +66,6 @@ def match_attempt(
         return None
     ranks = tuple(sorted(messages))
     return Match(signature.name, ranks, messages[ranks[0]])
-
-
-def possible_kinds(attempt: Attempt, failures: Failures) -> set[str]:
-    """Return the kinds of signatures that can match; most attempts pass, and are compared with the whole catalogue."""
-    kinds = {"exception", "signal"} if failures.primary else set()
-    kinds |= {"hang"} if attempt.timed_out else set()
-    kinds |= {"log"} if any(rank.log_entries for rank in attempt.ranks) else set()
-    return kinds | ({"check"} if any(rank.done for rank in attempt.ranks) else set())
 
 
 def _on_all_ranks(
@@ -151,7 +142,7 @@ def _check(signature: Signature, rank: Rank, patterns: Patterns, failures: Failu
 def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
     if rank.exit_code and rank.terminated_by == "self" and signature.signal == f"exit code {rank.exit_code}":
         return signature.signal  # of a user's script: ``--exit CODE``
-    if not _died(rank, failures) or fatal_signal(rank) != signature.signal:
+    if rank.rank not in failures.ranks or rank.terminated_by != "self" or fatal_signal(rank) != signature.signal:
         return None
     # Any bug can end in SIGSEGV; declared frames tell which one it was.
     if not all(_has_frame(frame, rank.stack_frames) for frame in signature.frames):
@@ -161,10 +152,6 @@ def _signal(signature: Signature, rank: Rank, patterns: Patterns, failures: Fail
 
 # The message with which a rank shows a signature of a kind; None when it does not.
 _MATCHERS = {"exception": _exception, "log": _log, "check": _check, "signal": _signal}
-
-
-def _died(rank: Rank, failures: Failures) -> bool:
-    return rank.rank in failures.ranks and rank.terminated_by == "self" and bool(fatal_signal(rank))
 
 
 def _has_frame(wanted: Frame, frames: Iterable[CodeLocation]) -> bool:
@@ -253,48 +240,29 @@ def _near_miss(signature: Signature, raised: RaisedException, backend: str) -> s
 
 _UNRELATED = Path(__file__).with_name("unrelated_messages.txt")
 _ESCAPES = {"n": "\n", "t": "\t"}
-# case/signature -> the beginnings of listed messages that the signature exists to recognise. Kept manually, so that a
-# pattern cannot exempt itself.
-KNOWN_MATCHES: dict[str, tuple[str, ...]] = {
-    "device-map-distributed/refused": ("You can't train a model that has been loaded with `device_map='auto'` in any",),
-}
-
-
-class UnrelatedMessage(NamedTuple):
-    type: str
-    message: str
 
 
 @cache
-def unrelated_messages() -> tuple[UnrelatedMessage, ...]:
+def unrelated_messages() -> tuple[str, ...]:
     """Return the listed messages, and the empty one."""
-    listed = [UnrelatedMessage("RuntimeError", "")]
-    for line in _UNRELATED.read_text(encoding="utf-8").splitlines():
-        kind, _, message = line.partition(": ")
-        message = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), message)
-        listed.append(UnrelatedMessage(kind, message))
-    return tuple(listed)
+    listed = (line.partition(": ")[2] for line in _UNRELATED.read_text(encoding="utf-8").splitlines())
+    return "", *(re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), message) for message in listed)
 
 
 def message_patterns(signature: Signature) -> list[str]:
     return [text for text in (signature.message, *signature.messages.values()) if text]
 
 
-def unrelated_matches(case: str, signature: Signature) -> list[str]:
+def unrelated_matches(signature: Signature) -> list[str]:
     """Return the unrelated messages that a signature's patterns match."""
-    exempt = KNOWN_MATCHES.get(f"{case}/{signature.name}", ())
-    compiled = [re.compile(text) for text in message_patterns(signature)]
-    return [
-        item.message
-        for item in unrelated_messages()
-        if any(each.search(item.message) for each in compiled) and not item.message.startswith(exempt)
-    ]
+    patterns = [_compiled(text) for text in message_patterns(signature)]
+    return [message for message in unrelated_messages() if any(pattern.search(message) for pattern in patterns)]
 
 
 def overbroad_signature(case: Case) -> str | None:
     """Describe the first signature of a case that matches unrelated messages; None where none does."""
     for signature in case.signatures:
-        found = unrelated_matches(case.slug, signature)
+        found = unrelated_matches(signature)
         if found:
             example = first_line(found[0], 100)
             return f"signature {signature.name} matches {len(found)} messages that are not its failure: {example!r}"

@@ -30,18 +30,28 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM, VerdictName
-from repro_matrix.grading.comparability import capability_difference, depends_on_capabilities, settings_difference
+from repro_matrix.grading.expectations import capability_difference, depends_on_capabilities, settings_difference
 from repro_matrix.grading.root_cause import all_failure_ids
 from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import Cell
-from repro_matrix.records.outcome import Interval, Outcome, Verdict
+from repro_matrix.records.outcome import FAILING, Interval, Outcome, Verdict
 from repro_matrix.text import counted
 
 NO_EVIDENCE = ("skipped", "infra_error")
-# The verdicts of a failure: two of one name are the same answer only where the failure ids are the same.
-FAILING = frozenset({"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"})
 # The packages whose releases make failures come and go; other differences between stacks date nothing.
 DATED = frozenset({*UPSTREAM, "trl"})
+
+
+@dataclass(frozen=True)
+class OlderReproduction:
+    """The older stack on which the unfixed variant reproduced; and one where it did, but the measurement is not
+    comparable."""
+
+    stack: str | None = None
+    not_comparable: str | None = None
+
+
+NO_HISTORY = OlderReproduction()
 
 
 def wilson(k: int, n: int, z: float = 1.959963984540054) -> Interval:
@@ -81,15 +91,10 @@ def judge(
         older = OlderReproduction(None, f"{older.stack}, where it reproduced: here, {changed[0]}")
     unfixed = outcomes.get("unfixed", ())
     fixes = [variant for variant in case.variants if variant != "unfixed" and variant in outcomes]
-    verdicts = {variant: _fix(case.slug, unfixed, outcomes[variant], older) for variant in fixes}
+    verdicts = {variant: judge_pair(case.slug, unfixed, outcomes[variant], older) for variant in fixes}
     if case.expect or older.stack or older.not_comparable or "reproduced" in {outcome.outcome for outcome in unfixed}:
         return verdicts
     return {variant: _never_reproduced(verdict, unfixed) for variant, verdict in verdicts.items()}
-
-
-def judge_pair(case: str, unfixed: Sequence[Outcome], fix: Sequence[Outcome]) -> Verdict:
-    """Grade a variant against any other one in the unfixed variant's place."""
-    return _fix(case, unfixed, fix, OlderReproduction())
 
 
 def evidence(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -116,7 +121,10 @@ def _never_reproduced(verdict: Verdict, unfixed: Sequence[Outcome]) -> Verdict:
     return replace(verdict, name="INCONCLUSIVE", reason=reason, named_case=None, failure_ids=(), unseen=True)
 
 
-def _fix(case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], older: OlderReproduction) -> Verdict:
+def judge_pair(
+    case: str, all_unfixed: Sequence[Outcome], all_fix: Sequence[Outcome], older: OlderReproduction = NO_HISTORY
+) -> Verdict:
+    """Grade a variant against the unfixed one, or any other one in its place."""
     unfixed, fix = evidence(all_unfixed), evidence(all_fix)
     base = _counts(unfixed, fix)
     lost = len(all_unfixed) - len(unfixed) + len(all_fix) - len(fix)
@@ -194,18 +202,7 @@ def _named(case: str, outcomes: Iterable[Outcome]) -> str | None:
 
 
 def _why_no_evidence(outcomes: Sequence[Outcome]) -> str:
-    if not outcomes:
-        return "not run"
-    return "; ".join(dict.fromkeys(f"{outcome.outcome}: {outcome.reason}" for outcome in outcomes))
-
-
-@dataclass(frozen=True)
-class OlderReproduction:
-    """The older stack on which the unfixed variant reproduced; and one where it did, but the measurement is not
-    comparable."""
-
-    stack: str | None = None
-    not_comparable: str | None = None
+    return "; ".join(dict.fromkeys(f"{outcome.outcome}: {outcome.reason}" for outcome in outcomes)) or "not run"
 
 
 def _older_reproduction(

@@ -97,10 +97,12 @@ class Facts(TypedDict):
 
 
 class Read(TypedDict):
-    """The flags and options that a rank's script has read."""
+    """The flags and options that a rank's script has read, and keys of its strategy and model."""
 
     flags: NotRequired[list[str]]
     options: NotRequired[list[str]]
+    strategy: NotRequired[list[str]]
+    model: NotRequired[list[str]]
 
 
 @open_ended

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
 from repro_matrix.paths import RESULTS
 from repro_matrix.records.attempt import Observation, Record, Settings, closed
-from repro_matrix.records.outcome import StoredOutcome, StoredVerdict, Text
+from repro_matrix.records.outcome import StoredOutcome, StoredVerdict, Text, adapter
 
 Accelerator = Literal["cpu", "cuda"]
 # Why a variant is not launched: the number of ranks or GPUs, the accelerator, GPUs that are shared or in a special
@@ -190,11 +189,6 @@ class DocumentPath(NamedTuple):
 MAX_ERRORS = 3  # that a message names
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)  # built when it is first needed: `repro --help` reads no document
-
-
 def validate_cell(value: Any) -> Document:
     """Return the same value, known to be a cell's document. Raise ValueError, which names each wrong key."""
     _validate(Cell, value)
@@ -211,7 +205,7 @@ def validate_record(value: Any) -> Record:
 def _validate(kind: Any, value: Any) -> None:
     """Compare without converting: what was stored stays what it is."""
     try:
-        _adapter(kind).validate_python(value)
+        adapter(kind).validate_python(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         errors.sort(key=lambda item: item["type"] != "extra_forbidden")  # an unknown key explains missing ones
@@ -230,7 +224,7 @@ def key_path(parts: tuple[int | str, ...]) -> str:
     return path or "it"
 
 
-# -- what types cannot express: once in Python, once as JSON Schema
+# -- what types, and the JSON Schema generated from them, cannot express
 
 
 def _validate_variants(document: Cell) -> None:
@@ -250,17 +244,6 @@ def _validate_variants(document: Cell) -> None:
 
 
 FILE = RESULTS / "schema" / "cell-v1.schema.json"
-_CONTROL = {"propertyNames": {"const": "control"}}
-_VARIANTS: dict[str, Any] = {
-    "if": {"properties": {"kind": {"const": "control"}}},
-    "then": {"properties": {"variants": _CONTROL, "verdicts": _CONTROL}},
-    "else": {"properties": {"variants": {"required": ["unfixed"]},
-                            "verdicts": {"propertyNames": {"not": {"const": "unfixed"}}}}},
-}  # fmt: skip
-_SKIPPED: dict[str, Any] = {
-    "if": {"properties": {"skipped": {"type": "string"}}},
-    "then": {"properties": {"attempts": {"maxItems": 0}}},
-}
 
 
 class _Untitled(GenerateJsonSchema):
@@ -272,15 +255,14 @@ class _Untitled(GenerateJsonSchema):
 
 def json_schema() -> str:
     """Return the text of the JSON Schema."""
-    schema = _adapter(Cell).json_schema(schema_generator=_Untitled)
+    schema = adapter(Cell).json_schema(schema_generator=_Untitled)
     definitions = schema.pop("$defs")
     for each in (schema, *definitions.values()):
         each.pop("title", None)
         if "description" in each:
             each["description"] = " ".join(each["description"].split())
-    definitions["Variant"] |= _SKIPPED
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": FILE.name, "title": "A cell's document"}
-    return json.dumps({**head, **schema, **_VARIANTS, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
+    return json.dumps({**head, **schema, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

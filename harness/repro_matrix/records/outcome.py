@@ -21,6 +21,8 @@ Compared = Literal["expected", "unexpected", "no_expectation", "matches_cpu", "d
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Interval = tuple[Share, Share]  # the 95 % Wilson interval of a share
+# The verdicts of a failure: two of one name are the same answer only where the failure ids are the same.
+FAILING = frozenset({"NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FAILED"})
 
 _stored = with_config(ConfigDict(extra="forbid", strict=False))  # a list for a tuple, a mapping for a nested type
 
@@ -29,19 +31,15 @@ class _Json:
     """A dataclass that documents hold as JSON."""
 
     def to_json(self) -> dict[str, Any]:
-        kind: Any = type(self)
-        return _adapter(kind).dump_python(self, mode="json")
+        return adapter(type(self)).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Raise ValueError where the data is not of this type."""
-        kind: Any = cls
-        return _adapter(kind).validate_python(data)
+        return adapter(cls).validate_python(data)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+adapter: Any = cache(TypeAdapter)  # built when it is first needed: `repro --help` reads no document
 
 
 @_stored

@@ -20,8 +20,7 @@ from repro_matrix.config.project import Project
 from repro_matrix.config.schema import Case
 from repro_matrix.config.selection import Selection
 from repro_matrix.errors import ConfigError, ResultsError, nearest
-from repro_matrix.grading.comparability import machine, same_release
-from repro_matrix.grading.expectations import as_expected, expected
+from repro_matrix.grading.expectations import as_expected, expected, machine, same_release
 from repro_matrix.grading.regrade import regrade as grade_documents
 from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.grading.verdict import NO_EVIDENCE

@@ -23,8 +23,7 @@ from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.errors import ExitCode
-from repro_matrix.grading.comparability import depends_on_capabilities
-from repro_matrix.grading.expectations import as_expected
+from repro_matrix.grading.expectations import as_expected, depends_on_capabilities
 from repro_matrix.records.document import Cell
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results.summary import Row

@@ -22,7 +22,7 @@ from repro_matrix.environment.gpus import Nvml
 from repro_matrix.environment.machine import conditions
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.grading import grade
-from repro_matrix.grading.comparability import machine as machine_of
+from repro_matrix.grading.expectations import machine as machine_of
 from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
 from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.paths import REPROS, cache_dir

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from repro_matrix.errors import ResultsError
 from repro_matrix.grading import grade
-from repro_matrix.grading.comparability import recorded_capabilities
+from repro_matrix.grading.expectations import recorded_capabilities
 from repro_matrix.grading.regrade import verdicts_of, with_expectations
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
