@@ -24,10 +24,8 @@ def parser(command: str) -> options.Parser:
         (["matrix", "--repeat", "3"], "did you mean 'repeat='?"),
         (["match", "--variant", "x"], "unknown option --variant (there are: "),  # it takes no settings
         (["list", "--jsn"], "did you mean '--json'"),
-        (["claims", "no-such"], "unknown claim 'no-such'"),
         (["run", "./x.py", "--args", "--bug"], "--args=-VALUE"),
         (["bisect", "fsdp-generate", "--goood", "1"], "did you mean '--good'"),
-        (["stack", "list", "--older-than", "3"], "unknown option --older-than"),
         (["show", "a", "case=b"], "the case is given already"),
         (["list", "--config-dir", "/no/such"], "/no/such: no such folder"),
     ],

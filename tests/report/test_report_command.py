@@ -97,19 +97,16 @@ def test_report_of_deleted_evidence_names_the_cell_each_time(folder: Path, capsy
             assert f"{path}: missing" in " ".join(capsys.readouterr().err.split())
 
 
-def test_report_names_a_case_that_the_catalogue_does_not_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_unknown_cases_and_how_to_continue_an_interrupted_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = folder / "cpu" / "stack" / "of-another-team" / "cell.json"
     path.parent.mkdir()
     write_json(path, stored_cell(case="of-another-team") | {"cell_id": "of-another-team/cell"})
-    assert main(["report", str(folder), "--format", "markdown"]) == 0
-    out = capsys.readouterr().out
-    assert "of-another-team" in out and "| of-another-team" not in out
-
-
-def test_report_of_an_interrupted_run_says_how_to_continue(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.UNFINISHED}))
     assert main(["report", str(folder), "--format", "markdown"]) == 0
-    assert "repro matrix --resume results=" in capsys.readouterr().out.replace("\\", "")
+    out = capsys.readouterr().out.replace("\\", "")
+    assert "of-another-team" in out and "| of-another-team" not in out and "repro matrix --resume results=" in out
 
 
 def test_report_of_several_folders_names_the_folder_of_each_cell(tmp_path: Path) -> None:

@@ -80,16 +80,6 @@ def test_command_can_be_pasted() -> None:
     assert words[5:] == ['flags.call="root x"', "flags.n=[1, 2]", "stack=/my locks/now.txt", "variants=fix"]
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_no_line_but_commands_is_wider_than_the_terminal(width: int) -> None:
-    lines = shown(
-        cell("NOT_FIXED", "unexpected", case="a-case-with-a-name-that-is-long", flags={"call": "root " * 5}),
-        cell("SIGNATURE_MISMATCH", "no_expectation", model="a-model-of-many-parameters"),
-        cell("SIGNATURE_MISMATCH", "differs_from_cpu"), width=width,
-    )  # fmt: skip
-    assert max(len(line) for line in lines if not line.startswith("    $")) <= width
-
-
 def test_new_results_stand_between_differences_and_cases_and_are_marked() -> None:
     news = cell("NOT_FIXED", "differs_from_cpu", case="other")
     new = [cell("SIGNATURE_MISMATCH", "no_expectation", model=model) for model in "mn"]
@@ -112,13 +102,16 @@ def test_skipped_variants_are_grouped_by_reason() -> None:
     assert lines[1:] == ["NOT MEASURED: 5 variants", "   4  needs 2 GPUs [a, b]", "   1  needs vllm [c]"]
 
 
-@given(st.text(max_size=400), st.sampled_from(["unexpected", "no_expectation", "differs_from_cpu", "expected"]))
-def test_hostile_text_neither_widens_nor_controls_the_terminal(hostile: str, state: str) -> None:
-    result = cell("DIFFERENT_FAILURE", state)
+STATES = ["unexpected", "no_expectation", "differs_from_cpu", "expected"]
+
+
+@given(st.text(max_size=400), st.sampled_from(STATES), st.sampled_from([40, 80, 120]))
+def test_hostile_text_neither_widens_nor_controls_the_terminal(hostile: str, state: str, width: int) -> None:
+    result = cell("DIFFERENT_FAILURE", state, case="a-case-with-a-name-that-is-long", flags={"call": "root " * 5})
     result["verdicts"]["fix"]["reason"] = hostile
     result["variants"]["fix"]["attempts"][0]["observation"]["ranks"][0]["log_tail"] = hostile * 3
-    for line in shown(result, identified(document({"unfixed": hostile or "x"}, {}, case="b"))):
-        assert len(line) <= text.WIDTH and line.isprintable(), repr(line)
+    for line in shown(result, identified(document({"unfixed": hostile or "x"}, {}, case="b")), width=width):
+        assert line.isprintable() and (len(line) <= width or line.startswith("    $")), repr(line)
 
 
 def test_one_line_removes_whole_terminal_sequences() -> None:
@@ -142,41 +135,26 @@ def test_unfixed_variant_alone_with_another_failure_is_listed_and_exit_3(kinds: 
     assert bool(section([alone], "NOT COMPARED: in 1 cell")) == (code == 3)
 
 
-def _failing(state: str = "differs_from_cpu", known: bool = False, **errors: str | None) -> dict[str, Any]:
-    """A cell whose variants fail with these exceptions; None: the variant passed."""
-    result = identified(document(
-        {name: [("passed", observation(ok(0)))] for name in errors},
-        {name: "SIGNATURE_MISMATCH" for name in errors if name != "unfixed"},
-    ))  # fmt: skip
-    for name, error in errors.items():
-        if error:
-            result["variants"][name]["attempts"][0]["outcome"] |= {
-                "outcome": "reproduced" if known else "other_failure",
-                "reason": f"rank 0: {error} in torch.cuda.x",
-                "primary": {"rank": 0, "type": error, "message": f"at {name}", "location": "torch.cuda.x",
-                            "kind": "exception"},
-            }  # fmt: skip
-    for verdict in result["verdicts"].values():
-        verdict["expected"] = state
-    return result
-
-
-SAME = dict.fromkeys(("unfixed", "fix", "other"), "AcceleratorError")
+SAME = {"unfixed": "AcceleratorError", "fix": "AcceleratorError"}
 
 
 @pytest.mark.parametrize(
-    ("result", "code"),
+    ("errors", "changes", "state", "code"),
     [
-        (_failing(**SAME), 3),  # the same exception at the same place, whatever its message
-        (_failing(**{**SAME, "other": "ValueError"}), 0),
-        (_failing(**{**SAME, "other": None}), 0),
-        (_failing("expected", **SAME), 0),
-        (_failing(known=True, **SAME), 0),
+        (SAME, {}, "differs_from_cpu", 3),  # the same exception at the same place, whatever its message
+        ({**SAME, "fix": "ValueError"}, {}, "differs_from_cpu", 0),
+        (SAME, {}, "expected", 0),
+        (SAME, {"outcome": "reproduced"}, "differs_from_cpu", 0),
     ],
 )
 def test_cell_whose_variants_all_fail_with_the_same_error_is_listed_and_exit_3(
-    result: dict[str, Any], code: int
+    errors: dict[str, str], changes: dict[str, str], state: str, code: int
 ) -> None:
+    result = cell("SIGNATURE_MISMATCH", state)
+    for name, error in errors.items():
+        primary = {"rank": 0, "type": error, "message": f"at {name}", "location": "torch.x", "kind": "exception"}
+        outcome = {"outcome": "other_failure", "reason": f"rank 0: {error}", "primary": primary, **changes}
+        result["variants"][name]["attempts"][0]["outcome"] |= outcome
     assert bool(section([result], "NOT COMPARED: in 1 cell")) == (code == 3)
     assert exit_code(rows(result), 1) == code
 

@@ -115,7 +115,6 @@ def test_results_of_lists_problems_of_the_run() -> None:
     again = ("passed", observation(ok(0), ok(1), retry_of="port: taken"))
     assert wrong([reproduced], [good], []) == ""
     assert wrong([reproduced], [good, bad], []) == "1 attempt of fix gave no answer"
-    assert wrong([reproduced, bad, bad], [good], []) == "2 attempts of unfixed gave no answer"
     assert wrong([reproduced], [bad, again], []) == "", "it was made once more, and answered"
 
     def entry(day: int, **more: Any) -> Quarantine:
@@ -123,10 +122,6 @@ def test_results_of_lists_problems_of_the_run() -> None:
 
     assert "entry expired: c/m, ada until 2026-11-21: #12" in wrong([reproduced], [good], [entry(21)])
     assert wrong([reproduced], [good], [entry(22)]) == wrong([reproduced], [good], [entry(21, variant="other")]) == ""
-    made = document({"unfixed": [reproduced], "fix": [good]}, {"fix": "NOT_FIXED"}, cell_id="c/m")
-    made["verdicts"]["fix"]["expected"] = "unexpected"
-    _, (row, _) = results_of(made, {}, [entry(22)], today)
-    assert row.state == "quarantined" and "ada" in str(row.quarantine)
 
 
 def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pytester) -> None:

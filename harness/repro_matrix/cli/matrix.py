@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import threading
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from repro_matrix.analysis import diff as diffs
-from repro_matrix.analysis.inputs import Side, from_row, load_side
+from repro_matrix.analysis.inputs import from_row, load_side
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode, ReproError
 from repro_matrix.report import run_summary
@@ -23,6 +22,7 @@ from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.engine import Summary
 from repro_matrix.runner.session import Session
+from repro_matrix.text import log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,9 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.cfg:
         return session.print_composed(args.overrides)
+    if args.memory and not args.dry_run:
+        raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
     if args.memory:
-        if not args.dry_run:
-            raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
         return run_summary.show_memory(args.overrides, args.json)
     return measure(args, args.overrides, every_variant=args.all, page=True)
 
@@ -54,28 +54,22 @@ def main(args: argparse.Namespace) -> int:
 def measure(
     args: argparse.Namespace, texts: Sequence[str], *, every_variant: bool, live: bool = False, page: bool = False
 ) -> int:
-    """Run a selection and print its results; return the exit code.
-
-    ``every_variant`` and ``live`` (each attempt): print a line for each. ``page``: measure the canary cells first, and
-    write the run's page beside its results.
-    """
+    """Run a selection and print its results; return the exit code. ``every_variant`` and ``live`` (each attempt): print
+    a line for each. ``page``: measure the canary cells first, and write the run's page beside its results."""
     entries, for_git = quarantine.read(), getattr(args, "bisect_exit", False)
     before = load_side(args.compare_to) if args.compare_to else None  # errors in it are found before anything runs
     texts, resumed = workspace.resumed(texts) if args.resume else (list(texts), None)
     prepared = session.prepare(texts, build_stacks=not args.dry_run, probe=True)
     quarantine.check(entries, prepared.catalogue)
-    print(f"repro: {prepared.headline()}", file=sys.stderr, flush=True)
-    for note in prepared.notes():
-        print(f"note: {note}", file=sys.stderr, flush=True)
+    log("\n".join([f"repro: {prepared.headline()}", *(f"note: {note}" for note in prepared.notes())]))
     if args.dry_run:
         return run_summary.show_plan(prepared, args.json)
-    from repro_matrix.report.load import write_run_page
-    from repro_matrix.report.run_summary import Progress
+    from repro_matrix.report.load import write_run_page  # imports Jinja
 
     stop = threading.Event()
     with (
         workspace.folder(prepared, texts, resumed) as finish,
-        Progress(verbose=live) as progress,
+        run_summary.Progress(verbose=live) as progress,
         workspace.interruptible(stop, progress.warn, workspace.RESUMED),
     ):
         summary = workspace.execute(prepared, progress.event, stop, args.resume, progress.warn, with_canary=page)
@@ -86,7 +80,10 @@ def measure(
     expired = quarantine.expired(rows, entries, today)
     folder = results_folder(prepared.settings)
     written = write_run_page(folder) if page else None
-    changed = _compare(before, rows) if before else None
+    changed, keys = None, {row.cell_id for row in rows}
+    if before:  # what was not selected now is not missing
+        earlier = [row for row in before.rows if row.key in keys]
+        changed = diffs.compare(earlier, [from_row(row) for row in rows], need_common=False)
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}
@@ -101,31 +98,24 @@ def measure(
     if summary.problem:
         raise ReproError(summary.problem)
     if summary.interrupted:
-        print("interrupted: --resume continues with what is missing", file=sys.stderr)
+        log("interrupted: --resume continues with what is missing")
         return ExitCode.INTERRUPTED
     if for_git:
         return bisect_exit(rows)
-    code = _exit_code(prepared, summary, rows, expired, changed)
+    for text in expired:
+        log(f"repro: {text}")
+    code = _exit_code(prepared, summary, rows, changed) or (ExitCode.USAGE if expired else ExitCode.OK)
     if not args.json:
         differences = len(changed.select(diffs.RESULTS)) if changed else 0
         print(run_summary.describe_exit(code, rows, summary, differences))
     return code
 
 
-def _compare(before: Side, rows: Sequence[Row]) -> diffs.Diff:
-    """Compare with the same cells of earlier results: what was not selected now is not missing."""
-    now, keys = [from_row(row) for row in rows], {row.cell_id for row in rows}
-    return diffs.compare([row for row in before.rows if row.key in keys], now, need_common=False)
-
-
-def _exit_code(
-    prepared: Session, summary: Summary, rows: Sequence[Row], expired: Sequence[str], changed: diffs.Diff | None
-) -> ExitCode:
-    """Print the stacks that could not be used and the expired entries of the quarantine; return the exit code."""
+def _exit_code(prepared: Session, summary: Summary, rows: Sequence[Row], changed: diffs.Diff | None) -> ExitCode:
+    """Print the stacks that could not be used; return the exit code."""
     missing = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
     missing |= prepared.unusable  # also stacks of single variants: their skip is not a declared requirement
-    for text in [*(f"stack={name}: {prepared.unavailable[name]}" for name in sorted(missing)), *expired]:
-        print(f"repro: {text}", file=sys.stderr)
+    for name in sorted(missing):
+        log(f"repro: stack={name}: {prepared.unavailable[name]}")
     code = exit_code(rows, prepared.settings.min_cells, bool(missing or prepared.left_out))
-    code = ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code
-    return code or (ExitCode.USAGE if expired else ExitCode.OK)
+    return ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code

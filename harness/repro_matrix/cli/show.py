@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from repro_matrix.cli import options
-from repro_matrix.config.schema import Case, Signature, Variant
+from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
+from repro_matrix.environment.stacks import spec
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expectations import depends_on_capabilities, expected
 from repro_matrix.launch.attempt import torchrun_line
@@ -48,9 +50,8 @@ def main(args: argparse.Namespace) -> int:
         fields = case.model_dump(mode="json", exclude={"slug"})
         print_json({"case": case.slug, **fields, "script": place, "variants": variants})
         return 0
-    print_wrapped(*_head(case), f"script: {place}", *map(_describe_signature, case.signatures), "")
-    count = len(request.cells)
-    more = f" (the first of {count} cells; choose with model=, strategy=)" if count > 1 else ""
+    print_wrapped(*_head(case), f"script: {place}", "")
+    more = f" (the first of {len(request.cells)} cells; choose with model=, strategy=)" if request.cells[1:] else ""
     title = f"Expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
         title = f"Nothing is expected: no results/expected/{case.slug}.yaml. `repro accept` writes it."
@@ -77,6 +78,7 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     settled = machine.settle_all(request.hardware, request.catalogue.hardware, here)
     placed, _ = cells.place(request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"])
     prepared = Session(request.catalogue, settings, settled, here)
+    prepared.stacks["current"] = spec.existing("current", sys.executable, spec.own_versions())
     prerequisites.plan(prepared, placed, build=False)
     return prepared, prepared.plans[0]
 
@@ -107,11 +109,9 @@ def _head(case: Case) -> Iterator[str]:
         yield f"needs: {', '.join(needs) or 'nothing special'}; reproduces on: {case.requires.stack or 'current'}"
     ranks = "all ranks" if case.pass_criteria.ranks == "all" else "the first rank"
     yield f"pass criteria: {case.pass_criteria.kind}: {', '.join(case.pass_criteria.checks)} on {ranks}"
-
-
-def _describe_signature(signature: Signature) -> str:
-    detail = signature.message or signature.check or signature.signal or ", ".join(f.function for f in signature.frames)
-    return f"signature {signature.name} ({signature.kind}): {' '.join(filter(None, (signature.type, detail)))}"
+    for one in case.signatures:
+        detail = one.message or one.check or one.signal or ", ".join(frame.function for frame in one.frames)
+        yield f"signature {one.name} ({one.kind}): {' '.join(filter(None, (one.type, detail)))}"
 
 
 def _changes(variant: Variant) -> str:
