@@ -91,8 +91,6 @@ def test_reduce_case_command_gives_the_reduced_cell() -> None:
     ("words", "message"),
     [
         (["ddp-ready-onc"], "'ddp-ready-once'"),
-        ([CASE, "--variant", "unfixd"], "'unfixed'"),
-        ([CASE, "variants=[unfixed]"], "--variant NAME"),
         ([CASE, "--out", "x.py"], "--out is for a script"),
         (["./no_such.py"], "no such script"),
         ([CASE, "--error", "X: y"], "for a script of your own"),
