@@ -141,3 +141,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def before(versions: Mapping[str, str], release: str, package: str = "transformers") -> bool:
     return Release(versions[package]).parsed < Release(release).parsed
+
+
+def result(repro: Callable[..., int], capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    """Return what a command prints with --json, or its error message as ``err``."""
+    actual = repro(*words, "--json")
+    out = capsys.readouterr()
+    assert actual == code, out.err
+    return dict(json.loads(out.out)) if out.out else {"err": out.err}

@@ -62,33 +62,27 @@ IN_THREAD["ranks"][0]["record"]["logs"] = [
     ("failure", "observation", "outcome"),
     [
         (error("IndexError: list index"), FAILED, "reproduced"),
-        (error("IndexError: other text"), FAILED, "other_failure"),
         (error("RuntimeError: Connection closed"), FAILED, "other_failure"),  # follows from the other rank's
         (error("IndexError"), FINE, "passed"),
         (error("ValueError: bad value"), IN_THREAD, "reproduced"),
-        (error("ValueError: other"), IN_THREAD, "passed"),
         (ANY, FAILED, "other_failure"),
         (ANY, FINE, "passed"),
         (exit_code(3), seen(rank(0, 3), command_exit=1), "reproduced"),
         (exit_code(3), seen(rank(0, 4), command_exit=1), "other_failure"),
         (hang(60), LATE, "reproduced"),
         (hang(60), SLOW, "reproduced"),
-        (hang(60), FINE, "passed"),
         (error("IndexError"), SLOW, "infra_error"),
         (error("IndexError"), LATE, "hang"),
         (metric("loss > 3.2"), {**FINE, **values(2.0, 3.3)}, "reproduced"),
         (metric("loss > 3.2"), {**FINE, **values(3.3, 3.1)}, "passed"),
         (metric("loss > 3.2"), {**FINE, **values()}, "infra_error"),
         (metric("loss > 3.2"), {**FINE, **values(float("nan"))}, "other_failure"),
-        (metric("loss > 3.2"), {**FINE, **values(-1e308)}, "other_failure"),
         (metric("loss > 3.2"), {**CRASH, **values(3.3)}, "other_failure"),  # an earlier step's loss
         (metric("loss > 3.2"), {**FINE, **values(9.0, rank_=1, cut=True)}, "infra_error"),
         (log("no such line"), {**FINE, **values(cut=True)}, "infra_error"),
-        (ANY, {**FINE, **values(cut=True)}, "passed"),
         (ANY, seen(rank(0), command_exit=1), "other_failure"),
         (ANY, seen(rank(0), interrupted=True), "infra_error"),
         (error("IndexError"), infra("launch", rank(0, None)), "infra_error"),
-        (error("IndexError"), infra("disk", rank(0, 1)), "infra_error"),
         (error("OutOfMemoryError"), infra("memory", rank(0, 1, raised("OutOfMemoryError", "CUDA"))), "reproduced"),
         (ANY, infra("import", rank(0, 1, raised("ImportError", "no x"))), "other_failure"),
     ],
@@ -98,21 +92,11 @@ def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str)
     assert found.outcome == outcome, found
 
 
-def test_grade_hang_rank_that_ends_while_it_is_sampled_is_late() -> None:
-    def ended(after: float) -> str:
-        ranks = [rank(0), rank(1)]
-        ranks[1]["record"]["ended"] = after
-        return graded(hang(5), seen(*ranks, started=0.0, deadline_s=5.0)).outcome
-
-    assert ended(6.9) == "passed" and ended(7.1) == "reproduced"
-
-
 @pytest.mark.parametrize(
     ("same", "other"),
     [
         (True, raised("ValueError", "size 1024 of 4", UPSTREAM)),
         (False, raised("ValueError", "sizes 512 of 3", UPSTREAM)),
-        (False, raised("KeyError", "size 512 of 3", UPSTREAM)),
         (False, raised("ValueError", "size 512 of 3", WHERE)),
     ],
 )
@@ -147,12 +131,10 @@ def test_same_failure_as_log_is_its_first_own_error() -> None:
     ("make", "message"),
     [
         (lambda: error("no type"), "TYPE: REGEX"),
-        (lambda: error("ValueError: ("), "not a regular expression"),
         (lambda: error("Exception: x"), "Name the type"),
         (lambda: log("x*"), "matches an empty line"),
         (lambda: metric("loss = 3"), "NAME > NUMBER"),
         (lambda: metric("loss > many"), "not a number"),
-        (lambda: metric("loss > nan"), "nan"),
         (lambda: metric("/loss .*/ > 3"), "one group"),
         (lambda: exit_code(300), "1 to 255"),
         (lambda: adhoc_case.same_failure_as(["all is well"], "a.log"), "no complete traceback"),
@@ -175,11 +157,8 @@ def user_command(failure: Failure) -> UserCommand:
     ("failure", "logs", "expected"),
     [
         (log("KNOWN BAD"), ["\x1b[31mKNOWN\x1b[0m BAD\n"], ["KNOWN BAD"]),
-        (log("^KNOWN"), ["10%\rKNOWN\n"], ["KNOWN"]),
         (metric("loss > 3"), ["loss: 1.0\nloss: \x1b[31m12.5\x1b[0m\n"], 12.5),
-        (metric("loss > 3"), ["\x1b[31mloss\x1b[0m: 12.5\r\n"], 12.5),
         (metric("loss > 3"), ["loss: 0.5\rloss: 9.5\rdone\n"], 9.5),
-        (metric("loss > 3"), ["loss: 9 then loss: 0.5\n"], 0.5),
         (metric("loss > 3"), ["loss: 3,400.5\n"], None),
         (metric("loss > 3"), ["loss: 1.2.3\n"], None),
         (metric("loss > 3"), ["loss: 0.1\n", "loss: 9\n"], 0.1),  # the first rank that prints it
@@ -241,16 +220,12 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
     [
         (["./trian.py"], "there is no such script; did you mean 'train.py'"),
         (["./train.py"], "./train.py:2: expected ':': if True"),
-        (["."], "unknown case"),
         (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
         (["./good.py", "--hang", "soon"], "not a number of seconds"),
         (["./good.py", "--same-failure-as", "no.log"], "no.log cannot be read: No such file"),
-        (["./good.py", "--metric", "loss"], "NAME > NUMBER"),
         (["./good.py", "model=a"], "does not apply to a script"),
-        (["./good.py", "stack=torhc2.2-tf4.39"], "did you mean 'torch2.2-tf4.39'"),
         (["./good.py", "--args", "'"], "--args"),
         (["--", "torchrun", "--nproc-per-node", "auto", "good.py"], "--nproc N before the --"),
-        (["--", "sbatch", "x.sh"], "cannot be launched"),
         (["--", "accelerate", "config"], "accelerate launch"),
         (["--"], "No command after --"),
         (["qwen15-fsdp-kv-cache", "--error", "A: b"], "is for a script of your own"),
@@ -331,13 +306,6 @@ def test_run_interrupted_before_a_result_exits_130(
     assert cli.main(["run", "./train.py", f"repeat={repeat}", "results=out"]) == 130
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and ("--resume" in err) == (repeat > 1)
-
-
-@pytest.mark.parametrize(
-    ("failure", "words"), [(hang(15), "not ended after 15 s"), (log("^bad"), "a line that matches '^bad'")]
-)
-def test_failure_is_described_in_words(failure: Failure, words: str) -> None:
-    assert words in failure.text
 
 
 def test_script_report_names_error_and_missing_rank() -> None:

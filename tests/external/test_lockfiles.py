@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from repro_matrix.environment.stacks import StackError
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import lockfiles
@@ -37,10 +35,8 @@ def test_parse_of_pip_freeze_separates_releases_from_clones() -> None:
     ("text", "message"),
     [
         ("accelerate>=1\n", r"a:1: 'accelerate>=1' is not one release"),
-        ("accelerate==1.*\n", "not one release"),
         ("numpy==2.0\neinops==0.7\nnumpy==2.1\n", r"a:3: 'numpy==2\.1': two versions of numpy"),
         ("all is well here\n", "a:1: .* is not NAME==VERSION"),
-        ("# nothing\n", "no package with its version"),
         ('[[package]]\nname = "numpy"\n', "is not NAME==VERSION"),  # a poetry.lock
     ],
 )
@@ -61,13 +57,6 @@ def test_read_of_a_uv_lock_exports_it(tmp_path: Path) -> None:
     lock.write_text("no TOML")
     with pytest.raises(StackError):
         lockfiles.read(lock)
-
-
-def test_read_of_an_unreadable_file_raises(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"\xff\xfe\x00")
-    for name in ("a", "no.txt"):
-        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
-            lockfiles.read(tmp_path / name)
 
 
 def test_compared_of_lockfiles_refuses_different_clones() -> None:
@@ -95,27 +84,9 @@ TORCH = {"torch": "2.13.0"}
         (TORCH, {"nvidia-nccl-cu12": "2.20"}, "current"),  # torch brings it along
         ({**TORCH, "nvidia-nccl-cu12": "2.20", "triton": "3.5.0"}, {}, "current"),
         ({"nvidia-nccl-cu12": "2.20"}, {}, None),  # of an unknown torch
-        ({"torch": "2.6.0"}, {}, None),
         ({f"p{number}": "1" for number in range(40)}, {}, None),
         ({**TORCH, "jax": "0.4.31"}, {}, None),  # jax does not come with torch
-        ({**TORCH, "jax": "0.4.30"}, {}, "current"),
-        (TORCH, {"jax": "0.4.30"}, None),
     ],
 )
 def test_overlay_of_a_lockfile(pins: dict[str, str], other: dict[str, str], expected: str | None) -> None:
     assert overlay_of(Lockfile("a", pins), "current", HERE, Lockfile("b", other)) == expected
-
-
-NAMES = st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True)
-VERSIONS = st.from_regex(r"[0-9]{1,2}(\.[0-9]{1,2}){0,2}", fullmatch=True)
-PINS = st.dictionaries(NAMES, VERSIONS, min_size=1, max_size=8)
-
-
-@given(PINS, PINS)
-def test_compared_of_any_pins_returns_differences(one: dict[str, str], other: dict[str, str]) -> None:
-    assert parse("".join(f"{name}=={version}\n" for name, version in one.items()), "a").pins == one
-    if one == other:
-        return
-    found = compared(Lockfile("a", one), Lockfile("b", other))
-    assert {name: old for name, (old, _) in found.items() if old} == dict(one.items() - other.items())
-    assert {name: new for name, (_, new) in found.items() if new} == dict(other.items() - one.items())

@@ -1,16 +1,15 @@
-"""Answers of stored variants, and single probes."""
+"""Answers of stored variants."""
 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 from observations import failed, observation
-from probing import CASE, World, world
+from probing import World, world
 from repro_matrix.runner.session import ask
-from repro_matrix.search.prober import Prober, Target, answer_of
+from repro_matrix.search.prober import Prober, answer_of
 
 __all__ = ["world"]
 
@@ -63,31 +62,6 @@ def test_answer_of_a_variant_that_was_not_launched_has_the_reason() -> None:
     assert details == {"skipped: needs torch>=2.6, y>=1"}  # the same on every stack
     assert answer_of("a", variant(skipped="needs 2 GPUs")).detail == "skipped: needs 2 GPUs"
     assert answer_of("a", None).label is None
-
-
-# -- probes
-
-
-def prober(world: World, *texts: str) -> Prober:
-    request = ask([f"case={CASE}", f"results={world.folder / 'r'}", "variants=[unfixed]", *texts])
-    return Prober(request, lambda text: None, threading.Event())
-
-
-def target(release: str) -> Target:
-    return Target(release, f"base+transformers=={release}")
-
-
-def test_probe_is_stored_and_repeated_only_for_more_attempts(world: World) -> None:
-    search = prober(world, "repeat=1", "jobs=1", "model=qwen1.5-0.5b")
-    words = ["model=qwen1.5-0.5b", "stack=base+transformers@4.41.0", "variants=[unfixed]"]
-    assert search.command("base+transformers==4.41.0", "unfixed") == ["repro", "run", CASE, *words]
-    point = search.probe(target("4.41.0"))
-    assert point.variants["unfixed"].label == "reproduced" and Path(point.document or "").exists()
-    assert point.versions["transformers"] == "4.41.0" and point.attempts == 1
-    again = prober(world).probe(target("4.41.0"))
-    assert again.attempts == 0 and again.variants == point.variants and len(world.launched) == 1
-    assert search.probe(target("4.41.0"), repeat=3).variants["unfixed"].counted == 3
-    assert prober(world).probe(target("4.41.0")).variants["unfixed"].counted == 3 and len(world.launched) == 3
 
 
 def test_prober_leaves_out_variants_with_a_stack_of_their_own(world: World) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from probing import World, before, world
+from probing import World, before, result, world
 from repro_matrix.cli.main import main
 from repro_matrix.environment.stacks.lock import Release
 from repro_matrix.external.lockfiles import endpoints
@@ -58,13 +57,6 @@ NAMED = (*BISECT, "--error", "IndexError: list index")
 LOCKS = ("bisect", "./train.py", "--good", "good.txt", "--bad", "bad.txt")
 
 
-def result(lab: Lab, capsys: Capsys, *words: str, code: int = 0) -> Json:
-    actual = lab.repro(*words, "--json")
-    out = capsys.readouterr()
-    assert actual == code, out.err
-    return dict(json.loads(out.out)) if out.out else {"err": out.err}
-
-
 def ends(data: Json) -> tuple[str, str]:
     (stage,) = data["stages"]
     return stage["good"]["name"].split()[-1], stage["bad"]["name"].split()[-1]
@@ -83,19 +75,19 @@ def old_error_then(release: str) -> Callable[[Mapping[str, str]], Json]:
 
 def test_bisect_named_error_finds_release_and_stores_probes(lab: Lab, capsys: Capsys) -> None:
     lab.world.listed["transformers"].append(Release("4.39.9", yanked=True))
-    data = result(lab, capsys, *NAMED)
+    data = result(lab.repro, capsys, *NAMED)
     (stage,) = data["stages"]
     assert ends(data) == ("4.39.3", "4.40.0") and stage["exact"] and data["probes"] <= 6
     assert stage["yanked"] == ["4.39.9"] and "4.39.9" in data["report"]
     assert "repro run stack=base+transformers@4.40.0 -- torchrun" in data["report"]
     launched = lab.launched
-    assert result(lab, capsys, *NAMED)["launched"] == 0 and lab.launched == launched
-    assert result(lab, capsys, *NAMED, "--yanked")["stages"][0]["yanked"] == []
+    assert result(lab.repro, capsys, *NAMED)["launched"] == 0 and lab.launched == launched
+    assert result(lab.repro, capsys, *NAMED, "--yanked")["stages"][0]["yanked"] == []
 
 
 def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:
     lab.observe = old_error_then("4.41.1")
-    data = result(lab, capsys, *BISECT)
+    data = result(lab.repro, capsys, *BISECT)
     assert ends(data) == ("4.38.0", "4.41.1") and not data["stages"][0]["exact"]  # another error is unknown
     assert {item["name"].split()[-1] for item in data["stages"][0]["unknown"]} <= {"4.39.3", "4.40.0", "4.41.0"}
     assert "IndexError: list index #" in data["report"]
@@ -103,7 +95,7 @@ def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys)
 
 def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: Capsys) -> None:
     lab.observe = old_error_then("4.42")
-    data = result(lab, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45")
+    data = result(lab.repro, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45")
     parts = [(part["first"], part["answer"]) for part in data["variants"]["unfixed"]["segments"]]
     assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
     assert "TypeError" in parts[1][1] and "IndexError" in parts[2][1]
@@ -112,7 +104,7 @@ def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: Capsys) ->
 def test_bisect_metric_limit_lies_between_the_noisy_ends(lab: Lab, capsys: Capsys) -> None:
     noise = iter([0.0, 0.01, 0.02] * 100)
     lab.observe = lambda versions: number((2.0 if before(versions, "4.42") else 2.5) + next(noise))
-    data = result(lab, capsys, *BISECT, "--metric", "loss")
+    data = result(lab.repro, capsys, *BISECT, "--metric", "loss")
     assert ends(data) == ("4.41.1", "4.42.0") and data["stages"][0]["probes"][0]["attempts"] == 3
     assert "Bad is loss > 2.26" in data["report"] and "noise 0.02" in data["report"]
 
@@ -126,13 +118,13 @@ def test_bisect_metric_without_difference_is_refused(
 ) -> None:
     noise = iter((values or [0.0]) * 100)
     lab.observe = lambda v: number(None if values is None else (2.0 if before(v, "4.42") else 2.5) + next(noise))
-    assert message in result(lab, capsys, *BISECT, "--metric", words, code=code)["err"]
+    assert message in result(lab.repro, capsys, *BISECT, "--metric", words, code=code)["err"]
 
 
 def test_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: Capsys) -> None:
     lab.world.bases["newer"] = {**lab.world.bases["base"], "transformers": "4.44.0"}
     words = ("upgrade", "--from", "base", "--to", "newer", "--script", "./train.py")
-    (change,) = result(lab, capsys, *words, "--releases", code=1)["changes"]
+    (change,) = result(lab.repro, capsys, *words, "--releases", code=1)["changes"]
     assert change["change"] == "reproduces_now" and change["cause"]["packages"] == ["transformers"]
     assert change["cause"]["releases"]["transformers"]["first"] == "transformers 4.40.0"
 
@@ -148,7 +140,7 @@ def write_locks(good: str, bad: str) -> None:
 def test_bisect_two_lockfiles_names_package_and_release(lab: Lab, capsys: Capsys) -> None:
     lab.world.bases["current"] = {**lab.world.bases["base"], "python": "3.11.7"}
     write_locks("transformers==4.38.0 peft==0.9.0", "transformers==4.44.0 peft==0.9.0")
-    data = result(lab, capsys, *LOCKS)
+    data = result(lab.repro, capsys, *LOCKS)
     assert data["packages"]["members"] == ["transformers"] and ends(data)[1] == "4.40.0"
     assert "differ in 1 package: transformers 4.38.0 -> 4.44.0" in data["report"]
 
@@ -164,7 +156,7 @@ def test_bisect_companion_packages_move_with_the_culprit(lab: Lab, capsys: Capsy
     lab.world.needs = needs
     old, new = "tokenizers==0.15.2 peft==0.9.0", "tokenizers==0.21.0 peft==0.10.0"
     write_locks(f"transformers==4.37.0 {old}", f"transformers==4.44.0 {new}")
-    data = result(lab, capsys, *LOCKS)
+    data = result(lab.repro, capsys, *LOCKS)
     assert data["packages"]["members"] == ["transformers"] and ends(data) == ("4.39.3", "4.40.0")
     assert data["stages"][0]["bad"]["stack"] == "current+peft@0.9.0+transformers@4.40.0"  # peft never moves
 
