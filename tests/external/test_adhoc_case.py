@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,6 +251,27 @@ def test_command_after_dashes_keeps_its_options() -> None:
 # -- run
 
 
+class Lab:
+    """A launcher with an invented observation."""
+
+    observe: Any
+    launched = 0
+
+    def launch(self, attempt: Any, stop: Any) -> Json:
+        self.launched += 1
+        return of_attempt(self.observe(stop), attempt)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    found = Lab()
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print(1)\n")
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: found)
+    return found
+
+
 @pytest.mark.parametrize(
     ("observation", "words", "code", "bisect_code"),
     [
@@ -264,48 +283,29 @@ def test_command_after_dashes_keeps_its_options() -> None:
     ],
 )
 def test_run_exit_codes(
-    observation: Json, words: list[str], code: int, bisect_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    launched = []
-
-    def launch(attempt: Any, stop: Any) -> Json:
-        launched.append(attempt)
-        return of_attempt(observation, attempt)
-
-    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("print(1)\n")
-    launcher = SimpleNamespace(launch=launch)
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: launcher)
+    observation: Json, words: list[str], code: int, bisect_code: int, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.observe = lambda stop: observation
     line = ["run", "./train.py", *words, "results=out"]
     assert cli.main([*line, "--json"]) == code
     data = json.loads(capsys.readouterr().out)
     assert Path(data["document"]).is_file() and len(data["attempts"]) == 1
     assert data["error_at"] == ("/home/a/train.py:3" if observation is FAILED else None)
     assert cli.main([*line, "--bisect-exit", "--resume"]) == bisect_code
-    assert len(launched) == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
+    assert lab.launched == (1 if code != 3 else 2)  # what is stored is graded again, infra is launched again
 
 
-@pytest.mark.parametrize("repeat", [1, 2])
-def test_run_interrupted_before_a_result_exits_130(
-    repeat: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launches = itertools.count()
-
-    def launch(attempt: Any, stop: Any) -> Json:
-        if next(launches) == 0:  # a second signal would end the process that runs the tests
+def test_run_interrupted_before_a_result_exits_130(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(stop: Any) -> Json:
+        if lab.launched == 1:  # a second signal would end the process that runs the tests
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.wait(60)
-        return of_attempt(seen(rank(0), interrupted=True), attempt)
+        return seen(rank(0), interrupted=True)
 
-    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("print(1)\n")
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: SimpleNamespace(launch=launch))
-    assert cli.main(["run", "./train.py", f"repeat={repeat}", "results=out"]) == 130
+    lab.observe = interrupted
+    assert cli.main(["run", "./train.py", "repeat=2", "results=out"]) == 130
     out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and ("--resume" in err) == (repeat > 1)
+    assert out == "" and len(err.splitlines()) == 1 and "--resume" in err
 
 
 def test_script_report_names_error_and_missing_rank() -> None:

@@ -1,4 +1,7 @@
-"""`repro match`: prefixes, interleaving, order, versions, stored measurements, and what is no log."""
+"""`repro match`: prefixes, interleaving, order, versions, stored measurements, what is no log, and real logs.
+
+A wrong name is worse than none. What a log does not tell may be said to be possible, never recognized.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import io
 import json
 import random
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
@@ -20,6 +26,11 @@ from repro_matrix.config.schema import Case
 from repro_matrix.external.log_match import Answer, normalised, recognize, stored
 from repro_matrix.external.log_scan import Catalogue, Scanned, scan
 from repro_matrix.external.tracebacks import Labels
+from repro_matrix.grading import grade
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
+
+Match = Callable[..., tuple[int, str, str]]
 
 CASES = catalogue.load().cases
 CATALOGUE = Catalogue(CASES)
@@ -97,12 +108,6 @@ def test_recognize_with_unlabelled_interleaving_names_no_other_failure(order: li
     assert ranks > 1 or found.names
 
 
-def test_recognize_with_two_unlabelled_interleaved_tracebacks_is_mixed() -> None:
-    both = [line for pair in zip(UNIFORM, [*OWN[:3], *ECHO[1:4]]) for line in pair]
-    found = answer(both)
-    assert any(failure.error.mixed for failure in found.failures) and not found.names
-
-
 def test_recognize_with_several_errors_orders_causes_before_echoes() -> None:
     found = answer([*ECHO, *OWN, *UNIFORM])
     assert [failure.error.type for failure in found.failures] == ["KeyError", "ValueError", "RuntimeError"]
@@ -123,12 +128,6 @@ def test_recognize_with_a_cut_beginning_needs_the_frames(cut: int) -> None:
     framed = any("_flat_param.py" in line for line in UNIFORM[cut:])
     assert found.names == (["fsdp-uniform-dtype"] if framed else [])
     assert framed or [item.case for failure in found.failures for item in failure.perhaps] == ["fsdp-uniform-dtype"]
-
-
-@pytest.mark.parametrize("cut", range(2, len(UNIFORM)))
-def test_recognize_with_a_cut_end_recognizes_nothing(cut: int) -> None:
-    found = answer(UNIFORM[:cut])
-    assert found.names == [] and all(not failure.perhaps for failure in found.failures)
 
 
 def test_recognize_with_a_crash_dump_is_possible_only() -> None:
@@ -235,35 +234,37 @@ def test_labels_with_a_ray_line_remove_prefix_and_suffix() -> None:
 # --- the command
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.main(["match", *arguments])
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
+@pytest.fixture
+def match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Match:
+    """Write a log and match it; return the exit code and the outputs."""
+
+    def run(content: bytes | list[str], *options: str) -> tuple[int, str, str]:
+        log = tmp_path / "a.log"
+        log.write_bytes(content if isinstance(content, bytes) else "\n".join([*content, ""]).encode())
+        code = cli.main(["match", str(log), *options])
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def test_match_of_a_failure_gives_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "train.log"
-    head = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
-    log.write_text("\n".join([*head, *(f"[rank1]: {line}" for line in UNIFORM)]) + "\n")
-    code, out, _ = run(capsys, str(log))
+def test_match_of_a_failure_gives_its_exit_code(match: Match) -> None:
+    versions = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
+    lines = [*versions, *(f"[rank1]: {line}" for line in UNIFORM)]
+    code, out, _ = match(lines)
     assert code == 0
     for part in ("(fsdp-uniform-dtype)", "rank 1, line 11: ", "huggingface/trl#1723", "Measured on torch"):
         assert part in out
-    code, out, _ = run(capsys, str(log), "--json")
-    (said,) = json.loads(out)
-    assert said["recognized"] == ["fsdp-uniform-dtype"] and said["failures"][0]["ranks"] == [1]
-    assert said["stored"]["fsdp-uniform-dtype"]["fits"]
-    log.write_text("\n".join(OWN) + "\n")
-    code, out, _ = run(capsys, str(log))
+    assert "no-autocast: get_peft_model(autocast_adapter_dtype=False)" in out
+    (found,) = json.loads(match(lines, "--json")[1])
+    assert found["recognized"] == ["fsdp-uniform-dtype"] and found["failures"][0]["ranks"] == [1]
+    assert found["stored"]["fsdp-uniform-dtype"]["fits"]
+    code, out, _ = match(OWN)
     assert code == 1 and "not a known failure" in out and "load (/w/train.py:7)" in out
 
 
-def test_match_without_labels_takes_the_rank_from_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "a.log"
+def test_match_without_labels_takes_the_rank_from_torchrun(match: Match) -> None:
     end = ["Root Cause (first observed failure):", "[0]:", "  rank      : 3 (local_rank: 3)"]
-    log.write_text("\n".join([*UNIFORM, *end]) + "\n")
-    _, out, _ = run(capsys, str(log))
-    assert "rank 3 (ended first, torchrun reports)" in out
+    assert "rank 3 (ended first, torchrun reports)" in match([*UNIFORM, *end])[1]
 
 
 WATCHDOG = (
@@ -286,15 +287,10 @@ WATCHDOG = (
         ("srun: error: task 0: Exited with exit code 1", "exit code", 0),
     ],
 )  # fmt: skip
-def test_match_of_an_end_without_a_traceback_is_a_failure(
-    line: str, kind: str, rank: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = tmp_path / "a.log"
-    log.write_text(f"step 1 loss 2.0\n{line}\n")
-    code, out, _ = run(capsys, str(log))
-    assert code == 1 and "no failure" not in out
-    assert f"{'unknown rank' if rank is None else f'rank {rank}'}: {kind}" in " ".join(out.split())
-    code, out, _ = run(capsys, str(log), "--json")
+def test_match_of_an_end_without_a_traceback_is_a_failure(line: str, kind: str, rank: int | None, match: Match) -> None:
+    code, out, _ = match(["step 1 loss 2.0", line])
+    assert code == 1 and f"{'unknown rank' if rank is None else f'rank {rank}'}: {kind}" in " ".join(out.split())
+    code, out, _ = match([line], "--json")
     assert [(each["kind"], each["rank"]) for each in json.loads(out)[0]["endings"]] == [(kind, rank)] and code == 1
 
 
@@ -314,29 +310,22 @@ WELL = ("\n".join(UNIFORM) + "\n").encode()
     ids=["0 bytes", "blank", "gzip", "utf-16", "CRLF", "a bar", "a long line", "latin-1"],
 )  # fmt: skip
 def test_match_of_any_encoding_reads_it(
-    content: bytes, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    content: bytes, code: int, match: Match, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = tmp_path / "a.log"
-    log.write_bytes(content)
-    assert run(capsys, str(log))[0] == code
+    assert match(content)[0] == code
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    assert run(capsys)[0] == code
+    assert cli.main(["match"]) == code
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:-9], "end-of-stream"),
-     (gzip.compress(bytes(range(256)) * 40), "binary"), (b"BZh91AY&SY" + bytes(100), "binary"), (None, "directory")],
-)  # fmt: skip
+    ("content", "message"), [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:-9], "end-of-stream")]
+)
 def test_match_of_something_else_exits_2(
-    content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, message: str, match: Match, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "a.log"
-    log.mkdir() if content is None else log.write_bytes(content)
-    code, _, err = run(capsys, str(log))
-    assert code == 2 and said in err and "a.log" in err
-    code, _, err = run(capsys, str(tmp_path / "none.log"))
-    assert code == 2 and "No such file" in err
+    code, _, err = match(content)
+    assert code == 2 and message in err and "a.log" in err
+    assert cli.main(["match", str(tmp_path / "none.log")]) == 2 and "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -352,3 +341,74 @@ def test_match_of_something_else_exits_2(
 def test_recognize_of_a_warning_skips_a_loggers_prefix(before: str, known: bool) -> None:
     said = "You are using an old version of the checkpointing format that is deprecated (We will also"
     assert [one.case for one in answer([f"{before}{said}"]).remarks] == ["old-checkpointing-hook"] * known
+
+
+# --- real logs: public threads, what is published of our own ranks, and runs that went well
+
+LOGS = Path(__file__).parents[1] / "data" / "logs"
+
+
+def fixtures(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load((LOGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+PUBLIC, PASSED = fixtures("public"), fixtures("healthy")
+
+
+def possible(found: Answer) -> set[str]:
+    return {item.case for failure in found.failures for item in failure.perhaps}
+
+
+@pytest.mark.parametrize("entry", PUBLIC, ids=[entry["source"] for entry in PUBLIC])
+def test_recognize_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) -> None:
+    found = answer(entry["log"].split("\n"))
+    assert found.names == entry.get("names", [])
+    assert found.failures or found.remarks
+    if not entry.get("names"):
+        assert possible(found) >= set(entry.get("perhaps", ()))
+        assert bool(possible(found)) == bool(entry.get("perhaps"))
+    if entry.get("ranks"):
+        assert list(found.causes[0].error.ranks) == entry["ranks"]
+    if entry.get("echo"):
+        assert not found.causes
+
+
+@pytest.mark.parametrize("entry", PASSED, ids=[entry["about"] for entry in PASSED])
+def test_recognize_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
+    found = answer(entry["log"].split("\n"))
+    assert found.names == [] and found.failures == []
+    assert seen(entry["log"].split("\n")).endings == []
+
+
+@cache
+def tails() -> dict[str, tuple[frozenset[str], str]]:
+    """Every different log tail that is published -> (the cases that its attempt shows by its records, where it is)."""
+    found: dict[str, tuple[frozenset[str], str]] = {}
+    for document in Store(BASELINE).documents():
+        case = CASES.get(document["case"])
+        for name, variant in document["variants"].items() if case else ():
+            for attempt in variant["attempts"]:
+                outcome = grade.grade(case, name, attempt["observation"], CASES) if name in case.variants else None
+                right = frozenset(item.case for item in outcome.recognized) if outcome else frozenset()
+                for rank in attempt["observation"]["ranks"]:
+                    tail = rank.get("log_tail") or ""
+                    if tail:
+                        before, where = found.get(tail, (frozenset(), document["path"]))
+                        found[tail] = (before | right, where)
+    return found
+
+
+def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
+    wrong, missed, named = [], [], 0
+    for tail, (right, where) in tails().items():
+        found = answer(tail.split("\n"))
+        names = set(found.names)
+        if names - right:
+            wrong.append(f"{where}: {sorted(names)}, not {sorted(right)}")
+        named += bool(names)
+        raised = {failure.error.type for failure in found.causes} - {""}
+        known = {case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)}
+        if raised and known and not names and not possible(found) & right:
+            missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
+    assert (wrong, missed) == ([], []) and named > 300
