@@ -19,10 +19,10 @@ from repro_matrix.cli import main as cli
 from repro_matrix.results.store import Store
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
-from repro_matrix.runner.prerequisites import Prober
 from test_engine import Fake, observation
 
 ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]")
+CHECK = "repro_matrix.runner.prerequisites.check_torch"
 
 
 @dataclass
@@ -111,7 +111,7 @@ def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: 
 def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def probe(self: Prober, stack: Any) -> tuple[dict[str, Any], str | None]:
+    def probe(stack: Any, *_: Any) -> tuple[dict[str, Any], str | None]:
         why = "NVML sees 2 x A100 (driver 535), and torch cannot use them:\n  uv pip install ..."
         found = {"torch": "2.13", "cuda": "13.0", "arch_list": [], "nccl_version": "2.28", "devices": []}
         return found, None if works or stack.name != "current" else why
@@ -123,7 +123,7 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
-    monkeypatch.setattr(Prober, "__call__", probe)
+    monkeypatch.setattr(CHECK, probe)
     monkeypatch.setattr(workplace, "open_launcher", lambda name: Clean())
     words = ["fsdp-generate", "model=qwen1.5-0.5b", "variants=[summon,newer-transformers]", "hardware=gpu2"]
     stack = f"stack=python:{python_that_says(tmp_path, *lines())}"
@@ -154,7 +154,7 @@ def test_prepare_probes_all_selected_gpus_and_no_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
-    monkeypatch.setattr(Prober, "__call__", lambda self, stack: (seen.add(len(self.profile.gpus)), ({}, None))[1])
+    monkeypatch.setattr(CHECK, lambda stack, profile, _: (seen.add(len(profile.gpus)), ({}, None))[1])
     prepared = session.prepare(words, build_stacks=False, probe=True)
     assert seen == probed and {plan.profile.name for plan in prepared.plans} >= {first}
 

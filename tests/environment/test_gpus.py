@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -16,18 +17,9 @@ from fake_nvml import A100, H200, FakeGpu, FakeNvml, Process, uuid_of
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.config import catalog
+from repro_matrix.environment import machine as machines
 from repro_matrix.environment.gpus import RUN_TOKEN, DriverError, Gpu, GpuState, Nvml, Pynvml, states
-from repro_matrix.environment.machine import (
-    Machine,
-    Profile,
-    cgroup_limits,
-    cgroup_used,
-    detect,
-    settle,
-    settle_all,
-    settle_planned,
-    visible_gpus,
-)
+from repro_matrix.environment.machine import Machine, Profile, detect, settle, settle_all
 from repro_matrix.errors import ConfigError
 
 KNOWN = catalog.load().hardware
@@ -61,6 +53,7 @@ def no_library() -> FakeNvml:
     [
         ([FakeGpu() for _ in range(8)], "a100x8"),
         ([FakeGpu(H200)], "gpu1"),
+        ([FakeGpu(H200) for _ in range(9)], "gpu8"),
         ([FakeGpu(), FakeGpu(), FakeGpu(H200), FakeGpu(H200)], "gpu4"),
         ([FakeGpu(), FakeGpu(), FakeGpu(), FakeGpu(mig=["MIG-1"])], "gpu3"),  # the GPU in MIG mode is left out
         ([*(FakeGpu() for _ in range(7)), FakeGpu(lost=True)], "gpu7"),
@@ -72,24 +65,15 @@ def no_library() -> FakeNvml:
     ],
 )
 def test_auto_selects_the_largest_profile_of_usable_gpus(gpus: list[FakeGpu], profile: str, machine: Detect) -> None:
-    assert settle("auto", KNOWN, machine(FakeNvml(gpus))).name == profile
-
-
-@pytest.mark.parametrize(("count", "used"), [(9, 8), (16, 8), (3, 3), (8, 8)])
-def test_profile_counts_gpus_that_stay_unused(count: int, used: int, machine: Detect) -> None:
-    profile = settle("auto", KNOWN, machine(FakeNvml([FakeGpu(H200) for _ in range(count)])))
-    assert (len(profile.gpus), profile.idle) == (used, count - used)
-    assert ("unused" in profile.words()) == (count > used)
+    here = machine(FakeNvml(gpus))
+    settled = settle("auto", KNOWN, here)
+    assert settled.name == profile and settled.idle == len(here.gpus) - len(settled.gpus)
+    assert ("unused" in settled.words()) == (settled.idle > 0)
 
 
 def test_profile_prefers_free_gpus(machine: Detect) -> None:
-    busy = [
-        FakeGpu(processes=[Process(99999999, 40000)]),
-        FakeGpu(),
-        FakeGpu(processes=[Process(99999998, 8)]),
-        FakeGpu(),
-    ]
-    four = machine(FakeNvml(busy))
+    busy, monitored = FakeGpu(processes=[Process(99999999, 40000)]), FakeGpu(processes=[Process(99999998, 8)])
+    four = machine(FakeNvml([busy, FakeGpu(), monitored, FakeGpu()]))
     assert [gpu.busy for gpu in four.gpus] == [True, False, False, False], "a monitor does not count"
     assert [gpu.index for gpu in settle("gpu2", KNOWN, four).gpus] == [1, 2]
     assert [gpu.index for gpu in settle("gpu4", KNOWN, four).gpus] == [0, 1, 2, 3]
@@ -98,43 +82,33 @@ def test_profile_prefers_free_gpus(machine: Detect) -> None:
 def test_exclusive_gpu_is_not_shared_by_ranks(machine: Detect) -> None:
     exclusive, usual = machine(FakeNvml([FakeGpu(mode="exclusive_process")])), machine(FakeNvml([FakeGpu()]))
     assert [profile.name for profile in settle_all(["auto"], KNOWN, usual)] == ["gpu1", "gpu1-shared", "cpu"]
+    assert [profile.name for profile in settle_all(["cpu", "gpu1", "cpu"], KNOWN, usual)] == ["gpu1", "cpu"], "sorted"
     profiles = settle_all(["auto"], KNOWN, exclusive)
     assert [profile.name for profile in profiles] == ["gpu1", "cpu"] and len(profiles[0].warnings(4096)) == 1
     with pytest.raises(ConfigError, match="exclusive_process"):
         settle("gpu1-shared", KNOWN, exclusive)
 
 
-@pytest.mark.parametrize(
-    ("name", "nvml", "env", "reason"),
-    [
-        ("gpu2", FakeNvml([FakeGpu(), FakeGpu(mode="prohibited")]), {}, "prohibited"),
-        ("gpu8", FakeNvml([FakeGpu() for _ in range(8)]), {"CUDA_VISIBLE_DEVICES": "0,1,9"}, "'9' names none"),
-        ("gpu1", FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": ""}, "asks for no GPU"),
-        ("gpu", FakeNvml([FakeGpu()]), {}, "did you mean"),
-    ],
-)
-def test_settle_names_the_reason_why_gpus_are_missing(
-    name: str, nvml: FakeNvml, env: dict[str, str], reason: str, machine: Detect
-) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        settle(name, KNOWN, machine(nvml, **env))
-
-
-def test_several_profiles_are_sorted(machine: Detect) -> None:
-    four = machine(FakeNvml([FakeGpu() for _ in range(4)]))
-    profiles = settle_all(["cpu", "gpu1-shared", "gpu2", "cpu"], KNOWN, four)
-    assert [profile.name for profile in profiles] == ["gpu2", "gpu1-shared", "cpu"]
+def test_settle_names_the_reason_why_gpus_are_missing(machine: Detect) -> None:
+    for name, gpus, visible, reason in [
+        ("gpu2", [FakeGpu(), FakeGpu(mode="prohibited")], "0,1", "prohibited"),
+        ("gpu8", [FakeGpu()], "0,9", "'9' names none"),
+        ("gpu1", [FakeGpu()], "", "asks for no GPU"),
+        ("gpu", [FakeGpu()], "0", "did you mean"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            settle(name, KNOWN, machine(FakeNvml(gpus), CUDA_VISIBLE_DEVICES=visible))
 
 
 def test_settle_planned_accepts_hardware_that_is_not_here(machine: Detect) -> None:
     laptop = machine(no_library())
-    (profile,), planned, elsewhere = settle_planned(["a100x8"], KNOWN, laptop)
+    (profile,), planned, elsewhere = machines.settle_planned(["a100x8"], KNOWN, laptop)
     assert elsewhere and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024
     assert planned.memory_gb == 1000 and planned.free_gb is None, "free memory here is not free memory there"
-    assert settle_planned(["cpu"], KNOWN, laptop) == ([Profile("cpu", "cpu", "gloo")], laptop, False)
+    assert machines.settle_planned(["cpu"], KNOWN, laptop) == ([Profile("cpu", "cpu", "gloo")], laptop, False)
     for names in (["a100x"], ["a100x8", "cpu"]):
         with pytest.raises(ConfigError):
-            settle_planned(names, KNOWN, laptop)
+            machines.settle_planned(names, KNOWN, laptop)
 
 
 # -- GPUs that are here, or were requested, and cannot be used
@@ -157,34 +131,25 @@ REFUSED = [
     (no_library(), {}, {"dev/nvidia0": ""}, "/dev/nvidia0"),
     (no_library(), {}, {"proc/driver/nvidia/version": "NVRM"}, "/proc/driver/nvidia/version"),
     (no_library(), {}, {"dev/dxg": ""}, "/dev/dxg"),
+    # No GPU is here, or none is requested: the CPU.
+    (no_library(), {}, {"dev/nvidia-caps/x": "", "dev/nvidiactl": ""}, None),
+    (no_library(), {"NVIDIA_VISIBLE_DEVICES": "void"}, {}, None),
+    (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}, None),
+    (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}, None),
+    (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}, None),
+    (FakeNvml(init_error=9), {"CUDA_VISIBLE_DEVICES": ""}, {}, None),
 ]
 
 
-@pytest.mark.parametrize(("nvml", "env", "files", "reason"), REFUSED, ids=[one[3] for one in REFUSED])
+@pytest.mark.parametrize(("nvml", "env", "files", "reason"), REFUSED)
 def test_auto_refuses_the_cpu_where_gpus_were_meant(
-    nvml: FakeNvml, env: dict[str, str], files: dict[str, str], reason: str, machine: Detect
+    nvml: FakeNvml, env: dict[str, str], files: dict[str, str], reason: str | None, machine: Detect
 ) -> None:
     here = machine(nvml, files, **env)
-    with pytest.raises(ConfigError, match=reason):
-        settle("auto", KNOWN, here)
-    assert settle("cpu", KNOWN, here).name == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("nvml", "env", "files"),
-    [
-        (no_library(), {}, {"dev/nvidia-caps/x": "", "dev/nvidiactl": ""}),
-        (no_library(), {"NVIDIA_VISIBLE_DEVICES": "void"}, {}),
-        (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}),
-        (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}),
-        (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}),
-        (FakeNvml(init_error=9), {"CUDA_VISIBLE_DEVICES": ""}, {}),
-    ],
-)
-def test_auto_is_the_cpu_without_gpus_or_where_none_is_requested(
-    nvml: FakeNvml, env: dict[str, str], files: dict[str, str], machine: Detect
-) -> None:
-    assert settle("auto", KNOWN, machine(nvml, files, **env)).name == "cpu"
+    assert settle("cpu" if reason else "auto", KNOWN, here).name == "cpu"
+    if reason:
+        with pytest.raises(ConfigError, match=reason):
+            settle("auto", KNOWN, here)
 
 
 # -- CUDA_VISIBLE_DEVICES
@@ -215,33 +180,30 @@ def gpus(uuids: list[str], names: list[str] | None = None) -> list[Gpu]:
 
 @given(st.lists(ENTRY, max_size=6).map(",".join), st.integers(0, len(UUIDS)))
 def test_visible_gpus_are_those_that_torch_sees_or_refused(text: str, count: int) -> None:
-    shown, problem = visible_gpus(text, gpus(UUIDS[:count]), None)
+    shown, problem = machines.visible_gpus(text, gpus(UUIDS[:count]), None)
     assert bool(shown) == (problem is None)
     if shown:
         assert [gpu.index for gpu in shown] == as_torch_reads(text, UUIDS[:count])
 
 
 @pytest.mark.parametrize(
-    ("text", "order", "indices", "problem"),
+    ("text", "order", "answer"),
     [
-        (None, None, [0, 1, 2], None),
-        ("0,1", None, [], "CUDA_DEVICE_ORDER"),  # the GPUs differ: the fastest first, which NVML does not know
-        ("0,1", "PCI_BUS_ID", [0, 1], None),
-        ("2,0,1", None, [2, 0, 1], None),  # all of them, in any order
-        ("GPU-c,GPU-ab1", None, [2, 0], None),
-        (" 1 , 0", "PCI_BUS_ID", [1, 0], None),
-        ("0 1", "PCI_BUS_ID", [], "'0 1' names none of the 3"),
-        ("2,0,-1,1", "PCI_BUS_ID", [], "'-1' names none"),
-        ("0,1,0", None, [], "a second time"),
-        ("GPU-ab", None, [], "names 2 of the 3"),
-        ("0,GPU-c", "PCI_BUS_ID", [], "'GPU-c' names none"),
+        (None, None, [0, 1, 2]),
+        ("0,1", None, "CUDA_DEVICE_ORDER"),  # the GPUs differ: the fastest first, which NVML does not know
+        ("0,1", "PCI_BUS_ID", [0, 1]),
+        ("2,0,1", None, [2, 0, 1]),  # all of them, in any order
+        ("GPU-c,GPU-ab1", None, [2, 0]),
+        ("0 1", "PCI_BUS_ID", "'0 1' names none of the 3"),
+        ("0,1,0", None, "a second time"),
+        ("GPU-ab", None, "names 2 of the 3"),
     ],
 )
 def test_visible_gpus_refuse_what_cuda_would_ignore(
-    text: str | None, order: str | None, indices: list[int], problem: str | None
+    text: str | None, order: str | None, answer: list[int] | str
 ) -> None:
-    shown, why = visible_gpus(text, gpus(UUIDS[:3], ["A100", "H200", "A100"]), order)
-    assert [gpu.index for gpu in shown] == indices and (problem in str(why) if problem else why is None)
+    shown, problem = machines.visible_gpus(text, gpus(UUIDS[:3], ["A100", "H200", "A100"]), order)
+    assert answer in str(problem) if isinstance(answer, str) else [gpu.index for gpu in shown] == answer
 
 
 # -- NVML
@@ -272,8 +234,9 @@ def test_states_report_processes_errors_and_lost_gpus(monkeypatch: pytest.Monkey
 
 
 def test_process_of_a_run_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
-    command, env = [sys.executable, "-c", "input()"], {**os.environ, RUN_TOKEN: "r"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=env) as ours:
+    command, env = [sys.executable, "-c", "print(flush=True); input()"], {**os.environ, RUN_TOKEN: "r"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as ours:
+        assert ours.stdout and ours.stdout.readline(), "it runs with its own environment"
         gpu = FakeGpu(mode="exclusive_process", processes=[Process(ours.pid)])
         FakeNvml([gpu]).install(monkeypatch)
         assert states([gpu.uuid])[gpu.uuid].others == () and len(detect({}).gpus) == 1
@@ -302,19 +265,16 @@ class NVMLError(Exception):
 
 def pynvml(**functions: object) -> SimpleNamespace:
     """A library with these functions only; every other question is refused."""
-    names = {
-        "NVMLError": NVMLError,
-        "NVML_ERROR_GPU_IS_LOST": 15,
-        "NVML_ERROR_TIMEOUT": 10,
-        "NVML_ERROR_LIBRARY_NOT_FOUND": 12,
-        "nvmlInit": lambda: None,
-    }
-    names |= {"NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1, "NVML_VOLATILE_ECC": 0, "nvmlEventTypeXidCriticalError": 8}
-    return SimpleNamespace(**names, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, **functions)
+    return SimpleNamespace(
+        NVMLError=NVMLError, NVML_ERROR_GPU_IS_LOST=15, NVML_ERROR_TIMEOUT=10, NVML_ERROR_LIBRARY_NOT_FOUND=12,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_VOLATILE_ECC=0, nvmlEventTypeXidCriticalError=8,
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, **functions,
+    )  # fmt: skip
 
 
-def field_values(action: int) -> object:
-    return lambda *_: [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=action))]
+def recovery(action: int) -> dict[str, object]:
+    field = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=action))
+    return {"NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 1, "nvmlDeviceGetFieldValues": lambda *_: [field]}
 
 
 MEMORY = SimpleNamespace(total=80 * 2**30, free=79 * 2**30, used=2**30)
@@ -337,8 +297,8 @@ def test_pynvml_refused_questions_are_unknown() -> None:
     ("answers", "problem"),
     [
         ({"nvmlDeviceGetMigMode": lambda h: [1, 1]}, "MIG mode"),
-        ({"NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 1, "nvmlDeviceGetFieldValues": field_values(2)}, "recovery action 2"),
-        ({"NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 1, "nvmlDeviceGetFieldValues": field_values(0)}, None),
+        (recovery(2), "recovery action 2"),
+        (recovery(0), None),
         ({"nvmlDeviceGetRemappedRows": lambda h: (1, 0, 1, 0)}, None),  # replaced at the next reset
         ({"nvmlDeviceGetRemappedRows": lambda h: (1, 0, 0, 1)}, "faulty rows"),
     ],
@@ -349,10 +309,7 @@ def test_pynvml_reports_why_a_gpu_cannot_be_used(answers: dict[str, object], pro
 
 
 def test_pynvml_lost_gpu_is_an_error() -> None:
-    def lost(*_: object) -> None:
-        raise NVMLError(15)
-
-    driver = Pynvml(pynvml(nvmlDeviceGetMemoryInfo=lost))
+    driver = Pynvml(pynvml(nvmlDeviceGetMemoryInfo=mock.Mock(side_effect=NVMLError(15))))
     with pytest.raises(DriverError) as caught:
         driver.state("GPU-a")
     assert caught.value.lost and not caught.value.missing
@@ -361,40 +318,44 @@ def test_pynvml_lost_gpu_is_an_error() -> None:
 # -- cgroups
 
 
+@pytest.fixture
+def cgroups(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """Return the folder of all cgroups with these files, and the file that names this process's."""
+
+    def make(files: dict[str, str]) -> tuple[Path, Path]:
+        (tmp_path / "own").write_text("1:name=systemd:/x\n0::/job/step\n", encoding="utf-8")
+        for name, text in files.items():
+            path = tmp_path / "root" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+        return tmp_path / "root", tmp_path / "own"
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("files", "cores", "memory"),
     [
-        ({}, float("inf"), float("inf")),
         ({"memory.max": "max", "cpu.max": "max 100000"}, float("inf"), float("inf")),
         ({"job/step/memory.max": "1000", "job/memory.max": "500", "memory.max": "max"}, float("inf"), 500),
         ({"job/cpu.max": "150000 100000", "job/step/cpu.max": "400000 100000"}, 1.5, float("inf")),
         ({"job/cpu.max": "damaged"}, float("inf"), float("inf")),
-        ({"other/memory.max": "7"}, float("inf"), float("inf")),
     ],
 )
-def test_cgroup_limits_are_the_tightest(tmp_path: Path, files: dict[str, str], cores: float, memory: float) -> None:
-    own = tmp_path / "own"
-    own.write_text("1:name=systemd:/x\n0::/job/step\n", encoding="utf-8")
-    for name, text in files.items():
-        path = tmp_path / "root" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
-    assert cgroup_limits(tmp_path / "root", own) == (cores, memory)
+def test_cgroup_limits_are_the_tightest(cgroups: Any, files: dict[str, str], cores: float, memory: float) -> None:
+    assert machines.cgroup_limits(*cgroups(files)) == (cores, memory)
 
 
-def test_cgroup_used_leaves_out_the_page_cache(tmp_path: Path) -> None:
-    own, folder = tmp_path / "own", tmp_path / "root" / "job"
-    own.write_text("0::/job\n", encoding="utf-8")
-    assert cgroup_used(tmp_path / "root", own) == 0, "unknown"
-    folder.mkdir(parents=True)
-    (folder / "memory.current").write_text("900\n", encoding="utf-8")
-    (folder / "memory.stat").write_text("anon 300\nfile 600\nshmem 100\n", encoding="utf-8")
-    assert cgroup_used(tmp_path / "root", own) == 400, "files in /dev/shm cannot be dropped"
+def test_cgroup_used_leaves_out_the_page_cache(cgroups: Any) -> None:
+    assert machines.cgroup_used(*cgroups({})) == 0, "unknown"
+    stat = "anon 300\nfile 600\nshmem 100"
+    used = cgroups({"job/step/memory.current": "900", "job/step/memory.stat": stat})
+    assert machines.cgroup_used(*used) == 400, "files in /dev/shm cannot be dropped"
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "shm", "warned"),
-    [("nccl", 2, 24000, 0), ("nccl", 2, 64, 1), ("nccl", 2, None, 1), ("gloo", 2, 64, 0), ("nccl", 1, 64, 0)],
-)
-def test_profile_warns_of_small_shared_memory(backend: str, count: int, shm: int | None, warned: int) -> None:
-    assert len(Profile("x", "cuda", backend, tuple(gpus(UUIDS[:count]))).warnings(shm)) == warned
+def test_profile_warns_of_small_shared_memory() -> None:
+    def warnings(backend: str, count: int, shm: int | None) -> int:
+        return len(Profile("x", "cuda", backend, tuple(gpus(UUIDS[:count]))).warnings(shm))
+
+    assert warnings("nccl", 2, 64) == warnings("nccl", 2, None) == 1
+    assert warnings("nccl", 2, 24000) == warnings("gloo", 2, 64) == warnings("nccl", 1, 64) == 0

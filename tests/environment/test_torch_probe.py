@@ -19,7 +19,7 @@ from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.probe import ask, parse_output, problem, record
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.runner.gpu_pool import GpuLocks
-from repro_matrix.runner.prerequisites import Prober
+from repro_matrix.runner.prerequisites import check_torch
 
 GPUS = tuple(Gpu(index, A100, f"GPU-{index}", 81920, "8.0") for index in range(2))
 TWO = Profile("gpu2", "cuda", "nccl", GPUS)
@@ -90,15 +90,14 @@ def test_ask_runs_the_probe_in_the_stack(tmp_path: Path) -> None:
     assert "could not be started" in str(problem(gone, stack, TWO, MACHINE))
 
 
-def test_prober_leaves_out_locked_and_full_gpus_and_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_torch_leaves_out_locked_and_full_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([FakeGpu(), FakeGpu(processes=[Process(99999999, 81500)]), FakeGpu()]).install(monkeypatch)
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
     gpus = tuple(Gpu(i, A100, gpu.uuid, 81920) for i, gpu in enumerate(nvml.gpus))
     stack = Stack("python:x", str(python_that_says(tmp_path, *lines(gpus=3))), {}, key="x")
-    prober = Prober(replace(TWO, gpus=gpus), MACHINE, tmp_path / "state")
     with GpuLocks(tmp_path / "state", "another-run") as other:
         assert other.acquire([gpus[2].uuid])
-        recorded, text = prober(stack)
-    assert text is None and recorded["torch"] == "2.13.0+cu130"
-    assert prober(stack) == (recorded, None)
+        recorded, problem = check_torch(stack, replace(TWO, gpus=gpus), MACHINE)
+    assert problem is None and recorded["torch"] == "2.13.0+cu130"
     assert (tmp_path / "asked").read_text().split()[1:] == ["0"]
     assert (tmp_path / "visible").read_text().strip() == ",".join(gpu.uuid for gpu in gpus)

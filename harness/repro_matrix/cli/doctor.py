@@ -16,7 +16,7 @@ from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.runner import session
-from repro_matrix.runner.prerequisites import Prober
+from repro_matrix.runner.prerequisites import ask_torch
 from repro_matrix.runner.session import ask
 
 _SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     machine, profile = prepared.machine, prepared.profile
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()))
-    torch = Prober(profile, machine, cache_dir() / "state").look(stack)
+    torch = ask_torch(stack, profile)
     problems += _problems(torch, stack, profile, machine)
     shm, untraceable = shm_mb(), no_ptrace()
     notes = [*map(str, machine.left_out), *([machine.hidden] if machine.hidden else [])]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import spec
+from repro_matrix.environment.stacks import build, spec
 from repro_matrix.errors import ReproError
 from repro_matrix.report.terminal import print_json, print_notes, print_table
 
@@ -54,7 +54,7 @@ def _list(args: argparse.Namespace) -> None:
     print_table("", columns, rows, narrow=("title", "pins"))
 
 
-def _require_cached(names: Sequence[str], cached: Sequence[stacks.CachedStack]) -> None:
+def _require_cached(names: Sequence[str], cached: Sequence[build.CachedStack]) -> None:
     for name in names:
         if not any(name in (item.name, item.key) for item in cached):
             raise ReproError(f"no stack {name!r} in the cache: `repro stack show` lists them")

@@ -8,7 +8,7 @@ and only errors that mean that the GPU has failed or must be reset make it unusa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +130,7 @@ class Pynvml:
             return None
 
     def versions(self) -> tuple[str, str | None]:
+        """Return the driver's version and the newest CUDA that it supports."""
         number = self._optional("nvmlSystemGetCudaDriverVersion")
         cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
         return str(self._ask("nvmlSystemGetDriverVersion")), cuda
@@ -175,6 +176,7 @@ class Pynvml:
             self._optional("nvmlDeviceRegisterEvents", handle, kind, self._events)
 
     def next_error(self) -> tuple[str, int] | None:
+        """Return (uuid, Xid) of the next hardware error since ``watch_errors``, or None. Each is reported once."""
         if self._events is None:
             return None
         try:
@@ -238,11 +240,8 @@ def _identify(process: GpuProcess) -> GpuProcess:
 
 def states(uuids: Sequence[str]) -> dict[str, GpuState]:
     """Return the state of these GPUs now."""
-    try:
-        with contextlib.closing(open_driver()) as driver:
-            return {uuid: _state(driver, uuid) for uuid in uuids}
-    except DriverError as error:
-        return {uuid: GpuState(problem=str(error)) for uuid in uuids}
+    with Nvml(uuids) as nvml:
+        return {uuid: nvml.look(uuid) for uuid in uuids}
 
 
 # -- during a run
@@ -279,23 +278,17 @@ class Nvml:
         if self._driver is None:
             return GpuState()
         state = _state(self._driver, uuid)
-        return replace(state, problem=state.problem or self._new_ecc_errors(uuid, state.ecc_uncorrected))
-
-    def _new_ecc_errors(self, uuid: str, count: int | None) -> str | None:
-        """Describe uncorrected memory errors since the first sample; ``count`` None: no ECC, or it is off."""
+        count = state.ecc_uncorrected  # None: no ECC, or it is off
         new = 0 if count is None else count - self._ecc.setdefault(uuid, count)
-        return f"ECC: {new} uncorrected memory error{'s' if new > 1 else ''}" if new > 0 else None
+        errors = f"ECC: {new} uncorrected memory error{'s' if new > 1 else ''}" if new > 0 else None
+        return replace(state, problem=state.problem or errors)
 
     def failed_gpus(self) -> dict[str, str]:
         """Return the GPUs with a hardware error (Xid) since the run began, and the error."""
         try:
-            for uuid, xid in self._errors():
-                if xid not in APPLICATION_XIDS:
-                    self._failed[uuid] = f"Xid {xid}"
+            while self._driver is not None and (error := self._driver.next_error()) is not None:
+                if error[1] not in APPLICATION_XIDS:
+                    self._failed[error[0]] = f"Xid {error[1]}"
         except DriverError:
             return self._failed | {uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)}
         return dict(self._failed)
-
-    def _errors(self) -> Iterator[tuple[str, int]]:
-        while self._driver is not None and (error := self._driver.next_error()) is not None:
-            yield error

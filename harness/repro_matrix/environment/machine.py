@@ -316,11 +316,6 @@ def _detect_name(known: dict[str, Hardware], machine: Machine) -> str:
         for spec in known.values()
         if spec.accelerator == "cuda" and not spec.shared and sum(_fits(spec, gpu) for gpu in machine.gpus) >= spec.gpus
     ]
-    if not fits:
-        raise HardwareError(
-            f"hardware=auto: no profile in conf/hardware fits {count_names(machine.gpus)}; "
-            "hardware=cpu runs with gloo anyway."
-        )
     return max(fits, key=lambda spec: (spec.gpus, spec.gpu_name is not None)).slug
 
 

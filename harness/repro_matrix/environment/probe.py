@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine, Profile, count_names
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import PACKAGE
@@ -75,8 +74,7 @@ def describe(answer: Mapping[str, Any]) -> str:
     built = ", ".join(f"{name} {version}" for name, version in parts if version) or "no CUDA"
     devices = answer.get("devices") or []
     working = sum(bool(one.get("touched")) and not one.get("error") for one in devices)
-    errors = "".join(f"; GPU {one['index']}: {one['error']}" for one in devices if one.get("error"))
-    gpus = f": it computes on {working} of {len(devices)} GPUs{errors}" if devices else ""
+    gpus = f": it computes on {working} of {len(devices)} GPUs" if devices else ""
     return f"torch {answer.get('torch') or 'unknown'} ({built}){gpus}"
 
 
@@ -120,13 +118,10 @@ def _problem(answer: Mapping[str, Any], profile: Profile) -> tuple[str, bool] | 
             more = "; CUDA_VISIBLE_DEVICES without it runs on the others" if len(devices) > 1 else ""
             other_build_helps = any(text in device["error"] for text in _OTHER_BUILD)
             return f"GPU {gpu.index} ({gpu.uuid}): {device['error']}{more}", other_build_helps
-        if _differs(device, gpu):  # in another order, other GPUs than the locked ones would be measured
-            name = f"{device.get('name')} (compute capability {device['capability']})"
+        capability = device.get("capability")
+        if capability and gpu.capability and capability != gpu.capability:  # another order: other GPUs than the locked
+            name = f"{device.get('name')} (compute capability {capability})"
             return f"it sees {name}, where NVML has GPU {gpu.index}: {gpu.name} ({gpu.capability})", False
     if profile.backend == "nccl" and not answer.get("nccl"):
         return "it was built without NCCL", True
     return None
-
-
-def _differs(device: Mapping[str, Any], gpu: Gpu) -> bool:
-    return bool(device.get("capability") and gpu.capability) and device["capability"] != gpu.capability

@@ -107,7 +107,7 @@ class Engine:
         """``earlier``: stored rows."""
         self.session, self.place, self.store, self.on_event = session, place, store, on_event
         settings, machine = session.settings, session.machine
-        self.pool = GpuPool(session.gpus, place.locks, place.nvml, self._say)
+        self.pool = GpuPool(session.gpus, place.locks, place.nvml, lambda text: on_event(Event("note", text=text)))
         self.schedule = Schedule(machine.cores, machine.memory_gb, settings.jobs, settings.order)
         self._cases = session.catalogue.cases
         self._recorded = recorded(earlier)
@@ -217,9 +217,6 @@ class Engine:
         if self.pool.taken and len(self.pool.usable()) < width:
             return self.pool.shortage(width)
         return "waiting for GPUs that another run holds" if self.pool.all else ""
-
-    def _say(self, text: str) -> None:
-        self.on_event(Event("note", text=text))
 
     def _start(self, pool: ThreadPoolExecutor) -> bool:
         """Start the next attempt, if one may start now."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import psutil
@@ -120,7 +119,7 @@ class GpuLocks:
     def __enter__(self) -> GpuLocks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for uuid in list(self._held):
             self._unlock(uuid)
 
@@ -162,13 +161,12 @@ class GpuLocks:
 
     def free(self, among: Sequence[str]) -> list[str]:
         """Return those of ``among`` that no run holds at this moment."""
-        return [uuid for uuid in among if uuid not in self._held and self._is_free(uuid)]
-
-    def _is_free(self, uuid: str) -> bool:
-        lock = _acquire(self._path(uuid))
-        if lock:
-            lock.release()
-        return lock is not None
+        free = []
+        for uuid in among:
+            if uuid not in self._held and (lock := _acquire(self._path(uuid))):
+                lock.release()
+                free.append(uuid)
+        return free
 
     def _unlock(self, uuid: str) -> None:
         self._before.pop(uuid, None)

@@ -12,14 +12,14 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
-from repro_matrix.environment import probe as device_probe
+from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import states
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
@@ -39,60 +39,44 @@ Json = dict[str, Any]
 ROOM_MB = 1024  # free memory that a context, a library's workspace and a small matrix need
 
 
-@dataclass
-class Prober:
-    """Ask stacks whether their torch can use the GPUs. A stack is asked once; only a good answer is remembered."""
+def ask_torch(stack: Stack, profile: Profile) -> Json:
+    """Ask a stack's torch about the GPUs; only those compute that no other run has locked and that have room for it."""
+    run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    uuids = tuple(gpu.uuid for gpu in profile.gpus)
+    settings = {"device": profile.accelerator, "backend": profile.backend, "case": "probe", "variant": "probe"}
+    attempt = Attempt(
+        run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.LIMIT_S,
+        stack.environment({}), uuids,
+    )  # fmt: skip
+    env = stack_environment(attempt)
+    if not uuids:
+        return probe.ask(stack, None, env)
+    with GpuLocks(cache_dir() / "state", run_id) as locks:
+        free = [name for name in uuids if locks.acquire([name])]
+        memory = states(free)
+        roomy = [name for name in free if (free_mb := memory[name].free_mb) is None or free_mb >= ROOM_MB]
+        return probe.ask(stack, [uuids.index(name) for name in roomy], env)
 
-    profile: Profile
-    machine: Machine
-    state: Path  # the folder of the GPU locks
-    _passed: dict[str, Json] = field(default_factory=dict)
 
-    def __call__(self, stack: Stack) -> tuple[Json, str | None]:
-        """Return (what is recorded, why the stack cannot be used on these GPUs or None)."""
-        if stack.key in self._passed:
-            return self._passed[stack.key], None
-        answer = self.look(stack)
-        problem = device_probe.problem(answer, stack, self.profile, self.machine)
-        recorded = device_probe.record(answer)
-        if problem is None:
-            self._passed[stack.key] = recorded
-        return recorded, problem
-
-    def look(self, stack: Stack) -> Json:
-        """Ask torch; only GPUs compute that no other run has locked and that have room for it."""
-        run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        uuids = tuple(gpu.uuid for gpu in self.profile.gpus)
-        settings = {
-            "device": self.profile.accelerator, "backend": self.profile.backend, "case": "probe", "variant": "probe",
-        }  # fmt: skip
-        attempt = Attempt(
-            run_id, run_id, Path("."), device_probe.SCRIPT, settings, stack.python, len(uuids), device_probe.LIMIT_S,
-            stack.environment({}), uuids,
-        )  # fmt: skip
-        env = stack_environment(attempt)
-        if not uuids:
-            return device_probe.ask(stack, None, env)
-        with GpuLocks(self.state, run_id) as locks:
-            free = [name for name in uuids if locks.acquire([name])]
-            memory = states(free)
-            roomy = [name for name in free if (free_mb := memory[name].free_mb) is None or free_mb >= ROOM_MB]
-            return device_probe.ask(stack, [uuids.index(name) for name in roomy], env)
+def check_torch(stack: Stack, profile: Profile, machine: Machine) -> tuple[Json, str | None]:
+    """Return (what is recorded, why the stack cannot be used on these GPUs or None)."""
+    answer = ask_torch(stack, profile)
+    return probe.record(answer), probe.problem(answer, stack, profile, machine)
 
 
 def plan(
-    session: Session, cells: Sequence[matrix.Cell], build: bool, probe: Prober | None = None, ask_models: bool = False
+    session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus: bool = False, ask_models: bool = False
 ) -> None:
     """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped.
 
-    ``build``: whether stacks may be built, and ops compiled. ``probe``: asks a stack's torch about the GPUs.
+    ``build``: whether stacks may be built, and ops compiled. ``check_gpus``: ask the stacks' torch about them.
     ``ask_models``: ask the stacks what their models need, where that is not known yet. Raises StackError for a name
     without a stack.
     """
     catalogue, machine, settings = session.catalogue, session.machine, session.settings
     _locate(session, cells, build)
-    if probe:
-        _probe(session, cells, probe)
+    if check_gpus:
+        _check_gpus(session, cells)
     usable = dict(session.stacks)
     compiling = [cell for cell in cells if build and cell.stack in usable and _compiles(session, cell)]
     for name in ({cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)) & usable.keys():
@@ -130,13 +114,14 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
             session.unavailable[name] = str(error)
 
 
-def _probe(session: Session, cells: Iterable[matrix.Cell], probe: Prober) -> None:
+def _check_gpus(session: Session, cells: Iterable[matrix.Cell]) -> None:
     """Ask the torch of these cells' stacks whether it can use the GPUs; nothing of a stack that cannot is run."""
     cpu = {profile.name for profile in session.profiles if profile.accelerator == "cpu"}
     on_gpus = [cell for cell in cells if cell.hardware not in cpu]
+    profile = replace(session.profile, gpus=tuple(session.gpus))
     used = {cell.stack for cell in on_gpus} | _stacks_of_variants(session, on_gpus)
     for name in sorted(used & session.stacks.keys()):
-        answer, problem = probe(session.stacks[name])
+        answer, problem = check_torch(session.stacks[name], profile, session.machine)
         if problem is None:
             session.stacks[name] = replace(session.stacks[name], probe=answer)
             continue

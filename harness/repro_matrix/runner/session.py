@@ -23,7 +23,6 @@ from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
-from repro_matrix.paths import cache_dir
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Shard, parse_shard, select_shard
@@ -272,12 +271,8 @@ def prepare(
         catalogue, settings, profiles, machine, dict(given or {}), planned=planned, left_out=list(request.left_out),
         elsewhere=elsewhere, time_limit=time_limit,
     )  # fmt: skip
-    prober = None
-    if (build_stacks or probe) and session.gpus:
-        together = replace(session.profile, gpus=tuple(session.gpus))
-        prober = prerequisites.Prober(together, machine, cache_dir() / "state")
     ask_models = plan_only or settings.scale.value == "full"
-    prerequisites.plan(session, cells, build_stacks, prober, ask_models)
+    prerequisites.plan(session, cells, build_stacks, build_stacks or probe, ask_models)
     names = list(dict.fromkeys(cell.stack for cell in cells))
     if all(name in session.unavailable for name in names):
         kind = MeasureError if names[0] in session.unusable else ConfigError

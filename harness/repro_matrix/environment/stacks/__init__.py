@@ -16,22 +16,14 @@ from typing import TYPE_CHECKING
 from repro_matrix import paths
 from repro_matrix.environment.stacks import build, spec
 from repro_matrix.environment.stacks import lock as locks
-from repro_matrix.environment.stacks.build import (
-    CachedStack,
-    DefinedStack,
-    Log,
-    cached_stacks,
-    defined_stacks,
-    prune,
-    quiet,
-)
+from repro_matrix.environment.stacks.build import Log, cached_stacks, defined_stacks, prune, quiet
 from repro_matrix.environment.stacks.spec import Spec, Stack, StackError, canonical, differences, existing
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 __all__ = [
-    "CachedStack", "DefinedStack", "Stack", "StackError", "cached_stacks", "check", "defined_stacks", "differences",
+    "Stack", "StackError", "cached_stacks", "check", "defined_stacks", "differences",
     "is_existing", "make_lock", "prune", "resolve", "resolve_compatible", "with_release",
 ]  # fmt: skip
 

@@ -98,11 +98,10 @@ def _make(name: str, folder: Path, make: Callable[[Path], Json], log: Log) -> Js
         folder.mkdir(parents=True)
         marker = {"name": name, **make(folder)}
         write(folder / "done.json", json.dumps(marker))
-    except OSError as error:
+    except BaseException as error:
         discard(folder)
-        raise StackError("infra", f"stack {name}: it cannot be built: {error}") from None
-    except BaseException:
-        discard(folder)
+        if isinstance(error, OSError):
+            raise StackError("infra", f"stack {name}: it cannot be built: {error}") from None
         raise
     log(f"stack {name}: built in {time.monotonic() - began:.1f} s")
     return marker
@@ -256,7 +255,7 @@ def _defined(definition: Definition, conf: Path | None) -> DefinedStack:
             state = "built" if read_marker(stacks_dir() / locks.committed(definition, path).key) else "locked"
         except StackError:
             state = "out of date" if path.exists() else "not locked"
-    python = locks.python_of(definition) if definition.kind == "lock" else definition.python
+    python = definition.python or (locks.DEFAULT_PYTHON if definition.kind == "lock" else None)
     return DefinedStack(definition.slug, definition.title, python, (*definition.pins, *definition.no_deps), state)
 
 

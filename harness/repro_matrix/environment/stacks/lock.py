@@ -121,16 +121,12 @@ class Lock:
 def fingerprint(definition: Definition) -> str:
     """Hash everything that decides the lock: a lock made from something else is out of date."""
     pins, no_deps, constraints = (sorted(x) for x in (definition.pins, definition.no_deps, definition.constraints))
-    return short_hash(*pins, "|", *no_deps, "|", *constraints, python_of(definition))
-
-
-def python_of(definition: Definition) -> str:
-    return definition.python or DEFAULT_PYTHON
+    return short_hash(*pins, "|", *no_deps, "|", *constraints, definition.python or DEFAULT_PYTHON)
 
 
 def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> Lock:
     """Resolve a definition. ``prefer``: versions to keep where the requirements allow it."""
-    slug, python = definition.slug, python_of(definition)
+    slug, python = definition.slug, definition.python or DEFAULT_PYTHON
     body = _compile(f"stack {slug}", definition.pins, definition.constraints, python, prefer or {})
     if definition.no_deps:
         body += _compile(f"stack {slug}", definition.no_deps, [], python, {}, "--no-deps")
