@@ -350,7 +350,7 @@ def test_warning_of_the_package_matches(capture: Capture) -> None:
     assert capture.warnings[0]["code_location"] == "jsonschema" and seen(capture, "jsonschema", "is deprecated")
 
 
-# --- stacks, of which only the files are known
+# -- stacks, of which only the files are known
 
 VENV = "/venv/lib/python3.11/site-packages"
 PACKAGES = {"torch": f"{VENV}/torch", "transformers": "/over/transformers"}
@@ -369,9 +369,6 @@ PACKAGES = {"torch": f"{VENV}/torch", "transformers": "/over/transformers"}
 def test_origin_of_a_stacks_file(file: str, where: str | None) -> None:
     (thread,) = parse_threads(f'Thread 1 (idle): "MainThread"\n    wait ({file}:3)\n', PACKAGES)
     assert [frame.origin for frame in thread.frames] == [where]
-
-
-# -- names
 
 
 @pytest.mark.parametrize(
@@ -403,14 +400,14 @@ PY_SPY = f"""# py-spy
 Thread 15849 (idle): "Thread-1"
     wait (/usr/lib/python3.11/threading.py:324)
 Thread 15841 (idle): "MainThread"
-    barrier ({SITE}/torch/distributed/distributed_c10d.py:5356)
-    _exception_logger.<locals>.wrapper ({SITE}/torch/distributed/c10d_logger.py:83)
+    barrier ({SITE}/torch/distributed/x.py:5356)
+    _logger.<locals>.wrapper ({SITE}/torch/distributed/y.py:83)
 """
 FAULTHANDLER = f"""Thread 0x2 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
 Current thread 0x00007f9bfc5e4b80 (most recent call first):
-  File "{SITE}/torch/distributed/distributed_c10d.py", line 5356 in barrier
-  File "{SITE}/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "{SITE}/torch/distributed/x.py", line 5356 in barrier
+  File "{SITE}/torch/distributed/y.py", line 83 in wrapper
 """
 
 

@@ -79,8 +79,7 @@ ORDER: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str | None]] =
      "startup_timeout"),
     "missing rank": ([ok(0)], {"world_size": 2}, "other_failure", None),
     "wrong error": ([failed(0, WRONG), ended(1)], {}, "other_failure", None),
-    "failed check before a missing one": ([rank_with(0, checks=[]), rank_with(1, checks=[BAD])], {}, "other_failure",
-     None),
+    "failed check before missing": ([rank_with(0, checks=[]), rank_with(1, checks=[BAD])], {}, "other_failure", None),
     "void check beside the required one": ([rank_with(0, checks=[check(), check("x", actual=1.0)])], {},
      "infra_error", "missing_check"),
 }  # fmt: skip
@@ -164,18 +163,16 @@ def test_failure_of_another_case_needs_one_of_its_strategies() -> None:
     assert graded(failed(0), failed(1), settings=settings).outcome == "reproduced", "the case's own, under any"
 
 
-@pytest.mark.parametrize(
-    ("signature", "rank"),
-    [({"name": "s", "kind": "check", "check": "logits"}, rank_with(0, checks=[BAD])),
-     ({"name": "s", "kind": "signal", "signal": "SIGSEGV"}, ended(0, by="self", signal="SIGSEGV"))],
-)  # fmt: skip
-def test_check_or_signal_of_another_script_is_not_recognized(signature: dict[str, Any], rank: dict[str, Any]) -> None:
-    other = case("other", [signature], script="other.py")
-    same_script = case("twin", [signature], script=CASE.script_name)
-    seen = observation(rank)
-    assert grade(CASE, "unfixed", seen, [other]).recognized == ()
-    assert [item.case for item in grade(CASE, "unfixed", seen, [same_script]).recognized] == ["twin"]
-    assert grade(other, "unfixed", seen, []).outcome == "reproduced"
+def test_check_or_signal_of_another_script_is_not_recognized() -> None:
+    bad, died = rank_with(0, checks=[BAD]), ended(0, by="self", signal="SIGSEGV")
+    for rank, signature in (
+        (bad, {"kind": "check", "check": "logits"}),
+        (died, {"kind": "signal", "signal": "SIGSEGV"}),
+    ):
+        other = case("other", [{"name": "s", **signature}], script="other.py")
+        twin = case("twin", [{"name": "s", **signature}], script=CASE.script_name)
+        assert [item.case for item in grade(CASE, "unfixed", observation(rank), [other, twin]).recognized] == ["twin"]
+        assert grade(other, "unfixed", observation(rank), []).outcome == "reproduced"
 
 
 def test_failure_with_unread_change_is_no_evidence() -> None:

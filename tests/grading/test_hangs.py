@@ -22,7 +22,7 @@ SAMPLE: dict[str, Any] = {
     "collectives_digest": "c3", "ended": False,
 }  # fmt: skip
 LATER = {**SAMPLE, "time_s": 20.0}
-SPINS = {"busy_waiting": True, "busy": True}
+SPINS, BLIND = {"busy_waiting": True, "busy": True}, {"stack": None, "collectives_digest": None}
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,12 @@ SPINS = {"busy_waiting": True, "busy": True}
         ({}, {}, "stuck"), ({}, {"time_s": 11.4}, "unknown"), ({}, {"time_s": 11.5}, "stuck"),
         ({}, {"cpu_s": 5.05 + 0.03 * 10}, "stuck"), ({}, {"cpu_s": 5.36}, "progress"),
         ({}, {"cpu_s": None}, "unknown"), ({}, {"io": 64 << 10}, "stuck"), ({}, {"io": (64 << 10) + 1}, "progress"),
-        ({}, {"io": None}, "stuck"), ({}, {"phase": "end"}, "progress"), ({}, {"phase": None}, "stuck"),
-        ({}, {"stack": "g (x.py:2)"}, "progress"), ({}, {"stack": None}, "stuck"),
-        ({}, {"collectives_digest": "c4"}, "progress"), ({}, {"collectives_digest": None}, "stuck"),
-        ({}, {"stack": None, "collectives_digest": None}, "unknown"), ({}, {"ended": True}, "progress"),
-        ({"ended": True}, {"ended": True}, "stuck"),
+        *(({}, {key: "x"}, "progress") for key in ("phase", "stack", "collectives_digest")),
+        *(({}, {key: None}, "stuck") for key in ("phase", "stack", "collectives_digest", "io")),
+        ({}, BLIND, "unknown"), ({}, {"ended": True}, "progress"), ({"ended": True}, {"ended": True}, "stuck"),
         ({}, {"busy": True}, "unknown"),  # it waits for a core
         ({"busy": True}, {}, "unknown"), ({"busy": True}, {"busy": True}, "progress"),
-        (SPINS, {**SPINS, "cpu_s": 14.0}, "stuck"),
-        (SPINS, {**SPINS, "cpu_s": 14.0, "collectives_digest": "c4"}, "progress"),
+        (SPINS, {**SPINS, "cpu_s": 14.0}, "stuck"), (SPINS, {**SPINS, "stack": "x"}, "progress"),
         ({"busy": True}, {**SPINS, "cpu_s": 14.0}, "progress"),  # it did not spin before
     ],
 )  # fmt: skip
@@ -89,7 +86,6 @@ def timed_out(first: Any, second: Any, *, rank: Any = None, **attempt: Any) -> A
 
 
 STILL, MOVED = [SAMPLE, LATER], [SAMPLE, {**LATER, "phase": "step 3"}]
-BLIND = {"stack": None, "collectives_digest": None}
 HANG = {"deadlock": None, "limit_s": 30.0, "starting": False}
 
 
@@ -156,27 +152,21 @@ def calls(*functions: str) -> list[RankCollectives]:
 
 
 G, H = ("g", (0, 1)), ("h", (1, 2))
+AT_WORK, THIRD = rank(0, blocking_call=""), entry(group=THREE)
 GONE = RankCollectives(1, ended=True, entries=(), complete=True)
 # name -> (ranks, whether they wait on GPUs, whether they are deadlocked)
 DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {
     "one has ended": ([rank(0, entry()), GONE], False, True),
     "different collectives": ([rank(0, entry()), rank(1, entry(op="broadcast"))], False, True),
     "the same collective": ([rank(0, entry()), rank(1, entry())], False, False),
-    "one is at work": ([rank(0, entry()), rank(1, blocking_call="")], False, False),
-    "one is at work, one has ended": (
-        [rank(0, blocking_call=""), rank(1, entry(group=THREE)), RankCollectives(2, True)], False, False),
+    "at work": ([rank(0, entry()), rank(1, blocking_call="")], False, False),
+    "at work, one has ended": ([AT_WORK, rank(1, entry(group=THREE)), RankCollectives(2, True)], False, False),
     "crosswise groups": ([rank(0, entry(group=A)), rank(1, entry(group=B))], False, True),
-    "two wait for a third that waits": ([rank(0, entry(group=THREE)), rank(1, entry(group=THREE)), rank(2)], False,
-     True),
-    "a chain that ends at work": ([rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, blocking_call="")],
-     False, False),
-    "a chain that can go on": ([rank(0, entry(group=G)), rank(1, entry(group=H)), rank(2, entry(group=H))], False,
-     False),
-    "two that meet, a third waits for them": ([rank(0, entry(group=A)), rank(1, entry(group=A)),
-     rank(2, entry(group=THREE))], False, False),
+    "two wait for a third that waits": ([rank(0, THIRD), rank(1, THIRD), rank(2)], False, True),
+    "a chain that ends at work": ([AT_WORK, rank(1, entry(group=G)), rank(2, entry(group=H))], False, False),
+    "two that meet": ([rank(0, entry(group=A)), rank(1, entry(group=A)), rank(2, THIRD)], False, False),
     "a receive without entry": ([rank(0, entry(op="barrier")), rank(1, blocking_call="recv")], False, True),
-    "a receive without entry, a third at work": ([rank(0, entry(op="barrier", group=THREE)),
-     rank(1, blocking_call="recv"), rank(2, blocking_call="")], False, False),
+    "a receive, a third at work": ([AT_WORK, rank(1, THIRD), rank(2, blocking_call="recv")], False, False),
     "overwritten entries": ([rank(0, entry()), rank(1, blocking_call="all_reduce", complete=False)], False, False),
     "the host stands elsewhere": ([rank(0, entry(), blocking_call=""), GONE], False, False),
     "the host stands elsewhere and spins": ([rank(0, entry(), blocking_call=""), GONE], True, True),

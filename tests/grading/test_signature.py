@@ -241,32 +241,22 @@ def frames_of(signature: Signature) -> list[dict[str, Any]]:
     return [SCRIPT, *made]
 
 
-def stack_of(frames: list[dict[str, Any]]) -> str:
-    lines = [f'  File "{f["file"]}", line 1 in {f["function"]}' for f in reversed(frames)]
-    return "\n".join(["# faulthandler", "Current thread 0x1 (most recent call first):", *lines])
-
-
-def shown(signature: Signature, frames: list[dict[str, Any]], **part: Any) -> dict[str, Any]:
+def shown(signature: Signature, frames: list[dict[str, Any]], timed_out: bool = True, **part: Any) -> dict[str, Any]:
     """An observation of the signature's kind with these parts; those left out are as declared."""
-    kind = part.get("type", signature.type)
-    text = part.get("message", of_text(message_patterns(signature)[0]) if message_patterns(signature) else "")
-    package = part.get("package", signature.package)
-    backend = next(iter(signature.messages), "gloo")
-    if signature.kind == "exception":
-        error = exception(kind, text, [*frames, frame(f"{package}.inner", "raises")], ["Exception"])
-        return observation(failed(0, error), failed(1, error), backend=backend)
-    if signature.kind == "log":
-        entry = {"logger": "x", "message": text, "file": "/f.py", "code_location": f"{package}.inner"}
-        return observation(*(ok(rank, record=record(rank, logs=[entry])) for rank in (0, 1)))
-    if signature.kind == "check":
-        failing = check(part.get("check", signature.check), False)
-        return observation(*(ok(rank, record=record(rank, checks=[failing])) for rank in (0, 1)))
-    stack = stack_of(frames)
-    if signature.kind == "signal":
-        name = part.get("signal", signature.signal)
-        return observation(*(ended(rank, by="self", signal=name, stack=stack) for rank in (0, 1)))
-    ranks = [ended(rank, by="timeout", signal="SIGKILL", stack=stack) for rank in (0, 1)]
-    return observation(*ranks, timed_out=part.get("timed_out", True))
+    patterns, made = message_patterns(signature), signature.model_copy(update=part)
+    text = part.get("message", of_text(patterns[0]) if patterns else "")
+    lines = [f'  File "{f["file"]}", line 1 in {f["function"]}' for f in reversed(frames)]
+    stack = "\n".join(["# faulthandler", "Current thread 0x1 (most recent call first):", *lines])
+    error = exception(made.type or "", text, [*frames, frame(f"{made.package}.inner", "raises")], ["Exception"])
+    entry = {"logger": "x", "message": text, "file": "/f.py", "code_location": f"{made.package}.inner"}
+    ranks = {
+        "exception": lambda rank: failed(rank, error), "log": lambda rank: finished(rank, logs=[entry]),
+        "check": lambda rank: finished(rank, checks=[check(made.check or "", False)]),
+        "signal": lambda rank: ended(rank, by="self", signal=made.signal or "", stack=stack),
+        "hang": lambda rank: ended(rank, by="timeout", signal="SIGKILL", stack=stack),
+    }[signature.kind]  # fmt: skip
+    backend, late = next(iter(signature.messages), "gloo"), timed_out and signature.kind == "hang"
+    return observation(ranks(0), ranks(1), backend=backend, timed_out=late)
 
 
 ANOTHER = {"type": "LookupError", "package": "ambiguous_with", "check": "another", "signal": "SIGBUS"}
