@@ -89,16 +89,13 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     ((*TRAIN, "strategy=ddp"), {"stack": ALONE}, "packages", ", which it does not have"),
     (("case=train-step", "model=qwen-7b"), {"stack": ALONE}, "packages", "transformers"),  # its script imports it
     ((*TRAIN, "strategy=zero3"), {"stack": FakeStack(versions=WITHOUT)}, "packages", "deepspeed"),
-    ((*TRAIN, "strategy=zero3"), {"stack": FakeStack(versions=WITHOUT)}, "packages", "deepspeed"),
     ((*TRAIN, "strategy=zero3"), {"stack": UNBUILT}, "build", "no C++ compiler"),
     (("case=tp-heads-not-divisible", "ranks=8"), {}, "ranks", "needs exactly 4"),
     (("case=tp-heads-not-divisible",), {}, None, ""),  # that is what it is about
     (("case=train-step", TP, "model=qwen2.5-0.5b", "ranks=8"), {}, "divisible", "14 attention heads"),
     (("case=train-step", TP, "model=qwen1.5-1.8b", "ranks=8"), {}, None, ""),
     ((*TRAIN, TP), {"settings": RunSettings(tp_size=4)}, "tp_size", "over all 2 ranks here; tp_size=4"),
-    ((*TRAIN, TP), {"settings": RunSettings(tp_size=1)}, "tp_size", "over all 2 ranks here; tp_size=1"),
     ((*TRAIN, "strategy=ddp"), {"settings": RunSettings(tp_size=2)}, "tp_size", "ddp has no tensor parallelism"),
-    ((*TRAIN, TP), {"settings": RunSettings(tp_size=2)}, None, ""),
     ((*TRAIN, TP, "ranks=4"), {"settings": RunSettings(tp_size=4)}, None, ""),
     (("case=train-step", "model=llama-2-7b", TP, "flags.lora=true"), {}, "flags", "the strategy is tp"),
     (("case=train-step", "model=llama-2-7b", "strategy=zero2", "flags.lora=true"), {}, None, ""),
@@ -120,28 +117,20 @@ def test_plan_more_ranks_than_the_machine_holds_raises() -> None:
         plans(NORM, "ranks=4096")
 
 
-@pytest.mark.parametrize(
-    ("text", "met"),
-    [("torch>=2.4", True), ("torch==2.13.0", True), ("torch", True), ("torch<2.4", False), ("colossalai", False)],
-)
-def test_unmet_requirement_names_the_requirement(text: str, met: bool) -> None:
-    unmet = unmet_requirement(text, VERSIONS)
-    assert unmet is None if met else text in str(unmet)
+def test_unmet_requirement_names_the_requirement() -> None:
+    assert not any(unmet_requirement(text, VERSIONS) for text in ("torch>=2.4", "torch==2.13.0", "torch"))
+    assert all(text in str(unmet_requirement(text, VERSIONS)) for text in ("torch<2.4", "colossalai"))
 
 
 def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
     def prints(**options: Any) -> list[str]:
         return [variant.fingerprint for variant in variants(NORM, **options).values()]
 
-    def settings(**changes: Any) -> list[str]:
-        return prints(settings=replace(RunSettings(), **changes))
-
-    assert prints() == settings() == settings(jobs=7, keep_files=True)
+    assert prints() == prints(settings=RunSettings(jobs=7, keep_files=True))
     newer = FakeStack(versions=VERSIONS | {"torch": "2.14.0"})
     edited, again = (FakeStack(key=key, changed=("torch/a.py",)) for key in ("one", "two"))  # two patches of one file
-    others = [settings(seed=1), *(prints(stack=stack) for stack in (newer, edited, again))]
-    everything = {fingerprint for each in (prints(), *others) for fingerprint in each}
-    assert len(everything) == 5 * len(prints())
+    others = [prints(settings=RunSettings(seed=1)), *(prints(stack=stack) for stack in (newer, edited, again))]
+    assert len(set().union(prints(), *others)) == 5 * len(prints())
     case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
     summon = {"summon": case.variants["summon"].model_copy(update={"env": {"NCCL_DEBUG": "INFO"}})}
     other = case.model_copy(update={"variants": case.variants | summon})
@@ -158,9 +147,8 @@ def on(count: int, name: str, *texts: str) -> list[CellPlan]:
     return Planner(CATALOGUE, RunSettings(), by_name, machine, {"current": FakeStack()}, {}).plan(cells)  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("count, name", [(8, "NVIDIA A100-SXM4-80GB"), (4, "NVIDIA H200")])
-def test_plan_on_a_large_node_keeps_each_variants_ranks(count: int, name: str) -> None:
-    for plan in on(count, name):
+def test_plan_on_a_large_node_keeps_each_variants_ranks() -> None:
+    for plan in on(8, "NVIDIA A100-SXM4-80GB"):
         case = CATALOGUE.cases[plan.cell.case]
         assert plan.cell.ranks == case.launch.world_size
         for variant in plan.variants:

@@ -1,4 +1,4 @@
-"""Named matrices: presets of conf/matrix, the command line over them, folders of the user's own, what --cfg prints."""
+"""Selection and enumeration: every cell once, nothing but what was requested; named matrices and what --cfg prints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
@@ -17,7 +19,10 @@ from repro_matrix.paths import CONF, CONFIG_PATH
 from repro_matrix.planning import cells as matrix
 from repro_matrix.results import runs
 from repro_matrix.runner import session
+from test_write_ups import CLAIMS
 
+CATALOGUE = catalogue.load()
+CASES = sorted(CATALOGUE.cases)
 PRESETS = sorted(path.stem for path in (CONF / "matrix").glob("*.yaml"))
 
 
@@ -25,10 +30,78 @@ def cells(*texts: str) -> list[matrix.Cell]:
     return session.ask(texts).cells
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = cli.main(list(words))
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
+def test_everything_is_every_case_on_its_axes() -> None:
+    expected = sum(len(c.axes.model) * len(c.axes.strategy) for c in CATALOGUE.cases.values())
+    assert len(cells()) == expected == len(set(cells()))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@given(
+    models=st.lists(st.sampled_from(sorted(CATALOGUE.models)), min_size=1, unique=True),
+    strategies=st.lists(st.sampled_from(sorted(CATALOGUE.strategies)), min_size=1, unique=True),
+)
+def test_case_that_is_named_takes_any_combination_and_a_glob_only_narrows(
+    named: bool, models: list[str], strategies: list[str]
+) -> None:
+    selection = overrides.Selection(case=CASES if named else ["*"], model=models, strategy=strategies)
+    expected = {cell for cell in cells() if cell.model in models and cell.strategy in strategies}
+    if not named and not expected:  # no case lists them
+        with pytest.raises(ConfigError, match="has no cell"):
+            matrix.enumerate_cells(CATALOGUE, selection)
+        return
+    found = matrix.enumerate_cells(CATALOGUE, selection)
+    assert len(found) == len(set(found)) == (len(CASES) * len(models) * len(strategies) if named else len(expected))
+    assert named or set(found) == expected
+
+
+def test_keys_of_a_flag_sweep_are_unique_and_safe_as_paths() -> None:
+    found = [
+        cell.key for cell in cells("case=qwen15-fsdp-norm-shard", "flags.use_cache=true,false", "flags.call=inner,root")
+    ]
+    assert len(found) == len(set(found)) == 4
+    assert all(key.count("/") == 1 and ".." not in key for key in found)
+    swept = cells("flags.use_cache=true,false")
+    assert swept and all("use_cache" in CATALOGUE.cases[cell.case].flags for cell in swept), (
+        "cases without it have no cell"
+    )
+
+
+def test_hydra_grammar() -> None:
+    parsed = overrides.parse(
+        ["case=glob(qwen15-*)", "model=qwen1.5-0.5b,qwen1.5-1.8b", "model.config.num_hidden_layers=4", "repeat=3"]
+    )
+    assert parsed.case == ["qwen15-*"] and parsed.model == ["qwen1.5-0.5b", "qwen1.5-1.8b"]
+    assert parsed.patches == {"model": [(["config", "num_hidden_layers"], 4)]} and parsed.run == ["repeat=3"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["case=qwen15-fsdp-norm-shrd"], "did you mean 'qwen15-fsdp-norm-shard'"),
+        (["model=qwen1.5-05b"], "did you mean 'qwen1.5-0.5b'"),
+        (["strategy=fspd"], "did you mean 'fsdp'"),
+        (["flags.use_cach=true"], "did you mean 'use_cache'"),
+        (["case=nothing-*"], "unknown case 'nothing-*'"),
+        (["not an override"], "not NAME=VALUE"),
+        (["hardware=cpu,auto"], "auto cannot be combined"),
+        (["ranks=0"], "not a number of ranks"),
+        (["model.config.x=1,2"], "sweep a group"),
+        (["case=qwen15-fsdp-norm-shard", "flags.call=innr"], "did you mean 'inner'"),
+    ],
+)
+def test_bad_selections_name_what_is_wrong(texts: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cells(*texts)
+    assert message in str(error.value)
+
+
+def test_variants_of_always_has_the_unfixed_one() -> None:
+    case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
+    assert matrix.variants_of(case, ["root-call"]) == ["unfixed", "root-call"]
+    assert matrix.variants_of(case, None) == list(case.variants)
+
+
+# -- named matrices
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -38,46 +111,42 @@ def test_preset_has_a_comment_and_cells(preset: str) -> None:
     assert head[0] == "# @package _global_" and head[1].startswith("# ")
 
 
-def test_seeds_are_every_failure_that_a_write_up_claims_something_of() -> None:
-    from test_write_ups import CLAIMS
-
+def test_seeds_are_every_failure_that_a_write_up_makes_a_claim_about() -> None:
     ids = {f"{case}-{name}" for case, names in CLAIMS.items() for name in names.split()}
-    known = catalogue.load().cases
-    claimed = {slug for slug, case in known.items() if case.kind == "failure" and ids & {c.id for c in case.claims}}
-    seeds = {cell.case for cell in cells("+matrix=seeds")}
+    cases = CATALOGUE.cases.values()
+    claimed = {case.slug for case in cases if case.kind == "failure" and ids & {c.id for c in case.claims}}
     # What needs GPUs is there a second time, simulated.
-    assert seeds == claimed | {"qwen-device-map-devices-simulated"}
+    assert {cell.case for cell in cells("+matrix=seeds")} == claimed | {"qwen-device-map-devices-simulated"}
 
 
 def test_reproducing_stacks_are_those_of_stored_measurements() -> None:
-    found = session.reproduces_on(catalogue.load(), {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
+    found = session.reproduces_on(CATALOGUE, {"qwen15-fsdp-kv-cache", "fsdp-tied-embeddings", "train-step"})
     assert found["qwen15-fsdp-kv-cache"] == ["torch2.2-tf4.39"]  # nowhere else but in version maps of it
     assert {"current", "torch2.2-tf4.39"} == set(found["fsdp-tied-embeddings"])
     assert found["train-step"] == ["current"]  # never reproduces: where its file says
-    by_case = {(cell.case, cell.stack) for cell in cells("case=qwen15-fsdp-kv-cache,fsdp-tied-*", "stack=reproducing")}
-    assert by_case == {
-        ("qwen15-fsdp-kv-cache", "torch2.2-tf4.39"),
-        ("fsdp-tied-embeddings", "current"),
-        ("fsdp-tied-embeddings", "torch2.2-tf4.39"),
-    }
+    placed = cells("case=qwen15-fsdp-kv-cache,fsdp-tied-*", "stack=reproducing")
+    expected = {(case, stack) for case, stacks in found.items() for stack in stacks if case != "train-step"}
+    assert {(cell.case, cell.stack) for cell in placed} == expected
 
 
-def test_case_that_reproduced_in_a_version_map_alone_is_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A floating stack is no place where anything is known to reproduce: it is whatever the index holds today."""
-
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (["current+peft@0.1"], ["current+peft@0.1"]),  # reproduced in a version map alone
+        (["current+peft@0.1", "torch2.6-tf4.51"], ["torch2.6-tf4.51"]),
+        (["newest", "current"], ["current"]),  # a floating stack is whatever the index holds today
+    ],
+)
+def test_reproduces_on_prefers_stacks_with_a_lock(
+    stored: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def row(stack: str) -> Any:
         return SimpleNamespace(
             case="train-step", first=True, counts={"reproduced": 1}, stack=SimpleNamespace(name=stack)
         )
 
-    known = catalogue.load()
-    for stored, wanted in (
-        (["current+peft@0.1"], ["current+peft@0.1"]),
-        (["current+peft@0.1", "torch2.6-tf4.51"], ["torch2.6-tf4.51"]),
-        (["newest", "current"], ["current"]),
-    ):
-        monkeypatch.setattr(runs, "measured_rows", lambda found=stored: map(row, found))
-        assert session.reproduces_on(known, {"train-step"}) == {"train-step": wanted}
+    monkeypatch.setattr(runs, "measured_rows", lambda: map(row, stored))
+    assert session.reproduces_on(CATALOGUE, {"train-step"}) == {"train-step": expected}
 
 
 def test_the_command_line_wins_over_a_preset() -> None:
@@ -88,7 +157,7 @@ def test_the_command_line_wins_over_a_preset() -> None:
     # A model of the line narrows what a preset's cases list; it does not put every case on that model.
     narrowed = cells("+matrix=seeds", "model=qwen-7b")
     assert {cell.model for cell in narrowed} == {"qwen-7b"}
-    assert all("qwen-7b" in catalogue.load().cases[cell.case].axes.model for cell in narrowed)
+    assert all("qwen-7b" in CATALOGUE.cases[cell.case].axes.model for cell in narrowed)
 
 
 def test_presets_add_up_and_a_cell_is_measured_once() -> None:
@@ -113,8 +182,9 @@ def test_cfg_prints_a_matrix_of_the_same_cells(
 
 
 def test_cfg_prints_yaml_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("matrix", "list"):
-        code, out, _ = said(capsys, verb, "+matrix=seeds", "--cfg", "repeat=2", "model.config.num_hidden_layers=4")
+    for command in ("matrix", "list"):
+        code = cli.main([command, "+matrix=seeds", "--cfg", "repeat=2", "model.config.num_hidden_layers=4"])
+        out = capsys.readouterr().out
         found = yaml.safe_load(out)
         assert code == 0 and found["repeat"] == 2
         assert found["matrix"]["seeds"]["stack"] == ["reproducing"] and "model" not in found["matrix"]["seeds"]
@@ -125,7 +195,7 @@ HEAD = "# @package _global_\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "preset", "told"),
+    ("words", "preset", "message"),
     [
         (["list", "+matrix=sedes"], None, "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "matrix=seeds"], None, "+matrix=seeds"),
@@ -145,15 +215,15 @@ HEAD = "# @package _global_\n"
     ],
 )  # fmt: skip
 def test_wrong_named_matrix_exits_with_2_and_one_line(
-    words: list[str], preset: str | None, told: str,
+    words: list[str], preset: str | None, message: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     if preset is not None:
         monkeypatch.setenv(CONFIG_PATH, str(tmp_path))
         (tmp_path / "matrix").mkdir()
         (tmp_path / "matrix" / "bad.yaml").write_text(f"{preset}\n", encoding="utf-8")
-    code, _, err = said(capsys, *words)
-    assert code == 2 and told in err, err
+    code, err = cli.main(words), capsys.readouterr().err
+    assert code == 2 and message in err, err
 
 
 def test_a_flag_of_the_line_is_for_the_blocks_that_have_it() -> None:
@@ -161,8 +231,3 @@ def test_a_flag_of_the_line_is_for_the_blocks_that_have_it() -> None:
     assert {cell.case for cell in found} == {"train-step"}
     with pytest.raises(ConfigError, match="unknown flag 'loar'"):
         cells("+matrix=smoke", "flags.loar=true")
-
-
-def test_the_line_alone_is_one_selection() -> None:
-    line = overrides.parse(["case=fsdp-*"])
-    assert overrides.blocks({}, line) == [line]
