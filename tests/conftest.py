@@ -20,7 +20,6 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.forkserver import ForkserverLauncher, Server
 from repro_matrix.paths import CONF, REPROS
 
-pytest_plugins = ["cpu"]
 # Property tests: a quarter of the examples in the gate that hypothesis takes by itself, twice as many in `make
 # test-slow`. Fifteen are enough to see a changed grader.
 for profile, examples in (("gate", 25), ("many", 200)):

@@ -1,9 +1,8 @@
 """`make two-nights`: two runs of a stack that moved between them, by the steps of .github/workflows/nightly.yml.
 
-In a clean clone, with a real floating stack: the first night's index goes up to one release of transformers, the
-second's to a later one, with which a known failure no longer reproduces. The second night must find that out, search
-between the two locks, and write the issue's text. Writes docs/examples/two-nights.md. A stack of torch 2.6 is built
-twice: minutes, and the index has to be reached.
+In a clean clone, with a real floating stack: the second night's index has a later release of transformers, with which
+a known failure no longer reproduces. That night must find that out, search between the two locks, and write the issue's
+text. Writes docs/examples/two-nights.md. A stack of torch 2.6 is built twice: minutes, and the index has to be reached.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ from repro_matrix.paths import ROOT, cache_dir
 CASE, MODEL, VARIANT, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
 BASE = "torch2.6-tf4.51"  # whose packages stay
 NIGHTS = {"monday": "4.43.2", "tuesday": "4.44.1"}  # the newest transformers of each
-TOLD = ROOT / "docs" / "examples" / "two-nights.md"
+EXAMPLE = ROOT / "docs" / "examples" / "two-nights.md"
+GITHUB = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8"))["jobs"]["night"]
+GITLAB = yaml.safe_load((ROOT / "docs/guides/nightly.gitlab.yml").read_text(encoding="utf-8"))
 HEAD = """# A nightly issue
 
 `make two-nights` on {day} ({seconds:.0f} s on a busy machine): the steps of [the nightly
@@ -45,27 +46,26 @@ def definition(newest: str) -> str:
     return yaml.safe_dump(made | {"pins": [*pins, "transformers"], "constraints": [f"transformers<={newest}"]})
 
 
-def cloned(folder: Path) -> Path:
-    """With this environment's packages: set-up has been done."""
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+def steps() -> dict[str, str]:
+    """Return name -> what a runner gives to a shell; GitLab's are named by number."""
+    found = {step["name"]: step["run"] for step in GITHUB["steps"] if "run" in step}
+    listed = [*GITLAB[".night"]["script"], *GITLAB[".night"]["after_script"]]
+    return found | {f"gitlab {number}": text for number, text in enumerate(listed)}
+
+
+def clone_project(folder: Path) -> Path:
+    """Clone the project where set-up has been done: its own code with this environment's packages."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True, timeout=300)
     own = folder / ".venv" / "bin"
     own.mkdir(parents=True)
     (own / "python").symlink_to(sys.executable)
     (own / "repro").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec {sys.executable} -m repro_matrix "$@"\n')
     (own / "repro").chmod(0o755)
-    (folder / ".venv" / ".ready").touch()
+    (folder / ".venv" / ".ready").touch()  # newer than what it is made from: `make setup` has nothing to do
     return folder
 
 
-def run(name: str, text: str, clone: Path, env: dict[str, str]) -> int:
-    print(f"== {env['NIGHT']}: {name}", flush=True)
-    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text]
-    return subprocess.run(command, cwd=clone, env=env, check=False).returncode
-
-
 def main() -> None:
-    from test_nightly_jobs import steps
-
     listed = {name: text for name, text in steps().items() if not name.startswith("gitlab")}
     last = next(name for name in listed if name.startswith("Compare with"))
     selection = f"case={CASE} model={MODEL} variants=[{VARIANT}]"
@@ -73,7 +73,7 @@ def main() -> None:
     codes: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        clone, home = cloned(folder / "it"), folder / "home"
+        clone, home = clone_project(folder / "it"), folder / "home"
         home.mkdir()
         env = {
             "PATH": os.environ["PATH"], "HOME": str(home), "REPRO_CACHE": str(cache_dir()), "HARDWARE": "cpu",
@@ -85,7 +85,9 @@ def main() -> None:
         for night, newest in NIGHTS.items():
             (clone / "conf" / "stack" / f"{STACK}.yaml").write_text(definition(newest), encoding="utf-8")
             for step, text in listed.items():
-                code = run(step, text, clone, env | {"NIGHT": night})
+                print(f"== {night}: {step}", flush=True)
+                command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text]
+                code = subprocess.run(command, cwd=clone, env=env | {"NIGHT": night}, check=False).returncode
                 if step == last:
                     codes[night] = code
                 elif code:
@@ -102,8 +104,8 @@ def main() -> None:
         )  # fmt: skip
         body = texts[0].read_text(encoding="utf-8").replace(str(folder), "/runner").replace(str(cache_dir()), "/cache")
         assert "transformers 4.44.0" in body, "the search between the two locks names the release"
-        TOLD.write_text(head + re.sub(r"\n*<!--.*?-->\s*\Z", "\n", body, flags=re.S), encoding="utf-8")
-    print(TOLD.read_text(encoding="utf-8"))
+        EXAMPLE.write_text(head + re.sub(r"\n*<!--.*?-->\s*\Z", "\n", body, flags=re.S), encoding="utf-8")
+    print(EXAMPLE.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

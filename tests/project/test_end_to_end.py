@@ -1,4 +1,4 @@
-"""`repro` as a user runs it, with real ranks: a case, an interrupted run, a killed one, and what they leave behind."""
+"""`repro` as a user runs it, with real ranks: a matrix, an interrupted run, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from launching import wait_for
 from repro_matrix.results.store import Store
 
 pytestmark = pytest.mark.ranks
-Once = Callable[[str, Callable[[], Any]], Any]  # conftest's
 CASE = "qwen15-fsdp-norm-shard"
 
 
@@ -29,28 +27,12 @@ def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def measured(tmp_path: Path, launcher: str, variant: str) -> dict[str, Any]:
-    """The rows and the document of a run of ``CASE`` that left nothing behind."""
-    done = start(tmp_path, "run", CASE, f"variants=[{variant}]", f"launcher={launcher}", "--json")
-    out, err = done.communicate(timeout=800)
-    assert done.returncode == 0, err
-    wait_for(lambda: not ours(tmp_path))
-    return {"rows": json.loads(out)["rows"], "document": documents(tmp_path)[0]}
-
-
-def measured_from_cold(once: Once, tmp_path: Path, variant: str = "unfixed") -> dict[str, Any]:
-    """Any other variant than unfixed takes twice as many processes, each of which imports the stack."""
-    return dict(once(f"cold-{variant}", lambda: measured(tmp_path / "cold", "torchrun", variant)))
-
-
 def documents(tmp_path: Path) -> list[dict[str, Any]]:
     return list(Store(tmp_path / "results").documents())
 
 
 def attempts(tmp_path: Path) -> int:
-    return sum(
-        len(variant["attempts"]) for document in documents(tmp_path) for variant in document["variants"].values()
-    )
+    return sum(len(variant["attempts"]) for each in documents(tmp_path) for variant in each["variants"].values())
 
 
 def ours(tmp_path: Path) -> list[psutil.Process]:
@@ -64,24 +46,6 @@ def ours(tmp_path: Path) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return found
-
-
-def launchers(document: dict[str, Any]) -> set[str]:
-    observations = [each["observation"] for variant in document["variants"].values() for each in variant["attempts"]]
-    return {observation["attempt"]["launcher"] for observation in observations}
-
-
-@pytest.mark.slow  # the gate has the unfixed variant from cold (test_launcher), and the fix warm (below)
-def test_run_with_torchrun_reproduces_and_fixes(tmp_path: Path, once: Once) -> None:
-    done = measured_from_cold(once, tmp_path, "summon")
-    rows = {row["variant"]: row for row in done["rows"]}
-    assert rows["unfixed"]["outcome"] == "reproduced"
-    assert rows["summon"]["verdict"] == "FIXED"
-    stored = done["document"]
-    ranks = stored["variants"]["summon"]["attempts"][0]["observation"]["ranks"]
-    assert len(ranks) == 2 and all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in ranks)
-    assert launchers(stored) == {"torchrun"}
-    assert stored["stack"]["versions"]["torch"] and stored["provenance"]["command"] and stored["hardware"]["cpu"]
 
 
 def test_interrupted_run_keeps_results_and_resumes(tmp_path: Path) -> None:
@@ -106,7 +70,9 @@ def test_interrupted_run_keeps_results_and_resumes(tmp_path: Path) -> None:
     assert rows["unfixed"]["outcome"] == "reproduced"
     assert rows["summon"]["verdict"] == "FIXED"
     assert rows["root-call"]["verdict"] == "DIFFERENT_FAILURE" and "fsdp-tied-embeddings" in rows["root-call"]["reason"]
-    assert launchers(documents(tmp_path)[0]) == {"forkserver"}
+    stored = documents(tmp_path)[0]["variants"]["summon"]["attempts"][0]["observation"]
+    assert stored["attempt"]["launcher"] == "forkserver"
+    assert all(rank["record"]["done"] and rank["exit_code"] == 0 for rank in stored["ranks"])
     wait_for(lambda: not ours(tmp_path))
 
 
@@ -128,10 +94,8 @@ def test_matrix_with_a_script_that_cannot_be_imported_runs_the_others(
     assert done.returncode == 3, err  # less was measured than asked for
     rows = {(row["case"], row["variant"]): row for row in json.loads(out)["rows"]}
     for variant in ("unfixed", "root-call"):
-        assert (
-            rows["lacking", variant]["outcome"] == "infra_error"
-            and "no_such_package" in rows["lacking", variant]["reason"]
-        )
+        row = rows["lacking", variant]
+        assert row["outcome"] == "infra_error" and "no_such_package" in row["reason"]
     assert rows["ddp-module-bypass", "root-call"]["verdict"] == "FIXED"
 
 
@@ -147,16 +111,12 @@ def test_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
 
 
 def test_matrix_prints_page_and_exit_code_last(tmp_path: Path) -> None:
-    asked = ("matrix", "case=ddp-module-bypass", "variants=[unfixed]", "repeat=1")
-    first = start(tmp_path, *asked)
-    said, err = first.communicate(timeout=800)
-    assert first.returncode == 0, err
-    page = tmp_path / "results" / "report.html"
-    assert said.splitlines()[-2] == f"page: {page}" and page.is_file()
-    before = shutil.copytree(tmp_path / "results", tmp_path / "before")
-    again = start(tmp_path, *asked, "--compare-to", str(before))
-    said, err = again.communicate(timeout=800)
-    assert again.returncode == 0, err
-    lines = said.splitlines()
-    assert lines[-2] == f"page: {page}" and lines[-1].startswith("exit code 0")
-    assert any(line.startswith("compared with") for line in lines[:-3])
+    words, before = ["matrix", "case=ddp-module-bypass", "variants=[unfixed]", "repeat=1"], tmp_path / "before"
+    for more in ([], ["--compare-to", str(before)]):
+        run = start(tmp_path, *words, *more)
+        out, err = run.communicate(timeout=800)
+        assert run.returncode == 0, err
+        page, lines = tmp_path / "results" / "report.html", out.splitlines()
+        assert lines[-2] == f"page: {page}" and page.is_file() and lines[-1].startswith("exit code 0")
+        assert bool(more) == any(line.startswith("compared with") for line in lines[:-3])
+        shutil.copytree(tmp_path / "results", before, dirs_exist_ok=True)
