@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,100 +32,73 @@ LIMIT_S, LOOK_S = 900.0, 10.0  # for a whole script; between two looks at one th
 
 @dataclass
 class Ran:
-    """What came of a script: its output, its exit code (None: it was ended), the functions that ranks stood in."""
+    """What a script showed: its output, its exit code (None: it was killed), the functions in which its ranks hang."""
 
-    said: str
+    output: str
     code: int | None
-    stood_in: str = ""
+    functions: str = ""
 
 
 def run(file: Path, ranks: int, hangs: bool, stack: Stack) -> Ran:
-    """Under torchrun, in an environment that has nothing of this project's, in the file's folder."""
+    """Run the script under torchrun in its folder, in an environment without anything of this project."""
     command = [stack.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), file.name]
     env = stack.environment({"PATH": "/usr/local/bin:/usr/bin:/bin"})
-    log = file.with_suffix(".log")
-    with open(log, "w") as out:
-        process = subprocess.Popen(command, cwd=file.parent, stdout=out, stderr=out, start_new_session=True,
-                                   env={"TMPDIR": str(file.parent), "HOME": str(Path.home()), **env})  # fmt: skip
-        stood = ""
-        try:
-            if hangs:
-                stood = _watched(process, log, ranks)
-            else:
-                process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            ended = process.poll()
-            _end(process)
-    return Ran(log.read_text(errors="replace"), ended, stood)
-
-
-def _watched(process: subprocess.Popen[bytes], log: Path, ranks: int) -> str:
-    """Where the ranks of a hang stand: all of them in the same place twice, with LOOK_S between."""
-    limit = time.monotonic() + LIMIT_S
-    before = ""
-    while process.poll() is None and time.monotonic() < limit:
-        time.sleep(LOOK_S)
-        now = "\n".join(_stack(child.pid) for child in psutil.Process(process.pid).children())
-        if now and now == before:
-            return now
-        before = now
-    return before
+    env |= {"TMPDIR": str(file.parent), "HOME": str(Path.home())}
+    log, limit, functions = file.with_suffix(".log"), time.monotonic() + LIMIT_S, ""
+    with open(log, "w") as out, psutil.Popen(command, cwd=file.parent, stdout=out, stderr=out, env=env) as process:
+        while process.poll() is None and time.monotonic() < limit:
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(LOOK_S)
+            before, functions = functions, "\n".join(_stack(child.pid) for child in process.children()) if hangs else ""
+            if functions and functions == before:
+                break  # the ranks were in the same place twice
+        code = process.poll()
+        with contextlib.suppress(psutil.Error):
+            for each in [*process.children(recursive=True), process]:
+                each.kill()
+    return Ran(log.read_text(errors="replace"), code, functions)
 
 
 def _stack(pid: int) -> str:
-    """The functions of a process's main thread, by py-spy."""
+    """Return the functions of a process's main thread, by py-spy."""
     found = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True,
                            env={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})  # fmt: skip
     return "\n".join(re.findall(r"^ {4}(\S+) \(", found.stdout, re.M))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def wrong(case: Case, stored: Measured, ranks: int, ran: Ran) -> str | None:
-    """In what a run differs from the stored outcome; None where it shows it."""
+def difference(stored: Measured, ranks: int, ran: Ran) -> str | None:
+    """Describe how a run differs from the stored outcome; None: it shows it."""
     outcome = stored.outcome
-    tail = ran.said[-400:]
+    tail = ran.output[-400:]
     if outcome["outcome"] == "passed":
-        finished = ran.said.count("every check is right")
+        finished = ran.output.count("every check is right")
         return None if ran.code == 0 and finished == ranks else f"exit code {ran.code}, {finished} ranks right: {tail}"
     known = outcome.get("recognized") or []  # of another case, too
-    missing = [item for item in known if _shown(CATALOGUE.cases[item["case"]], item["signature"], ran)]
+    missing = [item for item in known if not _shows(CATALOGUE.cases[item["case"]], item["signature"], ran)]
     if known:
         return f"does not show {missing[0]['signature']}: {tail}" if missing else None
     primary = outcome.get("primary") or {}
     text = str(primary.get("message") or "").partition("\n")[0][:60]
-    shows = ran.code not in (0, None) and primary.get("type", "") in ran.said and text in ran.said
+    shows = ran.code not in (0, None) and primary.get("type", "") in ran.output and text in ran.output
     return None if shows else f"not {primary.get('type')}: {tail}"
 
 
-def _shown(case: Case, name: str, ran: Ran) -> str | None:
+def _shows(case: Case, name: str, ran: Ran) -> bool:
     signature = next(each for each in case.signatures if each.name == name)
     if signature.kind == "check":
-        return None if f"check {signature.check}: FAILED" in ran.said and ran.code not in (0, None) else "not failed"
+        return f"check {signature.check}: FAILED" in ran.output and ran.code not in (0, None)
     if signature.kind == "hang":
-        frames = [re.search(rf"^(\S+\.)?{frame.function}$", ran.stood_in, re.M) for frame in signature.frames]
-        return None if ran.code is None and ran.stood_in and all(frames) else "does not hang there"
+        frames = [re.search(rf"^(\S+\.)?{frame.function}$", ran.functions, re.M) for frame in signature.frames]
+        return ran.code is None and bool(ran.functions) and all(frames)
     if signature.kind == "signal":
-        number = getattr(signal, str(signature.signal))
-        return None if f"Signal {number:d}" in ran.said else "no such signal"
+        return f"Signal {getattr(signal, str(signature.signal)):d}" in ran.output
     known = Catalogue(CATALOGUE.cases)
-    found = recognize(scan(ran.said.split("\n"), known), known)
-    perhaps = [known.case for failure in found.failures for known in failure.perhaps]
-    return None if case.slug in [*found.names, *perhaps] else "not recognized"
+    found = recognize(scan(ran.output.split("\n"), known), known)
+    return case.slug in [*found.names, *(each.case for failure in found.failures for each in failure.perhaps)]
 
 
-def tried(case: Case, variant: str, folder: Path) -> tuple[str, str]:
-    """(shown, differs or not tried; why)."""
+def check_export(case: Case, variant: str, folder: Path) -> tuple[str, str]:
+    """Return ``shown``, ``differs`` or ``not tried``, and why."""
     try:
         made = export_variant(case.slug, variant, stack=case.requires.stack)
     except ReproError as error:
@@ -139,8 +111,8 @@ def tried(case: Case, variant: str, folder: Path) -> tuple[str, str]:
     file.write_text(made.text)
     hangs = any(item.get("kind") == "hang" for item in made.stored.outcome.get("recognized") or [])
     ran = run(file, made.ranks, hangs, made.stack)
-    said = wrong(case, made.stored, made.ranks, ran)
-    return ("shown", f"{made.text.count(chr(10))} lines") if said is None else ("differs", said)
+    problem = difference(made.stored, made.ranks, ran)
+    return ("shown", f"{len(made.text.splitlines())} lines") if problem is None else ("differs", problem)
 
 
 def main() -> int:
@@ -150,18 +122,13 @@ def main() -> int:
     args = parser.parse_args()
     count = {"shown": 0, "differs": 0, "not tried": 0}
     with tempfile.TemporaryDirectory() as folder:
-        for case, variant in _chosen(args.name, args.all_variants):
-            result, why = tried(case, variant, Path(folder))
-            count[result] += 1
-            print(f"{case.slug:36} {variant:16} {result:10} {' '.join(why.split())[:300]}", flush=True)
+        for case in (case for case in CATALOGUE.cases.values() if args.name in case.slug):
+            for variant in list(case.variants)[: None if args.all_variants else 1]:
+                result, why = check_export(case, variant, Path(folder))
+                count[result] += 1
+                print(f"{case.slug:36} {variant:16} {result:10} {' '.join(why.split())[:300]}", flush=True)
     print(", ".join(f"{number} {what}" for what, number in count.items()))
     return 1 if count["differs"] else 3 if count["not tried"] or not count["shown"] else 0
-
-
-def _chosen(name: str, every: bool) -> Iterator[tuple[Case, str]]:
-    for case in CATALOGUE.cases.values():
-        if name in case.slug:
-            yield from ((case, variant) for variant in (case.variants if every else [next(iter(case.variants))]))
 
 
 if __name__ == "__main__":

@@ -183,16 +183,16 @@ def test_export_with_an_absent_stack_uses_the_stored_versions(
 @pytest.mark.parametrize("slug", ["fsdp-uniform-dtype", "qwen-remote-code-load", "fsdp-generate-uneven"])
 def test_exported_script_shows_the_recorded_outcome_under_plain_torchrun(slug: str, tmp_path: Path) -> None:
     """An exception, wrong numbers with a model's own code, and a hang. `make exports` tries the whole catalogue."""
-    from exports import tried
+    from exports import check_export
 
     case = CATALOGUE.cases[slug]
     stacks.resolve(case.requires.stack or "current")  # built where it is not: an export takes what is there
-    result, why = tried(case, next(iter(case.variants)), tmp_path)
+    result, why = check_export(case, next(iter(case.variants)), tmp_path)
     assert result == "shown", why
 
 
-def test_wrong_of_another_outcome_gives_the_difference() -> None:
-    from exports import Ran, wrong
+def test_difference_of_another_outcome_gives_the_difference() -> None:
+    from exports import Ran, difference
     from repro_matrix.authoring.export import Measured
 
     def measured(slug: str, outcome: str, signature: str = "", kind: str = "") -> Measured:
@@ -204,12 +204,12 @@ def test_wrong_of_another_outcome_gives_the_difference() -> None:
     hangs = measured(hang.slug, "reproduced", "left-behind", "hang")
     other = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: another\n'
     right = "[rank 0] every check is right\n"
-    for known, stored, ran in (
-        (case, reproduced, Ran(other, 1)), (case, reproduced, Ran("finished without an error", 0)),
-        (case, passed, Ran(right, 0)), (hang, hangs, Ran("", None, "sleep\nbody")), (hang, hangs, Ran("", 0)),
+    for stored, ran in (
+        (reproduced, Ran(other, 1)), (reproduced, Ran("finished without an error", 0)), (passed, Ran(right, 0)),
+        (hangs, Ran("", None, "sleep\nbody")), (hangs, Ran("", 0)),
     ):  # fmt: skip
-        assert wrong(known, stored, 2, ran)
-    assert wrong(case, passed, 2, Ran(2 * right, 0)) is None
+        assert difference(stored, 2, ran)
+    assert difference(passed, 2, Ran(2 * right, 0)) is None
 
 
 def test_export_with_an_overlay_builds_nothing(
