@@ -62,10 +62,7 @@ def error(kind: str) -> dict[str, Any]:
 
 def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
     for name, variants in cells.items():
-        made = observation(ok(0), ok(1))
-        result = document(
-            {variant: [(each["outcome"], made) for each in outcomes] for variant, outcomes in variants.items()}
-        )
+        result = document({variant: [("passed", observation(ok(0)))] * len(variants[variant]) for variant in variants})
         for variant, outcomes in variants.items():
             for attempt, judged in zip(result["variants"][variant]["attempts"], outcomes):
                 attempt["outcome"] = judged
@@ -76,16 +73,9 @@ def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
 
 
 def test_catalogue_differences_names_every_difference(tmp_path: Path) -> None:
-    one = folder(
-        tmp_path / "one",
-        m={"unfixed": [reproduced("s")], "fix": [PASSED, error("OSError")], "other": [error("OSError")]},
-        n={"unfixed": [PASSED]},
-    )
-    same = folder(
-        tmp_path / "same",
-        m={"unfixed": [reproduced("s")], "fix": [error("OSError"), PASSED], "other": [error("OSError")]},
-        n={"unfixed": [PASSED]},
-    )
+    m, n = {"unfixed": [reproduced("s")], "other": [error("OSError")]}, {"unfixed": [PASSED]}
+    one = folder(tmp_path / "one", m={**m, "fix": [PASSED, error("OSError")]}, n=n)
+    same = folder(tmp_path / "same", m={**m, "fix": [error("OSError"), PASSED]}, n=n)
     other = folder(tmp_path / "other", m={"unfixed": [reproduced("t")], "fix": [PASSED], "other": [error("KeyError")]})
     assert list(catalogue.differences(one, same)) == []
     assert [line.split(":")[0] for line in catalogue.differences(one, other)] == [

@@ -22,22 +22,20 @@ from repro_matrix.paths import ROOT
 from repro_matrix.runner import session
 
 DOCS = ROOT / "docs"
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *(path for path in sorted(DOCS.rglob("*.md")) if "examples" not in path.parts),
-]
-TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+TEXTS = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
+    for page in PAGES
+    if "examples" not in page.parts
+}
 SELECTS = ("run", "matrix", "list")
 USERS = ("odd-batch", "my-case", "empty-list", "odd-*")  # cases that a page has its reader write
 
 
 def commands(text: str) -> list[list[str]]:
     """Return the arguments of each indented command line; a line that ends with a backslash continues."""
-    found = []
-    for line in re.findall(
-        r"^ {4,}(?:\$ )?((?:\.venv/bin/)?(?:repro|make|pytest) .*)$", re.sub(r"\\\n\s+", " ", text), re.M
-    ):
+    found, whole = [], re.sub(r"\\\n\s+", " ", text)
+    for line in re.findall(r"^ {4,}(?:\$ )?((?:\.venv/bin/)?(?:repro|make|pytest) .*)$", whole, re.M):
         arguments = shlex.split(line.replace("…", "x"), comments=True)
         while "&&" in arguments:
             found.append(arguments[: arguments.index("&&")])
@@ -95,21 +93,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with --strict: a dead link, a wrong anchor or a page outside the navigation is an error."""
     pytest.importorskip("material", reason="of the extra `docs`")
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "-q",
-        "-f",
-        str(ROOT / "mkdocs.yml"),
-        "-d",
-        str(folder),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", ROOT / "mkdocs.yml", "-d", folder]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -118,9 +104,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_site_lists_every_command_and_key(site: Path) -> None:
     pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html")}
     assert not [command for command in cli.COMMANDS if f"repro {command}" not in pages["commands"]]
-    assert not [
-        key for key in schema.Case.model_fields if f"<code>{key}</code>" not in pages["case"] and key != "expect"
-    ]
+    keys = schema.Case.model_fields.keys() - {"expect"}
+    assert not [key for key in keys if f"<code>{key}</code>" not in pages["case"]]
     settings = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text(encoding="utf-8"))
     assert not [key for key in settings if key not in pages["settings"]]
     assert "Strategy" in pages["axes"] and "meaning" in pages["axes"]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,8 @@ def test_env_of_a_variant_wins_over_the_setting() -> None:
     texts = ["case=device-map-distributed"]
     changed = RunSettings(env={"ACCELERATE_BYPASS_DEVICE_MAP": "false"})
     before, after = ({a.variant: a.fingerprint for a in plans(*texts, settings=s)[0].variants} for s in (None, changed))
-    same = [variant for variant in before if before[variant] == after[variant]]
-    assert (
-        same
-        == [name for name, variant in CATALOGUE.cases["device-map-distributed"].variants.items() if variant.env]
-        != []
-    )
+    pinned = {name for name, variant in CATALOGUE.cases["device-map-distributed"].variants.items() if variant.env}
+    assert pinned and {variant for variant in before if before[variant] == after[variant]} == pinned
 
 
 def test_script_run_by_hand_notes_variables_that_the_harness_drops(tmp_path: Path) -> None:
@@ -109,18 +106,16 @@ def test_outcomes_among_hostile_variables_are_the_same(
         "ddp-unfinished-reduction",  # DDP, which TORCH_DISTRIBUTED_DEBUG=DETAIL breaks
     )
     texts = [f"case={','.join(traps)}", "hardware=cpu", "launcher=forkserver", f"results={tmp_path / 'r'}", "repeat=1"]
-    everything = session.prepare(texts)
-    first = {plan.cell.case: plan for plan in reversed(everything.plans)}
-    fixes = {
-        case: next(a.variant for a in plan.variants if a.variant != "unfixed" and not a.skipped)
-        for case, plan in first.items()
-    }
-    prepared = session.prepare([*texts, f"variants=[{','.join(sorted(set(fixes.values())))}]"])
-    prepared.plans = [plan for plan in prepared.plans if plan.cell == first[plan.cell.case].cell]
+    prepared = session.prepare(texts)
+    first = {plan.cell.case: plan for plan in reversed(prepared.plans)}
+    for case, plan in first.items():
+        fix = next(each for each in plan.variants[1:] if not each.skipped)
+        first[case] = replace(plan, variants=(plan.variants[0], fix))
+    prepared.plans = list(first.values())
     workplace.execute(prepared, lambda event: None, threading.Event())
     documents: dict[str, Any] = {document["case"]: document for document in Store(tmp_path / "r").documents()}
     assert set(documents) == set(traps)
-    for case, fix in fixes.items():
-        verdict = documents[case]["verdicts"][fix]
+    for case, plan in first.items():
+        verdict = documents[case]["verdicts"][plan.variants[1].variant]
         assert verdict["expected"] == "expected" or verdict["name"] == "FIXED", json.dumps(verdict)
     assert os.environ["PYTHONOPTIMIZE"] == "1"

@@ -12,7 +12,6 @@ import sysconfig
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from repro_matrix.paths import ROOT
@@ -34,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A venv of its own that has this wheel, and the packages of this environment but not its checkout."""
+    """A venv with this wheel and the packages of this environment, but not its checkout."""
     venv = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "-q", "--offline", "--no-deps"]
@@ -66,10 +65,6 @@ def run(installed: Path, tmp_path: Path) -> Callable[..., Ran]:
     return run
 
 
-def contents(folder: Path) -> set[str]:
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
-
-
 def test_wheel_contains_both_packages_and_their_data(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"repro_matrix", "repro_kit"}
@@ -89,7 +84,7 @@ def test_installed_commands_work_with_a_catalog_of_the_user(
 ) -> None:
     team: Path = run.team  # type: ignore[attr-defined]
     package = next((installed / "lib").glob("python3*/site-packages/repro_matrix"))
-    before = contents(package)
+    before = {path for path in package.rglob("*") if path.suffix != ".pyc"}
     listed = {row["case"] for row in json.loads(run("list", "--json").stdout)}
     assert {"odd-batch", "train-step"} <= listed
     run("doctor")
@@ -114,7 +109,8 @@ def test_installed_commands_work_with_a_catalog_of_the_user(
     assert "no complete measurement" in refused.stderr
 
     log = tmp_path / "train.log"
-    log.write_text(_log(document))
+    unfixed = document["variants"]["unfixed"]["attempts"][0]["observation"]
+    log.write_text(unfixed["ranks"][0]["log_tail"])
     assert "odd-batch" in run("match", str(log)).stdout
     run("claims", "--json", "--from", "results/scratch")
     run("report", "results/baseline", "--output", "page.html")
@@ -131,9 +127,4 @@ def test_installed_commands_work_with_a_catalog_of_the_user(
     said = run("--repro", "case=odd-batch repeat=1 hardware=cpu", "-n", "2", "--junitxml=out.xml", "-v").stdout
     assert "repro::odd-batch::our-head/by-hand::drop-last" in said and "1 passed" in said
     assert list((team / "results/scratch/latest/").rglob("our-head-by-hand.json")), "a folder of its own, the latest"
-    assert contents(package) == before
-
-
-def _log(document: dict[str, Any]) -> str:
-    """What torchrun's own users would have: the first failing rank's output."""
-    return str(document["variants"]["unfixed"]["attempts"][0]["observation"]["ranks"][0]["log_tail"])
+    assert {path for path in package.rglob("*") if path.suffix != ".pyc"} == before
