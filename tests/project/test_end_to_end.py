@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from launching import wait_for
 from repro_matrix.results.store import Store
 
 pytestmark = pytest.mark.ranks
+Once = Callable[[str, Callable[[], Any]], Any]  # conftest's
 CASE = "qwen15-fsdp-norm-shard"
 
 
@@ -25,6 +27,19 @@ def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     env = {**os.environ, "REPRO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "repro_matrix", *words, f"results={tmp_path / 'results'}", "hardware=cpu"]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def measured_from_cold(once: Once, tmp_path: Path) -> dict[str, Any]:
+    """The rows and the document of a run of ``CASE`` with torchrun that left nothing behind, measured once."""
+
+    def measure() -> dict[str, Any]:
+        run = start(tmp_path, "run", CASE, "variants=[unfixed]", "launcher=torchrun", "--json")
+        out, err = run.communicate(timeout=800)
+        assert run.returncode == 0, err
+        wait_for(lambda: not ours(tmp_path))
+        return {"rows": json.loads(out)["rows"], "document": documents(tmp_path)[0]}
+
+    return dict(once("cold-unfixed", measure))
 
 
 def documents(tmp_path: Path) -> list[dict[str, Any]]:
