@@ -29,17 +29,18 @@ def start(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def measured_from_cold(once: Once, tmp_path: Path) -> dict[str, Any]:
+def measured_from_cold(once: Once, tmp_path: Path, variant: str) -> dict[str, Any]:
     """The rows and the document of a run of ``CASE`` with torchrun that left nothing behind, measured once."""
 
     def measure() -> dict[str, Any]:
-        run = start(tmp_path, "run", CASE, "variants=[unfixed]", "launcher=torchrun", "--json")
+        folder = tmp_path / "cold"
+        run = start(folder, "run", CASE, f"variants=[{variant}]", "launcher=torchrun", "--json")
         out, err = run.communicate(timeout=800)
         assert run.returncode == 0, err
-        wait_for(lambda: not ours(tmp_path))
-        return {"rows": json.loads(out)["rows"], "document": documents(tmp_path)[0]}
+        wait_for(lambda: not ours(folder))
+        return {"rows": json.loads(out)["rows"], "document": documents(folder)[0]}
 
-    return dict(once("cold-unfixed", measure))
+    return dict(once(f"cold-{variant}", measure))
 
 
 def documents(tmp_path: Path) -> list[dict[str, Any]]:
