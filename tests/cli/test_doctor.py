@@ -4,9 +4,6 @@ probe. Nothing launches ranks unless it is marked."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,27 +154,3 @@ def test_prepare_probes_all_selected_gpus_and_no_cpu(
     monkeypatch.setattr(CHECK, lambda stack, profile, _: (seen.add(len(profile.gpus)), ({}, None))[1])
     prepared = session.prepare(words, build_stacks=False, probe=True)
     assert seen == probed and {plan.profile.name for plan in prepared.plans} >= {first}
-
-
-@pytest.mark.ranks
-@pytest.mark.slow  # the gate judges such records in test_device_errors
-def test_run_device_that_fails_in_the_ranks_is_infra(tmp_path: Path) -> None:
-    """The probe says yes, and in the ranks the device cannot be set: no verdict, exit 3; never "other error"."""
-    python = python_that_says(tmp_path, *lines(gpus=2))
-    words = ("run", ONE[0].partition("=")[2], *ONE[1:], f"stack=python:{python}", f"results={tmp_path / 'results'}")
-    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environ |= FakeNvml([FakeGpu(), FakeGpu()]).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "repro_matrix", *words, "hardware=gpu2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=800)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert done.stderr.startswith("repro: hardware gpu2 (2 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks; stack ")
-    summary = json.loads(done.stdout)["summary"]
-    gpus = ["NVIDIA A100-SXM4-80GB"] * 2
-    assert summary["profiles"] == [
-        {"profile": "gpu2", "accelerator": "cuda", "backend": "nccl", "devices": gpus, "ranks": [2]}
-    ]
-    (stored,) = documents(tmp_path)
-    assert stored["hardware"]["probe"]["cuda"] == "13.0"
-    outcomes = [attempt["outcome"] for variant in stored["variants"].values() for attempt in variant["attempts"]]
-    assert outcomes and {outcome["outcome"] for outcome in outcomes} == {"infra_error"}
-    assert all(outcome["reason"].startswith("device: rank ") for outcome in outcomes)

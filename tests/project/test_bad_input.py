@@ -14,7 +14,6 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config.selection import parse
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.external.adhoc_case import checked_script
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
@@ -59,17 +58,6 @@ def test_command_with_bad_arguments_is_refused_and_writes_nothing(
 def test_results_folder_may_have_any_name(name: str) -> None:
     assert compose_run([f"results=/tmp/{name}"]).results == f"/tmp/{name}"
     assert parse([f"results=/tmp/{name}"]).run == [f"results=/tmp/{name}"]
-
-
-def test_script_that_does_not_exist_gets_the_nearest_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("needs.py", "imp.py", "train_min.py"):
-        (tmp_path / name).touch()
-    with pytest.raises(ConfigError) as error:
-        checked_script("./nope.py")  # .py alone does not make needs.py near
-    assert "did you mean" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"did you mean 'train_min.py'"):
-        checked_script("./trian_min.py")
 
 
 # -- files of conf/

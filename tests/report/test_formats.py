@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import jsonschema
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
@@ -66,14 +65,10 @@ def test_markdown_of_each_kind_of_result() -> None:
     assert text == path.read_text(encoding="utf-8"), "if that is intended: UPDATE_SNAPSHOTS=1 pytest"
 
 
-@pytest.mark.parametrize(("cells", "text"), [([], "Nothing was measured"), ([cell()], "Nothing differs")])
-def test_markdown_headline_when_nothing_differs(cells: list[Cell], text: str) -> None:
-    assert text in to_markdown(cells, "title", Remarks())
-
-
 @given(st.integers(0, 300), st.text(max_size=400))
 @settings(max_examples=10)
 def test_markdown_stays_under_its_limit_and_keeps_every_section(count: int, text: str) -> None:
     odd = cell("NOT_FIXED", "unexpected", error=text)
     markdown = to_markdown([*[odd] * count, skipped_cell()], "title", Remarks())
     assert len(markdown.encode(errors="replace")) <= MOST and "### Not measured" in markdown
+    assert ("Nothing differs" in markdown) == (count == 0)

@@ -52,7 +52,7 @@ def test_report_writes_a_page_a_site_and_the_formats(folder: Path, capsys: pytes
     assert {row["case"] for row in json.loads(capsys.readouterr().out)["rows"]} == {SLUG}
     for name in ("junit", "markdown"):
         assert main(["report", str(folder), "--format", name, "--output", str(folder.parent / name)]) == 0
-        assert (folder.parent / name).stat().st_size > 100
+        assert (folder.parent / name).stat().st_size > 50
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_report_names_unknown_cases_and_how_to_continue_an_interrupted_run(
     (folder / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.UNFINISHED}))
     assert main(["report", str(folder), "--format", "markdown"]) == 0
     out = capsys.readouterr().out.replace("\\", "")
-    assert "of-another-team" in out and "| of-another-team" not in out and "repro matrix --resume results=" in out
+    assert out.count("of-another-team") == 1 and "repro matrix --resume results=" in out
 
 
 def test_report_of_several_folders_names_the_folder_of_each_cell(tmp_path: Path) -> None:

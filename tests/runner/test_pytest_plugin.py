@@ -23,6 +23,8 @@ pytest_plugins = ["pytester"]
 CASE = "ddp-unfinished-reduction"
 AT = f"repro::{CASE}::qwen1.5-0.5b/ddp"
 SEEN: dict[str, tuple[str, str]] = {}  # variant -> (verdict, expected); a variant that is not named: (FIXED, expected)
+ASKED: list[tuple[str, ...]] = []
+WRONG: dict[str, str] = {}  # variant -> why the run does not end with 0
 
 
 def measured(self: Measurement, place: Place) -> list[tuple[SimpleNamespace, str]]:
@@ -36,18 +38,13 @@ def measured(self: Measurement, place: Place) -> list[tuple[SimpleNamespace, str
     ]  # fmt: skip
 
 
-ASKED: list[tuple[str, ...]] = []
-WRONG: dict[str, str] = {}  # variant -> why the run does not end with 0
-
-
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Measurement, "results", measured)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    SEEN.clear()
-    WRONG.clear()
-    ASKED.clear()
+    for values in (SEEN, WRONG, ASKED):
+        values.clear()  # type: ignore[attr-defined]
 
     def run(*words: str) -> pytest.RunResult:
         return pytester.runpytest_inprocess("--repro", f"case={CASE} repeat=1", "-n", "0", *words)
@@ -88,10 +85,9 @@ def test_plugin_expected_failure_is_strict_xfail(run: Any) -> None:
     result = run("-rx", "-k", "bucket-view")
     result.assert_outcomes(xfailed=1)
     result.stdout.fnmatch_lines([f"XFAIL {AT}::bucket-view - NOT_FIXED: of bucket-view"])
-    SEEN["bucket-view"] = ("FIXED", "unexpected")  # it was expected to fail, and holds
-    run("-k", "bucket-view").assert_outcomes(failed=1)
-    SEEN["bucket-view"] = ("DIFFERENT_FAILURE", "unexpected")  # it fails otherwise than it was expected to
-    run("-k", "bucket-view").assert_outcomes(failed=1)
+    for verdict in ("FIXED", "DIFFERENT_FAILURE"):
+        SEEN["bucket-view"] = (verdict, "unexpected")
+        run("-k", "bucket-view").assert_outcomes(failed=1)
 
 
 def test_plugin_problem_of_a_run_fails_the_test_and_a_quarantined_difference_is_xfail(run: Any) -> None:

@@ -176,12 +176,6 @@ def to_markdown(cells: Sequence[Cell], title: str, remarks: Remarks) -> str:
     missing = Counter(row.reason for _, row in rows if not row.attempts)
     if missing:
         out += ["### Not measured", _list([f"- {count}: {code(reason)}" for reason, count in missing.most_common()])]
-    by_case: dict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        by_case[cell.row.case].append(cell)
-    if by_case:
-        table = [f"| {escape(case)} | {len(members)} | {_numbers(members)} |" for case, members in by_case.items()]
-        out += ["### Cases", "\n".join(["| case | cells | variants |", "|---|---|---|", *table])]
     return _limited("\n\n".join(out) + "\n")
 
 

@@ -119,10 +119,7 @@ def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | 
 
 def title(folders: Sequence[Path]) -> str:
     """Return the page's title."""
-    names = (
-        "published results" if folder == BASELINE else name for folder, name in zip(folders, source_names(folders))
-    )
-    return f"repro-matrix: {' and '.join(names)}"
+    return f"repro-matrix: {' and '.join(source_names(folders))}"
 
 
 def source_names(folders: Sequence[Path]) -> list[str]:

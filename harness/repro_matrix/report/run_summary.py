@@ -12,24 +12,14 @@ import shlex
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from repro_matrix.planning.memory import GIB, fullest
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
-from repro_matrix.report.terminal import (
-    by_reason,
-    columns,
-    label,
-    named,
-    plan_lines,
-    print_json,
-    print_lines,
-    print_table,
-    skipped_lines,
-)
+from repro_matrix.report.terminal import axes_of, by_reason, columns, label, named, print_json, print_lines, print_table
 from repro_matrix.results import runs
 from repro_matrix.results.expectations import uncompared_failures
 from repro_matrix.results.runs import results_folder
@@ -80,6 +70,35 @@ def _item(prepared: Session, variant: VariantPlan) -> dict[str, Any]:
     item |= {name: getattr(variant, name) for name in ("stack", "variant", "world_size", "skipped")}
     item |= {"flags": dict(cell.flags), "devices": variant.gpus, "attempts": variant.repeat}
     return item | {"deadline_s": variant.deadline, "simulated": simulated}
+
+
+def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Yield a line for each case that would be launched, then what would not, by reason. ``items``: case, cell, model,
+    strategy, attempts and skipped (the reason, or None) of each variant."""
+    launched: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for item in items:
+        if not item["skipped"]:
+            launched[item["case"]].append(item)
+    names = max(map(len, launched), default=0)
+    for case, variants in launched.items():
+        yield from wrap(f"{case:<{names}}  {_size(variants)}: {axes_of(variants)}", "", names + 2, width)
+    yield from skipped_lines(items, width)
+    if items:
+        every = [item for variants in launched.values() for item in variants]
+        yield from ("", *wrap(f"{_size(every)}; --json lists every variant", width=width))
+
+
+def _size(variants: Sequence[Mapping[str, Any]]) -> str:
+    cells, attempts = len({item["cell"] for item in variants}), sum(item["attempts"] for item in variants)
+    return f"{counted(cells, 'cell')}, {counted(len(variants), 'variant')}, {counted(attempts, 'attempt')}"
+
+
+def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Yield the reasons of skipped variants, each with its number and its cases. ``items`` as for ``plan_lines``."""
+    skipped = [(item["skipped"], item["case"]) for item in items if item["skipped"]]
+    if skipped:
+        yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
+        yield from by_reason(skipped, width)
 
 
 def show_memory(texts: list[str], as_json: bool) -> int:
@@ -302,10 +321,8 @@ def lines(
     if summary.not_started:
         names = ", ".join(dict.fromkeys(cell.case for cell in summary.not_started))
         texts.append(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {names}")
-    texts += [
-        f"{counted(count, 'attempt')} used torchrun: {reason}"
-        for reason, count in summary.torchrun_reasons.most_common()
-    ]
+    for reason, count in summary.torchrun_reasons.most_common():
+        texts.append(f"{counted(count, 'attempt')} used torchrun: {reason}")
     unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:
@@ -318,8 +335,11 @@ def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
         differing = [row for row in rows if row.state == state]
         if differing:
             yield from _title(f"{title}: {_variants(differing)}", width)
-            for same in _same_reason(differing):
-                yield from _detail(same, width)
+        same: dict[object, list[Row]] = defaultdict(list)  # often an unfixed variant that fails differently
+        for row in differing:
+            same[row.cell, row.verdict, row.reason, row.expected_verdict].append(row)
+        for members in same.values():
+            yield from _detail(members, width)
     failures = uncompared_failures(rows)
     if failures:
         meaning = "the unfixed variant fails with an unexpected error, and no variant shows anything else"
@@ -360,14 +380,6 @@ def _is_unanswered(row: Row) -> bool:
     return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
 
 
-def _same_reason(rows: Iterable[Row]) -> list[list[Row]]:
-    """Group the variants of a cell that differ for the same reason, often an unfixed variant that fails differently."""
-    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.cell, row.verdict, row.reason, row.expected_verdict].append(row)
-    return list(groups.values())
-
-
 def _detail(rows: Sequence[Row], width: int) -> Iterator[str]:
     row, variants = rows[0], [each.variant for each in rows]
     heading = f"{row.case} {row.model}/{row.strategy}, variant{'s' * (len(variants) > 1)} {', '.join(variants)}"
@@ -375,21 +387,11 @@ def _detail(rows: Sequence[Row], width: int) -> Iterator[str]:
     note = "".join(f" [{text}]" for text in (row.note, row.quarantine) if text)
     measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.reason}{note}"
     yield from wrap(measured, "    ", 3, width)
-    for line in _log(row):
+    printed = [one_line(line) for line in row.errors[0]["log"].splitlines()] if row.errors else []
+    for line in [line for line in printed if line.strip()][-LOG_LINES:]:
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
     command = replace(row, variant=",".join(variants)).command
     yield f"    $ {one_line(shlex.join(command))}"  # one line, however long: it can be pasted
-
-
-def _log(row: Row) -> list[str]:
-    """Return the last lines that the rank printed which failed first."""
-    printed = [one_line(line) for line in row.errors[0]["log"].splitlines()] if row.errors else []
-    return [line for line in printed if line.strip()][-LOG_LINES:]
-
-
-def _count_labels(rows: Iterable[Row]) -> str:
-    verdicts = Counter(row.verdict for row in rows if row.verdict)
-    return ", ".join(label(name).count(count) for name, count in verdicts.most_common())
 
 
 def _cases(rows: Sequence[Row], new: set[str], width: int) -> Iterator[str]:
@@ -400,13 +402,13 @@ def _cases(rows: Sequence[Row], new: set[str], width: int) -> Iterator[str]:
     names = max(map(len, by_case))
     for case, members in by_case.items():
         outcomes = Counter(row.outcome for row in members if not row.verdict)
-        unfixed = ", ".join(
-            name if count == outcomes.total() else f"{name} in {count}" for name, count in outcomes.items()
-        )
+        all_runs, verdicts = outcomes.total(), Counter(row.verdict for row in members if row.verdict)
+        unfixed = ", ".join(name if n == all_runs else f"{name} in {n}" for name, n in outcomes.items())
+        others = ", ".join(label(name).count(n) for name, n in verdicts.most_common())
         mark = "!" if any(row.state in ATTENTION[:2] for row in members) else "+" if case in new else " "
         cells = counted(len({row.cell for row in members}), "cell")
         head = f"{mark} {case.ljust(names)}  {cells:>8}  "
-        parts = [f"unfixed {unfixed}" if unfixed else "", _count_labels(members)]
+        parts = [f"unfixed {unfixed}" if unfixed else "", others]
         simulated = " [simulated]" if members[0].simulated else ""
         yield from wrap(head + "; ".join(filter(None, parts)) + simulated, "", min(len(head), width // 2), width)
 

@@ -259,35 +259,6 @@ def axes_of(cells: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield a line for each case that would be launched, then what would not, by reason. ``items``: case, cell, model,
-    strategy, attempts and skipped (the reason, or None) of each variant."""
-    launched: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for item in items:
-        if not item["skipped"]:
-            launched[item["case"]].append(item)
-    names = max(map(len, launched), default=0)
-    for case, variants in launched.items():
-        yield from wrap(f"{case:<{names}}  {_size(variants)}: {axes_of(variants)}", "", names + 2, width)
-    yield from skipped_lines(items, width)
-    if items:
-        every = [item for variants in launched.values() for item in variants]
-        yield from ("", *wrap(f"{_size(every)}; --json lists every variant", width=width))
-
-
-def _size(variants: Sequence[Mapping[str, Any]]) -> str:
-    cells, attempts = len({item["cell"] for item in variants}), sum(item["attempts"] for item in variants)
-    return f"{counted(cells, 'cell')}, {counted(len(variants), 'variant')}, {counted(attempts, 'attempt')}"
-
-
-def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[str]:
-    """Yield the reasons of skipped variants, each with its number and its cases. ``items`` as for ``plan_lines``."""
-    skipped = [(item["skipped"], item["case"]) for item in items if item["skipped"]]
-    if skipped:
-        yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
-        yield from by_reason(skipped, width)
-
-
 def doctor_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
     """Yield the cases that run, then cells and variants that do not, by reason. ``rows``: case, simulated, runs,
     reason, skipped_variants (name -> reason)."""
@@ -308,37 +279,24 @@ def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]
     """Return what is known of one log, with stable keys."""
     from repro_matrix.external.log_match import stored  # not for `repro list`
 
-    versions = seen.versions.known
-    return {
-        "log": path,
-        "lines": seen.lines,
-        "recognized": answer.names,
-        "failures": [_failure_json(failure) for failure in answer.failures],
-        "remarks": [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks],
-        "not_listed": seen.more,
-        "versions": versions,
-        "python": seen.versions.python,
-        "versions_unclear": seen.versions.unclear,
-        "root_cause_rank": seen.summary.root,
-        "endings": [asdict(ending) for ending in seen.endings],
-        "stored": {
-            name: {key: [asdict(each) for each in ranges] for key, ranges in stored(cases[name], versions).items()}
-            for name in answer.names
-        },
-    }
+    versions = seen.versions
+    found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names, "not_listed": seen.more}
+    found["failures"] = [_failure_json(failure) for failure in answer.failures]
+    found["remarks"] = [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks]
+    found |= {"versions": versions.known, "python": versions.python, "versions_unclear": versions.unclear}
+    found |= {"root_cause_rank": seen.summary.root, "endings": [asdict(ending) for ending in seen.endings]}
+    measured = {name: stored(cases[name], versions.known).items() for name in answer.names}
+    found["stored"] = {name: {key: list(map(asdict, each)) for key, each in items} for name, items in measured.items()}
+    return found
 
 
 def _failure_json(failure: Failure) -> dict[str, Any]:
     from repro_matrix.external.log_match import normalised
 
-    error = failure.error
-    return {
-        **{name: getattr(error, name) for name in ("line", "type", "message", "ranks", "count", "whole", "mixed")},
-        **{name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")},
-        "normalised": normalised(error.message),
-        "raised_in": failure.where,
-        "echo": failure.echo,
-    }
+    error, names = failure.error, ("line", "type", "message", "ranks", "count", "whole", "mixed")
+    found = {name: getattr(error, name) for name in names}
+    found |= {name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")}
+    return found | {"normalised": normalised(error.message), "raised_in": failure.where, "echo": failure.echo}
 
 
 def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case], width: int = WIDTH) -> list[str]:
@@ -366,11 +324,9 @@ def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case
     if seen.endings and not causes:
         stated = {each.kind for each in seen.endings if each.rank is not None}
         kinds = stated | {"exit code"} if stated else stated  # a launcher repeats it without the rank
-        endings = [
-            f"{_rank_name(each.rank)}: {each.kind} (line {each.line})"
-            for each in seen.endings
-            if each.rank is not None or each.kind not in kinds
-        ][:MOST_FAILURES]
+        shown = [each for each in seen.endings if each.rank is not None or each.kind not in kinds][:MOST_FAILURES]
+        ranks = ["unknown rank" if each.rank is None else f"rank {each.rank}" for each in shown]
+        endings = [f"{rank}: {each.kind} (line {each.line})" for rank, each in zip(ranks, shown)]
         out += wrap(f"The log shows a failure, but not its cause: {', '.join(endings)}", "  ", 4, width)
     elif not answer.failures and not answer.remarks:
         out.append("  no failure in this log")
@@ -407,10 +363,6 @@ def _who(failure: Failure, seen: Scanned) -> str:
     if seen.summary.root is not None:
         return f"rank {seen.summary.root} (ended first, torchrun reports)"
     return error.label or "unknown rank"
-
-
-def _rank_name(rank: int | None) -> str:
-    return "unknown rank" if rank is None else f"rank {rank}"
 
 
 def _stored_lines(case: Case, seen: Scanned, width: int) -> Iterator[str]:
