@@ -67,9 +67,8 @@ def test_environment_is_private_to_the_attempt_and_its_stack(tmp_path: Path) -> 
 def test_prepare_makes_empty_folders_and_a_short_tmp(tmp_path: Path) -> None:
     assert tmp_of(Path("/tmp/short")) == Path("/tmp/short/tmp")
     attempt = attempt_of(tmp_path / ("x" * 80), "nothing")
-    assert len(str(attempt.tmp)) < 70 and attempt.tmp == tmp_of(attempt.directory)
     prepare(attempt)
-    assert attempt.tmp.is_dir()
+    assert attempt.tmp.is_dir() and len(str(attempt.tmp)) < 70
     (attempt.records / "rank-0.json").write_text("{}")
     prepare(attempt)
     assert not list(attempt.records.iterdir()), "records of an earlier attempt in this folder"
@@ -187,17 +186,6 @@ def test_tail_reads_only_the_end_of_a_huge_log(tmp_path: Path) -> None:
         out.write(b"\n" + b"".join(b"line %d\n" % n for n in range(1000)))
     lines = observe.tail(path).split("\n")
     assert len(lines) == 60 and lines[-1] == "line 999"
-
-
-def test_cut_of_a_log_keeps_its_tail(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with open(path, "ab", buffering=0) as log:
-        log.write(b"x" * (2 << 20) + b"\nlast")
-        attempt_module.cut(path, 4 << 20)
-        assert path.stat().st_size > 2 << 20
-        attempt_module.cut(path, 1 << 20)
-        log.write(b" and more")
-    assert path.stat().st_size < 128 << 10 and observe.tail(path).endswith("\nlast and more")
 
 
 # --- samples at the deadline

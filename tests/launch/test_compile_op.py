@@ -12,17 +12,16 @@ from repro_matrix.launch import processes
 from repro_matrix.launch.processes import compile_op, op_compiled
 
 # What torch does (torch.utils.file_baton): the process that creates the file compiles; the others wait for its removal.
-COMPILE = """#!{python}
+COMPILE = """
 import os, pathlib, sys
-op = pathlib.Path({folder!r}) / "op"
-op.mkdir(exist_ok=True)
+lock = pathlib.Path("op/lock")
 try:
-    os.close(os.open(op / "lock", os.O_CREAT | os.O_EXCL))
+    os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
 except FileExistsError:
     sys.exit("Error: waited for a lock that is not released")
-(op / "lock").unlink()
+lock.unlink()
 """
-HANG = """#!{python}
+HANG = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open("compiler", "w").write(str(child.pid))
@@ -39,10 +38,9 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
     return stack
 
 
-def write_python(stack: Stack, code: str) -> None:
-    python = Path(stack.python)
-    python.write_text(code.format(python=sys.executable, folder=stack.extensions_dir), encoding="utf-8")
-    python.chmod(0o755)
+def write_python(stack: Stack, code: str, interpreter: str = sys.executable) -> None:
+    Path(stack.python).write_text(f"#!{interpreter}\n{code}", encoding="utf-8")
+    Path(stack.python).chmod(0o755)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -70,7 +68,7 @@ def test_compile_that_takes_too_long_is_ended(stack: Stack, monkeypatch: pytest.
 
 
 def test_compile_without_a_compiler_returns_the_problem(stack: Stack) -> None:
-    write_python(stack, "#!{python}\nraise SystemExit('Error: no g++')\n")
+    write_python(stack, "raise SystemExit('Error: no g++')")
     assert "no g++" in str(compile_op(stack))
-    write_python(stack, "#!/nowhere/python\n")
+    write_python(stack, "", "/nowhere/python")
     assert "cannot be compiled" in str(compile_op(stack))

@@ -33,8 +33,6 @@ SYSTEM_ERROR = (
         ("device", error("AcceleratorError", "some other words", TRAIN, error_code=46), BODY),
         ("device", error("RuntimeError", "CUDA error: no kernel image is available for execution on the device", TRAIN),
          BODY),
-        ("device", error("DistBackendError", "NCCL error: cuda error\nCuda failure 35 'CUDA driver version is "
-                         "insufficient for CUDA runtime version'", NCCL), BODY),
         ("device", error("DistBackendError", f"NCCL error in: NCCLUtils.cpp:94, {SYSTEM_ERROR}", NCCL), BODY),
         ("device", error("DistBackendError", "NCCL error: remote process exited", NCCL), INIT),
         ("device", error("OutOfMemoryError", "CUDA out of memory. 2 MiB", ("torch.cuda", "x")), INIT),

@@ -17,10 +17,6 @@ End = tuple[int | None, str | None, str]  # exit code, signal, who ended it
 # --- checks besides how the ranks ended
 
 
-def message(text: str) -> Callable[[Json], Any]:
-    return lambda seen: any(text in (r["record"]["exception"] or {}).get("message", "") for r in seen["ranks"])
-
-
 def leaked_processes(count: int, text: str = "") -> Callable[[Json], Any]:
     return lambda seen: len([each for each in seen["attempt"]["leaked_processes"] if text in each]) == count
 
@@ -49,7 +45,8 @@ OK: End = (0, None, "self")
 HANG: End = (None, "SIGTERM", "timeout")
 FAULTS = {
     "raises": Fault("raises", {0: FAILED, 1: (None, "SIGTERM", "launcher")},
-                    checks=(message("rank 0 of 2 does not want to"),), flags={"rank": 0, "others": "wait"}),
+                    checks=(lambda seen: "rank 0 of 2" in seen["ranks"][0]["record"]["exception"]["message"],),
+                    flags={"rank": 0, "others": "wait"}),
     "raises while its peer ignores SIGTERM": Fault(
         ["raises_beside_stuck", "ignores_term"], {0: FAILED, 1: (None, "SIGKILL", "launcher")}
     ),

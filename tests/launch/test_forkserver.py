@@ -63,12 +63,6 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLaunch
             assert env[ATTEMPT_TOKEN] == attempt.id and env["A_VARIABLE"] == "x" and free(int(env["MASTER_PORT"]))
 
 
-@ranks
-def test_forked_script_is_read_again_after_an_edit(tmp_path: Path, warm: ForkserverLauncher) -> None:
-    for value in (1, 2):
-        assert facts(launched(warm, scripted(tmp_path / "a", f'run.fact("value", {value})')))[0] == {"value": value}
-
-
 # --- stacks that cannot be forked
 
 
@@ -130,12 +124,15 @@ def test_server_killed_between_attempts_is_replaced(tmp_path: Path, warm: Forkse
 
 
 @ranks
-def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: ForkserverLauncher) -> None:
+def test_attempts_leave_the_server_unchanged_and_read_the_script_again(
+    tmp_path: Path, warm: ForkserverLauncher
+) -> None:
     def count() -> tuple[int, int, int]:
         server = psutil.Process(pid)
         return server.num_fds(), len(server.children()), psutil.Process().num_fds()
 
-    assert facts(launched(warm, scripted(tmp_path / "0", "import os\nrun.fact('parent', os.getppid())")))
+    for value in (1, 2):
+        assert facts(launched(warm, scripted(tmp_path / "a", f"run.fact('value', {value})")))[0] == {"value": value}
     pid = next(reversed(warm._servers.values())).process.pid
     before = count()
     for n in range(10):
@@ -143,9 +140,6 @@ def test_ten_attempts_leave_the_server_unchanged(tmp_path: Path, warm: Forkserve
         assert result["infra_error"] is None and ends(result) == [(0, None, "self")] * 2
         assert "retried" not in result["attempt"] and result["attempt"]["leaked_processes"] == []
     assert count() == before
-
-
-# --- which server an attempt gets
 
 
 def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path) -> None:
