@@ -206,9 +206,6 @@ def test_stale_lock_of_a_killed_rank_is_removed_and_that_of_a_living_one_stays(
     assert facts(launched(warm, attempt)) == [{}, {}]
 
 
-# --- a killed controller
-
-
 @pytest.mark.parametrize("name", ["torchrun", "forkserver"])
 def test_killed_controller_leaves_nothing_after_the_next_run(tmp_path: Path, name: str) -> None:
     state, run_id = tmp_path / "state", f"run-{os.getpid()}-{name}"
