@@ -57,7 +57,7 @@ def shown(rows: list[Row]) -> list[tuple[str, str, str]]:
     return [(row.evidence, row.variant, row.outcome) for row in rows]
 
 
-@pytest.mark.parametrize("how", ["edited", "grader", "variant", "cut", "missing"])
+@pytest.mark.parametrize("how", ["edited", "grader", "variant", "cut"])
 def test_load_rows_grades_only_stale_cells(
     how: str, folder: Path, cases: Mapping[str, Case], graded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,8 +72,6 @@ def test_load_rows_grades_only_stale_cells(
         stored = [replace(row, graded_by="other") if row.evidence == first else row for row in rows]
     elif how == "variant":
         stored = [row for row in rows if row is not rows[1]]
-    elif how == "missing":
-        stored = [row for row in rows if row.evidence != first]
     write_rows(folder, stored)
     if how == "cut":
         lines = (folder / SUMMARY).read_bytes().splitlines(keepends=True)
@@ -101,7 +99,7 @@ def test_load_rows_reads_what_a_run_appended(folder: Path, cases: Mapping[str, C
     rows = load_rows(folder, cases)
     assert {row.variant for row in rows} >= {"unfixed"} and all(row.attempts or row.skipped for row in rows)
     for document in Store(folder).documents():
-        summary.append_cell(folder, Path(document["path"]), document, cases, summary.grading_keys(cases))
+        summary.append_cell(folder, document, cases, summary.grading_keys(cases))
     graded.clear()
     assert shown(load_rows(folder, cases)) == shown(rows) and graded == []
     write_rows(folder, rows)

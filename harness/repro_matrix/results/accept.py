@@ -121,15 +121,15 @@ def _never_reproduced(case: Case, documents: Iterable[Document]) -> str:
 
 # Regrade
 
+Findings = dict[str, list[str]]  # by their kind
 
-def regrade(
-    folder: Path, cases: Mapping[str, Case], with_expectations: bool = False
-) -> tuple[list[Row], dict[str, list[str]]]:
+
+def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = False) -> tuple[list[Row], Findings]:
     """Grade every cell of a folder anew. Return the rows as computed now, and what is wrong: ``damaged`` evidence, that
     cannot be read; ``edited`` evidence, that contradicts itself; ``differences`` of stored rows; ``unsupported``
     expectations, which no stored result shows (``with_expectations``)."""
     rows: list[Row] = []
-    found: dict[str, list[str]] = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
+    found: Findings = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
     stored, results = summary.stored_rows(folder, found["damaged"]), Store(folder)
     documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
     found["damaged"] += results.damaged
@@ -208,8 +208,8 @@ def propose(source: Path, selection: Selection, catalogue: Catalogue, names: set
     if baseline.damaged:
         raise ResultsError("\n  ".join(["the baseline is damaged. Restore it first.", *baseline.damaged]))
     graded = grade_documents([*held, *given], catalogue.cases)
-    held = [d for d in graded.documents if Path(d["path"]).is_relative_to(own.baseline)]
-    given = [d for d in graded.documents if Path(d["path"]).is_relative_to(source)]
+    roots = own.baseline, source
+    held, given = ([d for d in graded.documents if Path(d["path"]).is_relative_to(root)] for root in roots)
     whole = [d for d in given if is_whole(catalogue.cases[d["case"]], d)]
     found = publication(catalogue.cases, held, whole, reason)
     found.refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
@@ -217,9 +217,8 @@ def propose(source: Path, selection: Selection, catalogue: Catalogue, names: set
         why = _never_reproduced(catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name))
         found.refused += [Refusal(name, "", why)] if why else []
     found.notes = [*results.damaged, *graded.notes]
-    if len(given) > len(whole):
-        partial = counted(len(given) - len(whole), "cell")
-        found.notes.append(f"left out: {partial} of which only some variants were measured")
+    if partial := len(given) - len(whole):
+        found.notes.append(f"left out: {counted(partial, 'cell')} of which only some variants were measured")
     return found
 
 
@@ -274,12 +273,10 @@ def _of_other_code(documents: Iterable[Document], catalogue: Catalogue, own: Pro
             yield Refusal(slug, "", f"measured with other code: {reason}")
 
 
-def publication(
-    cases: Mapping[str, Case], held: Iterable[Document], given: Iterable[Document], reason: str
-) -> Publication:
+def publication(cases: Mapping[str, Case], held: list[Document], given: list[Document], reason: str) -> Publication:
     """Decide what is published. ``held``: what is published of the cases of ``given``, the measured results; all graded
     anew."""
-    found, held, given = Publication(), list(held), list(given)
+    found = Publication()
     for slug in sorted({document["case"] for document in given}):
         before, now = ({place(d): d for d in documents if d["case"] == slug} for documents in (held, given))
         _publish_case(found, cases[slug], before, now, reason)

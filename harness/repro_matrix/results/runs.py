@@ -26,7 +26,7 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.records.document import Document
-from repro_matrix.results.store import LATEST, LOCK, Store
+from repro_matrix.results.store import LATEST, LOCK, Store, cannot_write
 from repro_matrix.results.summary import Row, stored_rows
 
 SEARCHES = "searches"
@@ -107,9 +107,7 @@ def begin(root: Path, texts: Sequence[str]) -> Path:
         folder.mkdir()
         note(folder, texts, UNFINISHED)
     except OSError as error:
-        raise ResultsError(
-            f"{root}: cannot be written ({error.strerror}). Choose another folder: results=DIR"
-        ) from None
+        raise cannot_write(error, root) from None
     point(folder)
     prune(root)
     return folder
@@ -138,11 +136,6 @@ def drop(folder: Path) -> None:
     (folder.parent / LATEST).unlink(missing_ok=True)
     for before in listed(folder.parent)[-1:]:
         point(before.folder)
-
-
-def unfinished(root: Path) -> Run | None:
-    """Return the last run that was interrupted, or whose process died."""
-    return next((run for run in reversed(listed(root)) if run.interrupted), None)
 
 
 def prune(root: Path, kept: int = KEPT) -> None:
@@ -221,8 +214,7 @@ def read_manifest(root: Path) -> ShardManifest:
     """Return the manifest of a results folder. Raises ResultsError: none, several, or it is damaged."""
     files = sorted(root.glob("shard-*.manifest")) if root.is_dir() else []
     if len(files) != 1:
-        names = ", ".join(path.name for path in files) or "none"
-        raise ResultsError(f"{root}: not the results of one shard: found {names}. Pass a folder for each shard.")
+        raise ResultsError(f"{root}: not the results of one shard. Pass a folder for each shard.")
     try:
         return TypeAdapter(ShardManifest).validate_json(files[0].read_bytes())
     except (OSError, ValidationError) as error:

@@ -61,7 +61,7 @@ class Store:
             text = f"{self.root}: another run is writing here. Wait for it, or choose another folder: results=DIR"
             raise ResultsError(text) from None
         except OSError as error:
-            raise _describe(error, self.root) from None
+            raise cannot_write(error, self.root) from None
 
     def close(self) -> None:
         self._lock.release()
@@ -79,7 +79,7 @@ class Store:
                 self._keep(path, older)
             write_json(path, document)
         except OSError as error:
-            raise _describe(error, path) from None
+            raise cannot_write(error, path) from None
 
     def _keep(self, path: Path, older: Document) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(older["provenance"]["started"]))
@@ -179,7 +179,8 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, text + "\n")
 
 
-def _describe(error: OSError, path: Path) -> ResultsError:
+def cannot_write(error: OSError, path: Path) -> ResultsError:
+    """Return the error for a results folder or file that could not be written."""
     if error.errno == errno.ENOSPC:
         return ResultsError(f"{path}: the disk is full. What was recorded before is intact.")
     return ResultsError(f"{path}: cannot be written ({error.strerror or error}). Choose another folder: results=DIR")
@@ -222,7 +223,9 @@ def write_baseline(root: Path, written: Mapping[str, Document], dropped: Iterabl
     changes: dict[Path, dict[str, bytes | None]] = {}
     for place in (*dropped, *written):
         hardware, label, key = place.split("/", 2)
-        line = _to_line(portable(written[place])) if place in written else None
+        stored = portable({"cell_id": key, **written[place]}) if place in written else {}
+        stored.pop("path", None)
+        line = json.dumps(stored, separators=(",", ":")).encode() if stored else None
         changes.setdefault(root / hardware / f"{label}{LINES}", {})[key] = line
     writing = Store(root)
     writing.open()
@@ -232,11 +235,6 @@ def write_baseline(root: Path, written: Mapping[str, Document], dropped: Iterabl
     finally:
         writing.close()
         (root / LOCK).unlink(missing_ok=True)
-
-
-def _to_line(document: Mapping[str, Any]) -> bytes:
-    plain = {key: value for key, value in document.items() if key not in ("cell_id", "path")}
-    return json.dumps({"cell_id": document["cell_id"], **plain}, separators=(",", ":")).encode()
 
 
 def _rewrite(path: Path, changes: Mapping[str, bytes | None]) -> None:
@@ -352,9 +350,10 @@ def code_hashes(catalogue: Catalogue, slugs: Iterable[str] | None = None) -> dic
     shared = hashlib.sha256()
     for path in sorted(each for folder in shared_code(catalogue) for each in folder.rglob("*.py")):
         shared.update(path.read_bytes())
-    common = shared.hexdigest()
     return {
-        slug: hashlib.sha256(common.encode() + catalogue.script(catalogue.cases[slug]).read_bytes()).hexdigest()[:16]
+        slug: hashlib.sha256(
+            shared.hexdigest().encode() + catalogue.script(catalogue.cases[slug]).read_bytes()
+        ).hexdigest()[:16]
         for slug in (catalogue.cases if slugs is None else slugs)
     }
 

@@ -68,7 +68,6 @@ class Attempt:
     outcome: str
     reason: str
     failures: tuple[str, ...]
-    outcome_without_warning: str | None  # its outcome without a failure that is only a remark in a log
     finished: bool  # every rank completed its script
     retry: bool  # this attempt repeats one that was no evidence
     wall_s: float
@@ -78,6 +77,7 @@ class Attempt:
     peak_gpu_mb: float | None
     launcher: str
     metrics: Mapping[str, float]
+    outcome_without_warning: str | None = None  # its outcome without a failure that is only a remark in a log
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,6 @@ class Row:
     state: str | None  # expected, unexpected, no_expectation, matches_cpu, differs_from_cpu, quarantined
     expected_verdict: str | None
     note: str  # another failure than the expected one, or that it is not written down
-    quarantine: str | None  # owner, date and reason, where the state is quarantined
 
     attempts: tuple[Attempt, ...]
     checks: tuple[Mapping[str, Any], ...]  # of ``_checks``
@@ -141,6 +140,7 @@ class Row:
     evidence: str  # path relative to the results folder, with ":line" in a file of several
     evidence_state: str  # changes when the file of the evidence is written
     graded_by: str  # hash of the grader and of the case's definition
+    quarantine: str | None = None  # owner, date and reason, where the state is quarantined
 
     @property
     def cell(self) -> tuple[str, str, str]:
@@ -277,14 +277,12 @@ def write_baseline(root: Path, cases: Mapping[str, Case]) -> None:
             (root / hardware / COMPRESSED).unlink()
 
 
-def append_cell(
-    folder: Path, path: Path, document: Document, cases: Mapping[str, Case], keys: Mapping[str, str]
-) -> None:
-    """Add the rows of a graded document that was just stored at ``path``. A row that is missing or cut off is computed
-    by the next reader, so a folder that cannot be written is no error. ``keys``: of ``grading_keys``."""
+def append_cell(folder: Path, document: Document, cases: Mapping[str, Case], keys: Mapping[str, str]) -> None:
+    """Add the rows of a graded document that was just stored at its ``path``. A row that is missing or cut off is
+    computed by the next reader, so a folder that cannot be written is no error. ``keys``: of ``grading_keys``."""
     with suppress(OSError):
-        key, evidence = keys.get(document["case"], ""), os.path.relpath(path, folder)
-        rows = rows_of(document, cases, evidence, evidence_state(path), key)
+        state, key = evidence_state(Path(document["path"])), keys.get(document["case"], "")
+        rows = rows_of(document, cases, os.path.relpath(document["path"], folder), state, key)
         with open(folder / SUMMARY, "ab") as out:  # an empty line ends one that was cut off
             out.write(b"".join([b"\n", *(adapter().dump_json(row) + b"\n" for row in rows)]))
 
@@ -391,7 +389,6 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
         "state": graded.get("expected", "no_expectation") if graded else None,
         "expected_verdict": graded.get("expectation"),
         "note": graded.get("failure_note", ""),
-        "quarantine": None,
         "attempts": [_attempt(document["case"], each) for each in made],
         "checks": _checks(shown["observation"]["ranks"]) if shown else (),
         "errors": _errors(failed) if failed else (),
@@ -425,7 +422,6 @@ def _attempt(case: str, made: Made) -> dict[str, Any]:
                     most[name] = max(measured, most.get(name, measured))
     failures = [str(each) for each in failure_ids(case, Outcome.from_json(outcome))]
     return {
-        "outcome_without_warning": None,
         **launched,
         **outcome,
         "failures": failures or (["hang"] if outcome["outcome"] == "hang" else []),
@@ -445,8 +441,8 @@ def _checks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
         record = rank["record"] or NO_RECORD
         for check in record["checks"]:
             values = {name: _shorten(check.get(name)) for name in ("name", "actual", "expected", "tolerance")}
-            state = checks.evaluate(check, number(record.get("done_at"))).state
-            entry = {**values, "state": state, "subject": str(check.get("subject") or "")[:200]}
+            values["state"] = checks.evaluate(check, number(record.get("done_at"))).state
+            entry = {**values, "subject": str(check.get("subject") or "")[:200]}
             found.setdefault(repr(entry), {**entry, "ranks": []})["ranks"].append(rank["rank"])
     return sorted(found.values(), key=lambda entry: bool(entry["state"] == "passed"))[:24]
 

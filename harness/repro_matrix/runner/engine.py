@@ -310,7 +310,7 @@ class Engine:
         self.store.save(cell.path, document)
         document["path"] = str(cell.path)  # not stored
         if (self.store.root / runs.MANIFEST).exists():  # a search writes no summary
-            summary.append_cell(self.store.root, cell.path, document, self._cases, self._grading_keys)
+            summary.append_cell(self.store.root, document, self._cases, self._grading_keys)
         self.on_event(Event("cell", cell.plan, document=document))
 
 

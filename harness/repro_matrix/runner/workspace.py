@@ -70,7 +70,7 @@ def resumed(texts: Sequence[str]) -> tuple[list[str], Path | None]:
         if last is None:
             log(f"--resume: {root} holds no run of this selection. The run begins from the start.")
     else:
-        last = runs.unfinished(root)
+        last = next((run for run in reversed(runs.listed(root)) if run.interrupted), None)
         if last is None:
             raise ConfigError(f"--resume: {root} holds no interrupted run. Add the selection of the run (case=...).")
     if last is None:
