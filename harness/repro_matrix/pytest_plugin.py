@@ -80,13 +80,12 @@ class Measurement:
             chosen = {plan.variants[0].variant, *self.wanted.get(place_of(plan), ())}
             if place_of(plan) in self.wanted:
                 plans.append(replace(plan, variants=tuple(each for each in plan.variants if each.variant in chosen)))
-        problem: BaseException = MeasureError("the run was ended")
         try:
             run = replace(self.prepared, plans=plans, settings=replace(self.prepared.settings))
             with workspace.folder(run, self.texts) as finish:
                 summary = workspace.execute(run, self._take, self._stop, on_warning=self.notes.append)
                 finish(summary)
-            problem = MeasureError(summary.problem or "the run was ended")
+            problem: BaseException = MeasureError(summary.problem or "the run was ended")
         except BaseException as error:  # noqa: BLE001 - the tests would wait for ever
             problem = error
         for results in self._results.values():

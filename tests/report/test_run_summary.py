@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, exception, failed, observation, ok
 from repro_matrix import text
-from repro_matrix.report import run_summary, terminal
+from repro_matrix.report import run_summary
 from repro_matrix.report.run_summary import by_attention, describe_exit
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner.engine import Summary
-from rich.console import Console
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
 BOOM["ranks"][0]["log_tail"] = "an early line\n" * 9 + "Traceback\n\x1b[31mRuntimeError: boom\u202e\x07\n"
@@ -157,11 +156,3 @@ def test_cell_whose_variants_all_fail_with_the_same_error_is_listed_and_exit_3(
         result["variants"][name]["attempts"][0]["outcome"] |= outcome
     assert bool(section([result], "NOT COMPARED: in 1 cell")) == (code == 3)
     assert exit_code(rows(result), 1) == code
-
-
-def test_print_lines_colors_a_verdict_and_not_a_part_of_its_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(terminal, "console", lambda: Console(force_terminal=True, color_system="standard", width=80))
-    terminal.print_lines(["1 NOT_FIXED, 2 FIXED"])
-    assert capsys.readouterr().out == "1 \x1b[31mNOT_FIXED\x1b[0m, 2 \x1b[32mFIXED\x1b[0m\n"

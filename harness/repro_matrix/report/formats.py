@@ -119,20 +119,15 @@ def _test_case(cell: Cell, row: Row) -> Any:
         test.result = [Skipped(reason)]
     elif row.state == "quarantined":
         test.result = [Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))]
-    elif row.state == "unexpected":
-        test.result = [Failure(f"expected {_expected(row)}, measured {verdict}: {reason}", verdict)]
-        test.result[0].text = errors
-    elif row.no_evidence:
-        test.result = [Error(reason, verdict)]
+    elif row.state == "unexpected" or row.no_evidence:
+        expected = row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
+        difference = Failure(f"expected {expected}, measured {verdict}: {reason}", verdict)
+        test.result = [difference if row.state == "unexpected" else Error(reason, verdict)]
         test.result[0].text = errors
     out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}", f"reason: {reason}",
            f"attempts: {row.outcome}", f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
     test.system_out = "\n".join(map(block, out))
     return test
-
-
-def _expected(row: Row) -> str:
-    return row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
 
 
 def _error_text(row: Row, index: int) -> str:

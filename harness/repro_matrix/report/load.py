@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -177,24 +177,20 @@ def render_site(page: Page) -> dict[str, str]:
     """Return a static site: file name -> content."""
     home = {cell.id: case.slug for case in page.cases for cell in case.cells}
 
-    def addresses(current: str) -> Callable[[str], str]:
-        def address(name: str) -> str:
-            slug = home.get(name, name)
-            anchor = f"#{name}" if name in home else ""
-            return anchor if slug == current and anchor else f"{slug}.html{anchor}"
+    def address(current: str, name: str) -> str:
+        slug, anchor = home.get(name, name), f"#{name}" if name in home else ""
+        return anchor if slug == current and anchor else f"{slug}.html{anchor}"
 
-        return address
-
-    files = {"index.html": _render("page.html", page, page.title, addresses(""), ())}
+    files = {"index.html": _render("page.html", page, page.title, partial(address, ""), ())}
     for case in page.cases:
-        files[f"{case.slug}.html"] = _render("case.html", page, case.slug, addresses(case.slug), (case,))
+        files[f"{case.slug}.html"] = _render("case.html", page, case.slug, partial(address, case.slug), (case,))
     return files
 
 
 def _render(template: str, page: Page, title: str, address: Callable[[str], str], cases: Iterable[Any]) -> str:
-    environment = _environment()
-    css, script = (_source(name) for name in ("page.css", "page.js"))
-    return environment.get_template(template).render(
+    folder = Path(__file__).parent / "templates"
+    css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return _environment().get_template(template).render(
         page=page, title=title, at=address, cases=tuple(cases), css=Markup(css), script=Markup(script),
         policy=_policy(css, script),
     )  # fmt: skip
@@ -231,12 +227,6 @@ def format_value(value: Any) -> str:
 def format_time(seconds: float) -> str:
     """Return a moment in UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
-
-
-def _source(name: str) -> str:
-    environment = _environment()
-    assert environment.loader
-    return environment.loader.get_source(environment, name)[0]
 
 
 def _policy(css: str, script: str) -> str:
