@@ -204,6 +204,7 @@ HYBRID: dict[str, Any] = {"options": {"sharding": "HYBRID"}, "replicas": {"shard
         (SHARDED, {"parameters": held(500)}, {"ranks": 4, **HYBRID}, "gradients"),  # a quarter, half was promised
         (SHARDED, {what: held(500) for what in EVERY}, {"ranks": 4, **HYBRID}, None),
         (SHARDED, {what: held(500) for what in EVERY}, {"ranks": 4}, "1/4 was promised"),
+        (SHARDED, EVERY, HYBRID, None), (PART, EVERY, HYBRID, "every rank holds all parameters"),  # a replica each
         (WHOLE, {"collectives": {"actual": {}}}, {"ranks": 1}, None),  # one rank calls no collectives
     ],
 )  # fmt: skip

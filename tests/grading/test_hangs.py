@@ -157,6 +157,7 @@ GONE = RankCollectives(1, ended=True, entries=(), complete=True)
 # name -> (ranks, whether they wait on GPUs, whether they are deadlocked)
 DEADLOCKS: dict[str, tuple[list[RankCollectives], bool, bool]] = {
     "one has ended": ([rank(0, entry()), GONE], False, True),
+    "one of which nothing is known has ended": ([rank(0, entry()), RankCollectives(1, ended=True)], False, True),
     "different collectives": ([rank(0, entry()), rank(1, entry(op="broadcast"))], False, True),
     "the same collective": ([rank(0, entry()), rank(1, entry())], False, False),
     "at work": ([rank(0, entry()), rank(1, blocking_call="")], False, False),

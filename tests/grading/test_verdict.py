@@ -39,7 +39,7 @@ def judged(unfixed: list[str], fix: list[str], **more: Any) -> Verdict:
 def test_verdict_of_agreeing_attempts(unfixed: str, fix: str, name: str) -> None:
     found = judged([unfixed] * 2, [fix] * 3)
     assert (found.name, found.measured, found.infra_error) == (name, True, False)
-    assert (found.unfixed_n, found.fix_n) == (2, 3)
+    assert (found.unfixed_n, found.fix_n) == (2, 3) and found.unfixed_interval == wilson(found.unfixed_k, 2)
     assert (found.unfixed_k, found.fix_k) == (2 * (unfixed == "reproduced"), 3 * (fix == "passed"))
     assert Verdict.from_json(found.to_json()) == found
 
