@@ -20,8 +20,7 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.forkserver import ForkserverLauncher, Server
 from repro_matrix.paths import CONF, REPROS
 
-# Property tests: a quarter of the examples in the gate that hypothesis takes by itself, twice as many in `make
-# test-slow`. Fifteen are enough to see a changed grader.
+# Examples of a property test in the gate and in `make test-slow`. Fifteen are enough to see a changed grader.
 for profile, examples in (("gate", 25), ("many", 200)):
     settings.register_profile(
         profile, max_examples=examples, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -31,14 +30,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 @pytest.hookimpl(optionalhook=True)  # mutmut runs without xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are cores: what launches ranks waits for a sixth of its time (for a hang to be one, for a
-    server, for processes to end), and of two cores one idled then."""
+    """One more than there are cores, because tests that launch ranks wait for a sixth of their time."""
     return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What launches ranks first (after the groups, with which xdist begins): one of those at the end would keep one
-    core at work, and the others idle."""
+    """Run tests that launch ranks first: one of them at the end would leave the other cores idle."""
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
@@ -53,21 +50,18 @@ def repros() -> Path:
     return REPROS
 
 
-class Shared(ForkserverLauncher):
-    """Its servers outlive the run or test whose attempt started them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def _server(self, attempt: Attempt, stop: threading.Event) -> AbstractContextManager[Server]:
-        return super()._server(dataclasses.replace(attempt, directory=self.folder / "attempt"), stop)
-
-
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkserverLauncher]:
-    """One for all tests of a worker: each of its servers imports a stack once, which costs more than most tests."""
-    launcher = Shared(tmp_path_factory.mktemp("forkserver"))
+    """One launcher for all tests of a worker: a server imports its stack once, which costs more than most tests."""
+    folder = tmp_path_factory.mktemp("forkserver")
+
+    class Shared(ForkserverLauncher):
+        """Its servers outlive the run or test whose attempt started them."""
+
+        def _server(self, attempt: Attempt, stop: threading.Event) -> AbstractContextManager[Server]:
+            return super()._server(dataclasses.replace(attempt, directory=folder / "attempt"), stop)
+
+    launcher = Shared()
     yield launcher
     servers = [server for server in launcher._servers.values() if server.process]
     launcher.close()
@@ -92,8 +86,8 @@ def runs_are_warm(warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
-    """``once(name, make)``: what ``make`` returned (JSON) in whichever worker asked first. For what several tests look
-    at and nobody changes: launches from cold cost most of what tests cost."""
+    """``once(name, make)``: the JSON that ``make`` returned in the first worker that called it. For slow launches from
+    cold whose result several tests read."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all workers

@@ -1,5 +1,5 @@
-"""Not a test: what tests/repro_kit/test_training_ranks.py runs. Trainings in which what they name is not in effect,
-each with its proofs made and passed; the record's facts hold what each rank measured."""
+"""Not a test: the ranks of tests/repro_kit/test_training_ranks.py. Trainings in which a named option is not in effect;
+the record's facts contain what each rank measured."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def steps(run: Run, module: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
+def train(run: Run, model: Any) -> None:
+    trained = wrap(run, model, 0.1)
+    steps(run, trained.module, trained.optimizer)
+
+
 def group_of_one(run: Run) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -45,27 +50,24 @@ def ignored_checkpointing(run: Run) -> None:
         model.gradient_checkpointing_enable = lambda *_, **__: None
     model.gradient_checkpointing_enable({"use_reentrant": False})
     effects.checkpointing(run, model, asked=True)
-    trained = wrap(run, model, 0.1)
-    steps(run, trained.module, trained.optimizer)
+    train(run, model)
 
 
 def lora_of_nothing(run: Run) -> None:
     model = build(run).train()
     effects.adapters(run, model)  # no adapter was put on any module
-    trained = wrap(run, model, 0.1)
-    steps(run, trained.module, trained.optimizer)
+    train(run, model)
 
 
 def another_precision(run: Run) -> None:
-    """A script that trains in bfloat16, whatever its flag says, and says that this is what it wanted."""
+    """A script that trains in bfloat16, whatever its flag says, and declares that precision."""
     model = build(run, torch.bfloat16).train()
     effects.precision(run, model, "dtype")
-    trained = wrap(run, model, 0.1)
-    steps(run, trained.module, trained.optimizer)
+    train(run, model)
 
 
 def accelerate_falls_back(run: Run) -> None:
-    """FSDP is asked for as `accelerate launch` does it; on a CPU accelerate makes a DDP and says nothing."""
+    """Request FSDP as `accelerate launch` does; on a CPU accelerate makes a DDP without a warning."""
     from repro_kit.lora_training import prepare
 
     os.environ["ACCELERATE_USE_FSDP"] = "true"

@@ -99,9 +99,8 @@ def observation(*ranks: dict[str, Any], infra_error: Any = None, **attempt: Any)
         "cpu_s": 30.0, "deadline_s": 120, "timed_out": False, "interrupted": False, "leaked_processes": [], "seed": 0,
         "settings": {},
     }  # fmt: skip
-    made = copy.deepcopy(
-        {"schema": 1, "attempt": {**made, **attempt}, "infra_error": infra_error, "ranks": list(ranks)}
-    )
+    whole = {"schema": 1, "attempt": {**made, **attempt}, "infra_error": infra_error, "ranks": list(ranks)}
+    made = copy.deepcopy(whole)
     records = [r["record"] for r in made["ranks"] if isinstance(r, dict) and isinstance(r.get("record"), dict)]
     for each in records:  # record() is of two ranks
         if "world_size" in each:

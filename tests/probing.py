@@ -40,9 +40,7 @@ class World:
         self.listed: dict[str, list[Release]] = {}
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
         self.uninstallable: set[tuple[str, str]] = set()  # releases that cannot be installed
-        self.needs: Callable[[Mapping[str, str]], str] = lambda versions: (
-            ""
-        )  # of these, what cannot stand with the rest
+        self.needs: Callable[[Mapping[str, str]], str] = lambda versions: ""  # the package that contradicts the others
         self.launched: list[tuple[Mapping[str, str], str]] = []
         self.resolved: list[str] = []
         self.interrupt_at: int | None = None
@@ -121,14 +119,13 @@ def answered(attempt: Attempt, how: str) -> dict[str, Any]:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """transformers 4.37.0 to 4.45.0, eleven releases; 4.40.0 and later reproduce."""
-    made = World(
-        tmp_path,
-        lambda versions, variant: "passed" if variant != "unfixed" or before(versions, "4.40") else "reproduced",
-    )
-    made.releases_of(
-        "transformers", "4.37.0", "4.37.2", "4.38.0", "4.39.3", "4.40.0", "4.41.0", "4.41.1", "4.42.0", "4.43.0",
-        "4.44.0", "4.45.0",
-    )  # fmt: skip
+
+    def history(versions: Mapping[str, str], variant: str) -> str:
+        return "passed" if variant != "unfixed" or before(versions, "4.40") else "reproduced"
+
+    made = World(tmp_path, history)
+    minors = ("37.0", "37.2", "38.0", "39.3", "40.0", "41.0", "41.1", "42.0", "43.0", "44.0", "45.0")
+    made.releases_of("transformers", *(f"4.{minor}" for minor in minors))
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(stacks, "resolve", made.resolve)
     monkeypatch.setattr(stacks, "check", made.check)

@@ -21,10 +21,8 @@ def wheel(
 ) -> Path:
     """A package with one module that knows its version. ``more``: further files of it."""
     info = f"{name}-{version}.dist-info"
-    meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    meta += "".join(f"Requires-Dist: {item}\n" for item in requires) + (
-        f"Requires-Python: {python}\n" if python else ""
-    )
+    needs = [f"Requires-Dist: {item}" for item in requires] + ([f"Requires-Python: {python}"] if python else [])
+    meta = "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *needs, ""])
     files = {
         f"{name}/__init__.py": f"__version__ = {version!r}\n",
         f"{info}/METADATA": meta,
@@ -45,14 +43,10 @@ def wheel(
 def fill(folder: Path) -> None:
     """Write the wheels: top 2 needs a newer part than top 1; torch is a package that an overlay cannot replace."""
     folder.mkdir(parents=True, exist_ok=True)
-    wheel(folder, "part", "1.0")
-    wheel(folder, "part", "2.0")
-    wheel(folder, "other", "1.0")
-    wheel(folder, "other", "1.1")
-    wheel(folder, "top", "1.0", ["part<2"])
-    wheel(folder, "top", "1.1", ["part<2"])
-    wheel(folder, "top", "2.0", ["part>=2"])
-    wheel(folder, "torch", "1.0", ["other"])
-    wheel(folder, "torch", "2.0", ["other"])
+    for name, version, *requires in (
+        ("part", "1.0"), ("part", "2.0"), ("other", "1.0"), ("other", "1.1"), ("top", "1.0", "part<2"),
+        ("top", "1.1", "part<2"), ("top", "2.0", "part>=2"), ("torch", "1.0", "other"), ("torch", "2.0", "other"),
+    ):  # fmt: skip
+        wheel(folder, name, version, requires)
     wheel(folder, "old", "1.0", tag="cp27-cp27m-any")
     wheel(folder, "future", "1.0", python=">=9")

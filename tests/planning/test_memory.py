@@ -27,7 +27,6 @@ from repro_matrix.planning.memory import (
     choose_reference,
     plan,
     too_much,
-    weights_held,
 )
 from repro_matrix.planning.plan import CellPlan, Planner
 
@@ -76,9 +75,8 @@ def test_plan_peak_is_the_sum_of_its_parts(model: ModelSizes, layout: Layout) ->
     found = plan(model, layout)
     for phase in (*found.host, *found.device):
         assert sum(phase.parts.values()) == phase.rank() and min(phase.parts.values()) >= 0
-        assert phase.node(layout.ranks) <= layout.ranks * phase.rank()
-    assert found.host_node >= found.host_rank == max(phase.rank() for phase in found.host)
-    assert found.to_json()["host_rank_mb"] == round(found.host_rank / MIB, 1)
+        assert phase.rank() <= phase.node(layout.ranks) <= layout.ranks * phase.rank()
+    assert found.to_json()["host_rank_mb"] == round(max(phase.rank() for phase in found.host) / MIB, 1)
     names = {phase.name for phase in found.host + found.device}
     assert ("training" in names) == layout.trains and ("loading" in names) == (layout.loads and layout.trains)
 
@@ -97,15 +95,6 @@ def test_plan_is_monotone(model: ModelSizes, layout: Layout) -> None:
     assert plan(deeper, layout).host_rank >= found.host_rank
     if layout.reference == "host":
         assert plan(model, replace(layout, reference="turns")).host_node <= found.host_node
-
-
-@given(models, st.integers(1, 16))
-def test_weights_held_depend_on_the_strategy(model: ModelSizes, ranks: int) -> None:
-    whole = model.bytes * model.parameters
-    for strategy in ("fsdp", "fsdp2", "zero3"):
-        assert 0 <= weights_held(model, Layout(strategy, ranks)) * ranks - whole < model.bytes * ranks
-    assert weights_held(model, Layout("ddp", ranks)) == weights_held(model, Layout("zero2", ranks)) == whole
-    assert whole // ranks <= weights_held(model, Layout("tp", ranks)) <= whole
 
 
 def test_plan_large_model_is_whole_on_two_ranks_at_most() -> None:

@@ -66,14 +66,6 @@ def test_keys_of_a_flag_sweep_are_unique_and_safe_as_paths() -> None:
     )
 
 
-def test_hydra_grammar() -> None:
-    parsed = overrides.parse(
-        ["case=glob(qwen15-*)", "model=qwen1.5-0.5b,qwen1.5-1.8b", "model.config.num_hidden_layers=4", "repeat=3"]
-    )
-    assert parsed.case == ["qwen15-*"] and parsed.model == ["qwen1.5-0.5b", "qwen1.5-1.8b"]
-    assert parsed.patches == {"model": [(["config", "num_hidden_layers"], 4)]} and parsed.run == ["repeat=3"]
-
-
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
@@ -181,14 +173,13 @@ def test_cfg_prints_a_matrix_of_the_same_cells(
     assert {**vars(again.settings), "matrix": {}} == {**vars(asked.settings), "matrix": {}}
 
 
-def test_cfg_prints_yaml_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("matrix", "list"):
-        code = cli.main([command, "+matrix=seeds", "--cfg", "repeat=2", "model.config.num_hidden_layers=4"])
-        out = capsys.readouterr().out
-        found = yaml.safe_load(out)
-        assert code == 0 and found["repeat"] == 2
-        assert found["matrix"]["seeds"]["stack"] == ["reproducing"] and "model" not in found["matrix"]["seeds"]
-        assert out.endswith("# and from the command line: model.config.num_hidden_layers=4\n")
+@pytest.mark.parametrize("command", ["matrix", "list"])
+def test_cfg_prints_yaml_and_runs_nothing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main([command, "+matrix=seeds", "--cfg", "repeat=2", "model.config.num_hidden_layers=4"])
+    out = capsys.readouterr().out
+    found = yaml.safe_load(out)
+    assert code == 0 and found["repeat"] == 2 and found["matrix"]["seeds"]["stack"] == ["reproducing"]
+    assert out.endswith("# and from the command line: model.config.num_hidden_layers=4\n")
 
 
 HEAD = "# @package _global_\n"
@@ -200,16 +191,12 @@ HEAD = "# @package _global_\n"
         (["list", "+matrix=sedes"], None, "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "matrix=seeds"], None, "+matrix=seeds"),
         (["list", "+matrix=seeds", "matrix.seeds.stak=x"], None, "'stak' is not in"),
-        (["list", "+matrix=seeds", "matrix.seds.case=x"], None, "'seds' is not in"),
         (["list", "+matrix=seeds", "+matrix.seeds.model=qwen-7"], None, "seeds.yaml: matrix.seeds: unknown model"),
-        (["list", "hydra.verbose=true"], None, "unknown key 'hydra.verbose'"),
         (["bisect", "fsdp-generate", "+matrix=seeds", "--good", "a", "--bad", "b"], None, "+matrix=seeds"),
         (["list", "+matrix=bad"], HEAD + "matrix: {b: {modle: x}}", "bad.yaml: matrix.b: unknown key 'modle'"),
-        (["list", "+matrix=bad"], HEAD + "matrix: {b: {ranks: two}}", "bad.yaml: matrix.b: ranks"),
         (["list", "+matrix=bad"], HEAD + "matrix: {b: {case: [unknwon]}}", "matrix.b: unknown case 'unknwon'"),
         (["list", "+matrix=bad"], HEAD + "matrix: {b: {case: [train-step}}", "bad.yaml:2: not valid YAML"),
         (["list", "+matrix=bad"], HEAD + "matrix: {b: {hardware: cpu}, c: {hardware: gpu8}}", "different hardware"),
-        (["list", "+matrix=bad"], HEAD + "repaet: 3", "repaet"),
         (["list", "+matrix=bad"], HEAD, "+matrix=bad: it has no block"),  # it stood for the whole catalogue
         (["list", "+matrix=bad"], "matrix: {b: {case: train-step}}", "begins with the line '# @package _global_'"),
     ],

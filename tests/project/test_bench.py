@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observations import document, observation, ok, outcome
-from repro_matrix.results.store import write_json
 
 from bench import catalogue, launch, match, probe, report
-
-PASSED = outcome("passed").to_json()
 
 
 @pytest.mark.ranks
@@ -48,39 +44,6 @@ def test_match_reads_every_kind_of_log(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "match.json").read_text())["rows"]
     assert [row["log"] for row in rows] == list(match.KINDS)
     assert not rows[0]["names"] and rows[1]["names"] == rows[2]["names"] != []
-
-
-def reproduced(signature: str) -> dict[str, Any]:
-    known = {"case": "c", "signature": signature, "ranks": [0], "kind": "exception", "message": "m"}
-    return {**PASSED, "outcome": "reproduced", "recognized": [known]}
-
-
-def error(kind: str) -> dict[str, Any]:
-    primary = {"rank": 0, "type": kind, "message": "m", "location": "x.py:1"}
-    return {**PASSED, "outcome": "other_failure", "primary": primary}
-
-
-def folder(root: Path, **cells: dict[str, list[dict[str, Any]]]) -> Path:
-    for name, variants in cells.items():
-        result = document({variant: [("passed", observation(ok(0)))] * len(variants[variant]) for variant in variants})
-        for variant, outcomes in variants.items():
-            for attempt, judged in zip(result["variants"][variant]["attempts"], outcomes):
-                attempt["outcome"] = judged
-        path = root / "cpu" / "stack" / "c" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**result, "case": "c", "cell_id": f"c/{name}"})
-    return root
-
-
-def test_catalogue_differences_names_every_difference(tmp_path: Path) -> None:
-    m, n = {"unfixed": [reproduced("s")], "other": [error("OSError")]}, {"unfixed": [PASSED]}
-    one = folder(tmp_path / "one", m={**m, "fix": [PASSED, error("OSError")]}, n=n)
-    same = folder(tmp_path / "same", m={**m, "fix": [error("OSError"), PASSED]}, n=n)
-    other = folder(tmp_path / "other", m={"unfixed": [reproduced("t")], "fix": [PASSED], "other": [error("KeyError")]})
-    assert list(catalogue.differences(one, same)) == []
-    assert [line.split(":")[0] for line in catalogue.differences(one, other)] == [
-        "c/m fix", "c/m other", "c/m unfixed", "c/n unfixed"
-    ]  # fmt: skip
 
 
 def test_report_times_the_baseline_and_synthetic_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
