@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage
+from pypi_simple import PYPI_SIMPLE_ENDPOINT, NoSuchProjectError, ProjectPage, PyPISimple
 from repro_matrix.environment.stacks import StackError
 from repro_matrix.environment.stacks.lock import Release, between, exact, indexes, parse_between, releases
 
@@ -25,31 +25,21 @@ RANGE = [Release(version) for version in ("4.35.2", "4.36.0", "4.36.2", "5.0.0",
 
 @pytest.fixture(autouse=True)
 def requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The packages that the index was asked for: PyPISimple has one page, and port 9 cannot be reached."""
+    """The packages that the index was asked for: it has one page; port 9 cannot be reached."""
     asked: list[str] = []
 
-    class Index:
-        def __init__(self, endpoint: str, session: requests.Session) -> None:
-            self.endpoint = endpoint
+    def page(self: PyPISimple, package: str, timeout: object) -> ProjectPage:
+        asked.append(package)
+        if ":9/" in self.endpoint:
+            raise requests.ConnectionError("refused")
+        if package != "demo":
+            raise NoSuchProjectError(package, self.endpoint)
+        return ProjectPage.from_html(package, PAGE)
 
-        def __enter__(self) -> Index:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def get_project_page(self, package: str, timeout: object) -> ProjectPage:
-            asked.append(package)
-            if ":9/" in self.endpoint:
-                raise requests.ConnectionError("refused")
-            if package != "demo":
-                raise NoSuchProjectError(package, self.endpoint)
-            return ProjectPage.from_html(package, PAGE)
-
-    for name in [*os.environ]:
-        if name.startswith(("UV_", "PIP_INDEX", "PIP_EXTRA")):
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(("UV_", "PIP_INDEX", "PIP_EXTRA"))]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
-    monkeypatch.setattr("pypi_simple.PyPISimple", Index)
+    monkeypatch.setattr(PyPISimple, "get_project_page", page)
     return asked
 
 

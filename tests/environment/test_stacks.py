@@ -24,9 +24,8 @@ HERE = ".".join(map(str, sys.version_info[:2]))
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A conf folder, a cache and a folder of packages for this test; no network."""
-    for name in [*os.environ]:
-        if name.startswith(("UV_", "PIP_")):
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(("UV_", "PIP_"))]:
+        monkeypatch.delenv(name)
     stack_wheels.fill(tmp_path / "wheels")
     monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path / "wheels"))
     (tmp_path / "empty").mkdir()
@@ -87,9 +86,7 @@ def test_no_deps_are_installed_as_they_are(conf: Path) -> None:
     assert versions(resolve("bent", conf=conf), "top", "part") == ("1.0", "2.0")
 
 
-def test_floating_stack_is_resolved_daily_and_survives_an_unreachable_index(
-    conf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_floating_stack_is_resolved_daily_also_offline(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     define(conf, "moving", lock=False, floating=True, pins=["top"])
     assert resolve("moving", conf=conf).versions["top"] == "2.0"
     stack_wheels.wheel(conf.parent / "wheels", "top", "3.0")
@@ -163,6 +160,7 @@ def test_prune_removes_old_named_and_unfinished_stacks(conf: Path) -> None:
 
 
 def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf: Path) -> None:
+    stack_wheels.wheel(conf.parent / "wheels", "deepspeed", "1.0")
     base, over = resolve("small", conf=conf), resolve("small+top==2.0", conf=conf)
     assert over.python == base.python and over.path and over.key != base.key
     assert over.moved == {"top": ("1.0", "2.0"), "part": ("1.0", "2.0")}
@@ -173,15 +171,11 @@ def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf
     assert over.extensions_dir == base.extensions_dir  # minutes to compile, and the same
     assert resolve("small+top==1.0", conf=conf).key == base.key  # replaced by itself
     assert versions(resolve(f"python:{base.python}+top==1.1", conf=conf), "top") == ("1.1",)
+    compiled = resolve("small+deepspeed==1.0", conf=conf)
+    assert compiled.moved == {"deepspeed": ("", "1.0")} and compiled.extensions_dir != base.extensions_dir
     prune(names=("small",))
     again = resolve("small+top==2.0", conf=conf)  # follows its base, which is built again
     assert again.python != over.python and again.key == over.key and versions(again, "top") == ("2.0",)
-
-
-def test_overlay_with_another_deepspeed_has_its_own_extensions(conf: Path) -> None:
-    stack_wheels.wheel(conf.parent / "wheels", "deepspeed", "1.0")
-    base, over = resolve("small", conf=conf), resolve("small+deepspeed==1.0", conf=conf)
-    assert over.moved == {"deepspeed": ("", "1.0")} and over.extensions_dir != base.extensions_dir
 
 
 def test_another_torch_is_a_whole_environment_and_keeps_the_rest(conf: Path) -> None:
@@ -201,11 +195,13 @@ def test_resolve_compatible_leaves_conflicting_companions_to_the_installer(conf:
         stacks.resolve_compatible(f"{stack.name}+part@1.0", {"top", "part"})
 
 
-def test_with_release_names_a_probe() -> None:
-    assert stacks.with_release("small", "Top", "2.0") == "small+top@2.0"
-    assert stacks.with_release("small+top==1.1+part@1.0", "top", "2.13.0+cpu") == "small+part@1.0+top@2.13.0+cpu"
-    both = spec.parse("small+part@1.0+top@2.13.0+cpu")
-    assert both.base == "small" and [str(swap) for swap in both.swaps] == ["part==1.0", "top==2.13.0+cpu"]
+def test_with_release_names_a_probe_that_parses() -> None:
+    name = stacks.with_release("small+top==1.1+part@1.0", "Top", "2.13.0+cpu")
+    assert name == "small+part@1.0+top@2.13.0+cpu"
+    assert spec.parse(name).base == "small" and list(map(str, spec.parse(name).swaps)) == [
+        "part==1.0",
+        "top==2.13.0+cpu",
+    ]
     clone = spec.parse("small+top @ git+file:///clone@1bc123")
     assert [(swap.name, swap.url) for swap in clone.swaps] == [("top", "git+file:///clone@1bc123")]
 
@@ -252,13 +248,6 @@ def test_existing_environment_has_one_label_in_every_checkout(monkeypatch: pytes
     assert len({spec.existing("python:x", path).label_key for path in ("/one/python", "/other/python")}) == 2
 
 
-def test_stack_environment_puts_overlays_and_programs_first() -> None:
-    env = Stack("x", "/env/bin/python", path=("/over",), key="abc").environment({"PYTHONPATH": "/mine", "PATH": "/bin"})
-    assert (env["PYTHONPATH"], env["PATH"]) == ("/over:/mine", "/env/bin:/bin")
-    assert env["TORCH_EXTENSIONS_DIR"].endswith("extensions/abc")
-    assert "PYTHONPATH" not in Stack("x", "/env/bin/python").environment({})
-
-
 # -- errors
 
 
@@ -267,9 +256,6 @@ def test_stack_environment_puts_overlays_and_programs_first() -> None:
     [
         ("smal", "usage", "did you mean 'small'"),
         ("small+top==9.9", "unavailable", "top==9.9"),
-        ("small+nosuch==1.0", "unavailable", "nosuch"),
-        ("small+old==1.0", "unavailable", "old"),
-        ("small+future==1.0", "unavailable", "future"),
         ("small+top==2.0+part==1.0", "unavailable", "part"),
         ("small+top>=1", "usage", "no stack named"),
         ("small+top==1.0+top==2.0", "usage", "twice"),
@@ -297,13 +283,7 @@ def test_resolve_errors_have_a_kind_and_a_hint(
     assert caught.value.exit_code == (3 if kind == "infra" else 2)
 
 
-@pytest.mark.parametrize(
-    ("message", "kind"),
-    [
-        ("error: Failed to write\n  cause: No space left on device (os error 28)", "infra"),
-        ("error: Hash mismatch for `top==1.0`", "unavailable"),
-    ],
-)
-def test_uv_error_has_a_kind_and_the_last_lines(message: str, kind: str) -> None:
-    error = locks.uv_error("stack x", message)
-    assert error.kind == kind and message.splitlines()[-1].strip() in str(error)
+def test_uv_error_has_a_kind_and_the_last_lines() -> None:
+    full = locks.uv_error("stack x", "error: Failed to write\n  cause: No space left on device (os error 28)")
+    assert full.kind == "infra" and "os error 28" in str(full)
+    assert locks.uv_error("stack x", "error: Hash mismatch for `top==1.0`").kind == "unavailable"

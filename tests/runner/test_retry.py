@@ -6,7 +6,6 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from observations import case, document, failed, observation, ok
 from repro_matrix.launch.observe import EITHER
 from repro_matrix.runner import attempts
@@ -59,9 +58,8 @@ def test_take_over_grades_kept_attempts_again_and_drops_infra_errors() -> None:
 
 def test_take_over_with_another_fingerprint_machine_or_skip_keeps_nothing() -> None:
     assert kept(older(), plan(fix="other")) == ({"unfixed": 1, "fix": 0}, 2.0)
-    ambiguous_with = begun()
-    ambiguous_with["hardware"] = {**ambiguous_with["hardware"], "cpu": "another"}
-    assert kept(older(), now=ambiguous_with) == ({"unfixed": 0, "fix": 0}, 2.0)
+    elsewhere = begun(hardware={**begun()["hardware"], "cpu": "another"})
+    assert kept(older(), now=elsewhere) == ({"unfixed": 0, "fix": 0}, 2.0)
     assert kept(older(), plan(unfixed="skipped")) == ({"unfixed": 0, "fix": 1}, 2.0)
     forged = older()
     forged["variants"]["fix"]["fingerprint"] = "other"
@@ -87,49 +85,25 @@ def test_take_over_keeps_an_unselected_variant_with_the_same_fingerprint() -> No
     assert "fix" not in kept(empty, at, copy.deepcopy(only))[0]
 
 
-def test_take_over_without_attempts_starts_a_new_document() -> None:
-    before = older()
-    for variant in before["variants"].values():
-        variant["attempts"] = []
-    assert kept(before) == ({"unfixed": 0, "fix": 0}, 2.0)
+# -- repeated attempts
 
 
-# -- made once more
-
-
-def seen(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
+def ended(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
     return {"attempt": {"deadline_s": 40, "interrupted": False, **attempt}, "infra_error": infra_error, "ranks": []}
 
 
-@pytest.mark.parametrize("kind", OTHER_GPUS)
-def test_plan_retry_after_a_gpu_error_avoids_its_gpus_once(kind: str) -> None:
-    why = {"kind": kind, "message": "Xid 79"}
-    assert plan_retry(seen(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
-    assert plan_retry(seen(why)) == {"retry_of": why, "avoid": ()}
-    assert plan_retry(seen(why, retry_of=why)) is None, "never twice"
-
-
-def test_plan_retry_timeout_gets_a_longer_deadline() -> None:
+def test_plan_retry_repeats_some_errors_once() -> None:
+    for kind in OTHER_GPUS:
+        why = {"kind": kind, "message": "Xid 79"}
+        assert plan_retry(ended(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
+        assert plan_retry(ended(why, retry_of=why)) is None, "never twice"
     why = {"kind": TOO_SLOW, "message": "still at work"}
-    found = plan_retry(seen(why))
-    assert found == {"retry_of": why, "deadline": LONGER * 40}
-    assert plan_retry(seen(why, retry_of=why)) is None
-    assert plan_retry(seen({"kind": "memory", "message": "m"}), ["GPU-1"]) is None is plan_retry(seen())
+    assert plan_retry(ended(why)) == {"retry_of": why, "deadline": LONGER * 40}
+    assert plan_retry(ended({"kind": "memory", "message": "m"}), ["GPU-1"]) is None is plan_retry(ended())
 
 
 def test_repeated_ambiguous_error_is_the_programs() -> None:
-    either = {"kind": EITHER, "message": "m"}
-    assert attempts.resolve_repeated_error(seen(either, retry_of=either))["infra_error"] is None
-    for first, second in (
-        (either, None),
-        ({"kind": GPU_FAILURE}, either),
-        (None, either),
-        (either, {"kind": GPU_FAILURE}),
-    ):
-        assert attempts.resolve_repeated_error(seen(first, retry_of=second)) == seen(first, retry_of=second)
-
-
-def test_with_infra_error_makes_an_attempt_no_evidence() -> None:
-    dead = attempts.with_infra_error(seen(interrupted=True), GPU_FAILURE, "it fell off the bus")
-    assert dead["infra_error"] == {"kind": GPU_FAILURE, "message": "it fell off the bus"}
-    assert dead["attempt"]["interrupted"] is False and dead["attempt"]["deadline_s"] == 40
+    either, gpu = {"kind": EITHER, "message": "m"}, {"kind": GPU_FAILURE}
+    assert attempts.resolve_repeated_error(ended(either, retry_of=either))["infra_error"] is None
+    for first, second in ((either, None), (gpu, either), (None, either), (either, gpu)):
+        assert attempts.resolve_repeated_error(ended(first, retry_of=second)) == ended(first, retry_of=second)
