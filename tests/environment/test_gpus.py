@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +16,18 @@ from unittest import mock
 import psutil
 import pytest
 from fake_nvml import A100, H200, FakeGpu, FakeNvml, Process, uuid_of
+from fake_stack import lines, python_that_says
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.config import catalog
 from repro_matrix.environment import machine as machines
 from repro_matrix.environment.gpus import RUN_TOKEN, DriverError, Gpu, GpuState, Nvml, Pynvml, states
 from repro_matrix.environment.machine import Machine, Profile, detect, settle, settle_all
+from repro_matrix.environment.probe import ask, parse_output, problem
+from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
+from repro_matrix.runner.gpu_pool import GpuLocks
+from repro_matrix.runner.prerequisites import check_torch
 
 KNOWN = catalog.load().hardware
 Detect = Callable[..., Machine]
@@ -59,7 +66,6 @@ def no_library() -> FakeNvml:
         ([*(FakeGpu() for _ in range(7)), FakeGpu(lost=True)], "gpu7"),
         ([FakeGpu(), FakeGpu(mode="prohibited"), FakeGpu()], "gpu2"),
         ([FakeGpu(problem="it must be reset"), FakeGpu()], "gpu1"),
-        ([FakeGpu(mode="exclusive_process"), FakeGpu()], "gpu2"),  # free: one rank may use it
         ([FakeGpu(mode="exclusive_process", processes=[Process(99999999)]), FakeGpu()], "gpu1"),
         ([FakeGpu(processes=[Process(99999999, 70000)]), FakeGpu()], "gpu2"),  # busy: the scheduler waits for it
     ],
@@ -119,14 +125,12 @@ REFUSED = [
     (FakeNvml([FakeGpu()], error=999), {}, {}, "Unknown Error"),
     (FakeNvml([FakeGpu(mig=["MIG-a"])]), {}, {}, "GPU 0 .*MIG mode"),
     (FakeNvml([FakeGpu(mig=["MIG-a"])]), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, {}, "MIG devices"),
-    (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "all"}, {}, "'all' names none"),
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "1"}, {}, "'1' names none"),
     (FakeNvml([FakeGpu(), FakeGpu(H200)]), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
     (FakeNvml([FakeGpu(mode="prohibited")]), {}, {}, "prohibited"),
     (FakeNvml([FakeGpu(mode="exclusive_process", processes=[Process(99999999)])]), {}, {}, "process 99999999"),
     (FakeNvml([FakeGpu(lost=True)]), {}, {}, "GPU is lost"),
     (no_library(), {"NVIDIA_VISIBLE_DEVICES": "all"}, {}, "libraries have to be passed in"),
-    (no_library(), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "'0' names none"),
     (no_library(), {}, {"dev/nvidia0": ""}, "/dev/nvidia0"),
     (no_library(), {}, {"proc/driver/nvidia/version": "NVRM"}, "/proc/driver/nvidia/version"),
     (no_library(), {}, {"dev/dxg": ""}, "/dev/dxg"),
@@ -136,7 +140,6 @@ REFUSED = [
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}, None),
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}, None),
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}, None),
-    (FakeNvml(init_error=9), {"CUDA_VISIBLE_DEVICES": ""}, {}, None),
 ]
 
 
@@ -195,14 +198,6 @@ def test_visible_numbers_of_different_gpus_need_the_pci_order() -> None:
 # -- NVML
 
 
-def test_detect_reports_what_a_gpu_is(machine: Detect) -> None:
-    here = machine(FakeNvml([FakeGpu(), FakeGpu(H200)], driver="535.129.03", cuda=12020))
-    assert (here.driver, here.cuda) == ("535.129.03", "12.2") and here.cores >= 1 and here.memory_gb > 0
-    one, other = here.gpus
-    assert (one.index, one.name, one.uuid, one.memory_mb) == (0, A100, uuid_of(0), 81920)
-    assert (one.capability, one.mode, other.capability) == ("8.0", "default", "9.0")
-
-
 def test_states_report_processes_errors_and_lost_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     me, other = psutil.Process(), Process(99999999, None)
     command, env = [sys.executable, "-c", "print(flush=True); input()"], {**os.environ, RUN_TOKEN: "r"}
@@ -214,15 +209,17 @@ def test_states_report_processes_errors_and_lost_gpus(monkeypatch: pytest.Monkey
             FakeGpu(lost=True),
             FakeGpu(mode="exclusive_process", processes=[Process(ours.pid)]),
         ]
-        FakeNvml(gpus).install(monkeypatch)
+        FakeNvml(gpus, driver="535.129.03", cuda=12020).install(monkeypatch)
         busy, plain, lost, run = states([gpu.uuid for gpu in gpus]).values()
-        usable = detect({}).gpus
+        here = detect({})
         ours.communicate()
     assert [(p.pid, p.memory_mb, p.name) for p in busy.others] == [(me.pid, 500, me.name()), (other.pid, None, None)]
     assert (busy.free_mb, busy.ecc_uncorrected, busy.problem) == (81920 - 500, 2, None)
     assert (plain.ecc_uncorrected, plain.processes, plain.problem) == (None, (), None)
     assert lost.problem == "NVML: GPU is lost"
-    assert run.processes and run.others == () and gpus[3].uuid in {gpu.uuid for gpu in usable}
+    assert run.processes and run.others == () and [gpu.index for gpu in here.gpus] == [0, 1, 3]
+    assert (here.driver, here.cuda) == ("535.129.03", "12.2") and here.cores >= 1 and here.memory_gb > 0
+    assert here.gpus[1] == Gpu(1, A100, uuid_of(1), 81920, "8.0", "default")
 
 
 def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,42 +294,25 @@ def test_pynvml_lost_gpu_is_an_error() -> None:
     assert caught.value.lost and not caught.value.missing
 
 
-# -- cgroups
+def test_cgroup_limits_are_the_tightest_and_the_page_cache_is_not_in_use(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("1:name=systemd:/x\n0::/job/step\n", encoding="utf-8")
 
-
-@pytest.fixture
-def cgroups(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Return the folder of all cgroups with these files, and the file that names this process's."""
-
-    def make(files: dict[str, str]) -> tuple[Path, Path]:
-        (tmp_path / "own").write_text("1:name=systemd:/x\n0::/job/step\n", encoding="utf-8")
+    def cgroup(**files: str) -> tuple[Path, Path]:
         for name, text in files.items():
-            path = tmp_path / "root" / name
+            path = tmp_path / "root" / name.replace("_", "/").replace("/max", ".max")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n", encoding="utf-8")
         return tmp_path / "root", tmp_path / "own"
 
-    return make
-
-
-@pytest.mark.parametrize(
-    ("files", "cores", "memory"),
-    [
-        ({"memory.max": "max", "cpu.max": "max 100000"}, float("inf"), float("inf")),
-        ({"job/step/memory.max": "1000", "job/memory.max": "500", "memory.max": "max"}, float("inf"), 500),
-        ({"job/cpu.max": "150000 100000", "job/step/cpu.max": "400000 100000"}, 1.5, float("inf")),
-        ({"job/cpu.max": "damaged"}, float("inf"), float("inf")),
-    ],
-)
-def test_cgroup_limits_are_the_tightest(cgroups: Any, files: dict[str, str], cores: float, memory: float) -> None:
-    assert machines.cgroup_limits(*cgroups(files)) == (cores, memory)
-
-
-def test_cgroup_used_leaves_out_the_page_cache(cgroups: Any) -> None:
-    assert machines.cgroup_used(*cgroups({})) == 0, "unknown"
-    stat = "anon 300\nfile 600\nshmem 100"
-    used = cgroups({"job/step/memory.current": "900", "job/step/memory.stat": stat})
-    assert machines.cgroup_used(*used) == 400, "files in /dev/shm cannot be dropped"
+    inf = float("inf")
+    assert machines.cgroup_limits(*cgroup()) == (inf, inf) and machines.cgroup_used(*cgroup()) == 0, "unknown"
+    assert machines.cgroup_limits(*cgroup(memory_max="max", cpu_max="max 100000")) == (inf, inf)
+    assert machines.cgroup_limits(*cgroup(job_step_memory_max="1000", job_memory_max="500")) == (inf, 500)
+    assert machines.cgroup_limits(*cgroup(job_cpu_max="150000 100000", job_step_cpu_max="400000 100000")) == (1.5, 500)
+    assert machines.cgroup_limits(*cgroup(job_cpu_max="damaged")) == (4, 500)
+    (tmp_path / "root/job/step/memory.current").write_text("900\n", encoding="utf-8")
+    (tmp_path / "root/job/step/memory.stat").write_text("anon 300\nfile 600\nshmem 100\n", encoding="utf-8")
+    assert machines.cgroup_used(*cgroup()) == 400, "files in /dev/shm cannot be dropped"
 
 
 def test_profile_warns_of_small_shared_memory() -> None:
@@ -341,3 +321,81 @@ def test_profile_warns_of_small_shared_memory() -> None:
 
     assert warnings("nccl", 2, 64) == warnings("nccl", 2, None) == 1
     assert warnings("nccl", 2, 24000) == warnings("gloo", 2, 64) == warnings("nccl", 1, 64) == 0
+
+
+# -- GPUs that NVML sees: can the torch of a stack use them?
+
+GPUS = tuple(Gpu(index, A100, f"GPU-{index}", 81920, "8.0") for index in range(2))
+TWO = Profile("gpu2", "cuda", "nccl", GPUS)
+MACHINE = Machine(GPUS, "535.129.03", "cpu", 2, 24.0, "linux", cuda="12.2")
+STACK = Stack("current", "/venv/bin/python", {"torch": "2.13.0"})
+OK = {"error": None, "capability": "8.0"}
+OTHER = {"error": None, "name": H200, "capability": "9.0"}
+OLD = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
+BAD = {"error": "AcceleratorError: CUDA error: uncorrectable ECC error encountered"}
+NO_KERNEL = {"error": "AcceleratorError: CUDA error: no kernel image is available for execution on the device"}
+HUNG = {"stage": "initialise CUDA", "failed": "was not done after 240 s"}
+
+
+def answer(**parts: Any) -> dict[str, Any]:
+    return parse_output("\n".join(json.dumps(line) for line in lines(**parts)).encode())
+
+
+@pytest.mark.parametrize(
+    ("parts", "reasons", "other_build"),
+    [
+        ({"init_error": OLD, "gpus": 0}, ["driver 535.129.03", "too old"], True),
+        ({"torch": "2.13.0+cpu", "cuda": None}, ["without CUDA"], True),
+        ({"hip": "6.4", "cuda": None}, ["ROCm"], True),
+        ({"init_error": "Error 802: system not yet initialized", "gpus": 0, "cuda": "12.1"}, ["fabricmanager"], False),
+        ({"gpus": 1}, ["1 of 2"], False),
+        ({"devices": [OK, BAD]}, ["GPU 1 (GPU-1): AcceleratorError", "CUDA_VISIBLE_DEVICES without it"], False),
+        ({"devices": [OTHER, OK]}, [H200, "GPU 0"], False),  # another order
+        ({"devices": [OK, NO_KERNEL]}, ["GPU 1", "no kernel image"], True),
+        ({"nccl": False}, ["without NCCL"], True),
+    ],
+)
+def test_problem_names_the_reason_and_whether_another_build_helps(
+    parts: dict[str, Any], reasons: list[str], other_build: bool
+) -> None:
+    text = str(problem(answer(**parts), STACK, TWO, MACHINE))
+    assert all(reason in text for reason in [*reasons, "hardware=cpu"])
+    assert ("--torch-backend=auto --python /venv/bin/python torch" in text) == other_build
+
+
+def test_problem_working_or_unknown_is_none() -> None:
+    assert problem(answer(), STACK, TWO, MACHINE) is None
+    assert problem(answer(nccl=False), STACK, replace(TWO, backend="gloo"), MACHINE) is None
+    unknown = replace(TWO, gpus=tuple(replace(gpu, capability=None) for gpu in GPUS))
+    assert problem(answer(devices=[OTHER, OK]), STACK, unknown, MACHINE) is None
+    assert "was not done" in str(problem(answer() | HUNG, STACK, TWO, MACHINE))
+
+
+@given(
+    st.dictionaries(st.sampled_from(["cuda", "init_error", "gpus", "failed", "stage", "nccl"]), st.none() | st.text())
+)
+def test_problem_incomplete_answer_is_never_good(part: dict[str, Any]) -> None:
+    assert problem({"devices": [], **part, "gpus": 0}, STACK, TWO, MACHINE)
+
+
+def test_ask_runs_the_probe_in_the_stack(tmp_path: Path) -> None:
+    stack = Stack("current", sys.executable, {}, key="here")
+    cpu = ask(stack, None, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert cpu["stage"] == "done" and cpu["torch"] and "nccl" in cpu and "init_error" not in cpu
+    gone = ask(replace(stack, python=str(tmp_path / "none")), [0], {})
+    assert "could not be started" in str(problem(gone, stack, TWO, MACHINE))
+
+
+def test_check_torch_leaves_out_locked_and_full_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([FakeGpu(), FakeGpu(processes=[Process(99999999, 81500)]), FakeGpu()]).install(monkeypatch)
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    gpus = tuple(Gpu(i, A100, gpu.uuid, 81920) for i, gpu in enumerate(nvml.gpus))
+    stack = Stack("python:x", str(python_that_says(tmp_path, *lines(gpus=3))), {}, key="x")
+    with GpuLocks(tmp_path / "state", "another-run") as other:
+        assert other.acquire([gpus[2].uuid])
+        recorded, problem = check_torch(stack, replace(TWO, gpus=gpus), MACHINE)
+    assert problem is None and recorded["torch"] == "2.13.0+cu130", "and what does not change from run to run"
+    assert recorded.keys() == {"torch", "cuda", "arch_list", "nccl_version", "devices"}
+    assert recorded["devices"] == [{"name": A100, "capability": "8.0"}] * 3
+    assert (tmp_path / "asked").read_text().split()[1:] == ["0"]
+    assert (tmp_path / "visible").read_text().strip() == ",".join(gpu.uuid for gpu in gpus)

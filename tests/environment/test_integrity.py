@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,19 @@ from typing import Any
 import pytest
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.environment.stacks.spec import Change, inspect_python, with_changes
+from stack_wheels import wheel
 
-SOURCES = {
-    "torch/__init__.py": "__version__ = '2.13.0'\n",
-    "torch/nn/fsdp.py": "def wrap(): ...\n",
-    "torch/l.so": "ELF",
-}
+SOURCE = "def wrap(): ...\n"
 
 
 def install(folder: Path, name: str = "torch") -> None:
-    """Write a package as an installer does: its files, then RECORD."""
-    rows = []
-    for path, text in SOURCES.items():
-        file = folder / path.replace("torch", name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    """Unpack a wheel of the package; its files are older than their RECORD."""
+    (folder / "wheels").mkdir(exist_ok=True)
+    more = {f"{name}/nn/fsdp.py": SOURCE, f"{name}/l.so": "ELF"}
+    with zipfile.ZipFile(wheel(folder / "wheels", name, "2.13.0", more=more)) as packed:
+        packed.extractall(folder)
+    for file in (folder / name).rglob("*.*"):
         os.utime(file, (1, 1))
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        rows.append(f"{file.relative_to(folder)},sha256={digest},{len(text)}")
-    info = folder / f"{name}-2.13.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.13.0\n")
-    (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/METADATA,,", f"{info.name}/RECORD,,"]) + "\n")
 
 
 @pytest.fixture
@@ -54,7 +44,7 @@ def changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
 @pytest.mark.parametrize(
     ("file", "text", "time", "reported"),
     [
-        ("torch/nn/fsdp.py", SOURCES["torch/nn/fsdp.py"], 2_000_000_000, False),  # a copied environment
+        ("torch/nn/fsdp.py", SOURCE, 2_000_000_000, False),  # a copied environment
         ("torch/nn/fsdp.py", "def wrap(): 1/0\n", 2_000_000_000, True),  # as long as before, and younger
         ("torch/nn/fsdp.py", "longer than before, with its old time\n", 1, True),
         ("torch/l.so", "ELF and more", 1, True),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from observations import as_promised, summary_rows
@@ -218,10 +219,7 @@ def test_interrupted_attempt_is_no_result_and_leaves_its_cell_incomplete(tmp_pat
 
 
 def test_full_disk_stops_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Store, path: Path, document: Any) -> None:
-        raise ResultsError("the disk is full")
-
-    monkeypatch.setattr(Store, "save", full)
+    monkeypatch.setattr(Store, "save", mock.Mock(side_effect=ResultsError("the disk is full")))
     launcher = Fake()
     summary = run(tmp_path, launcher)
     assert summary.problem == "the disk is full" and len(launcher.launched) == 1

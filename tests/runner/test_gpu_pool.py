@@ -16,8 +16,6 @@ from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, 
 from repro_matrix.launch.attempt import prepare, remove
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-
 
 @pytest.fixture(autouse=True)
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -32,8 +30,10 @@ def sleeper() -> Iterator[Any]:
     """Starts processes of a run; ends them after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+
     def start(run_id: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(SLEEP, env={**os.environ, RUN_TOKEN: run_id}))
+        started.append(subprocess.Popen(command, env={**os.environ, RUN_TOKEN: run_id}))
         return started[-1]
 
     yield start
@@ -66,7 +66,7 @@ def nvml() -> Any:
     return FakeNvml()
 
 
-def test_acquire_locks_all_gpus_or_none(tmp_path: Path) -> None:
+def test_acquire_locks_all_gpus_or_none(tmp_path: Path, nvml: Any) -> None:
     one, other = GpuLocks(tmp_path, "one"), GpuLocks(tmp_path, "other")
     assert one.acquire(["GPU-a"]) and not one.acquire(["GPU-a"])
     assert other.free(["GPU-a", "GPU-b"]) == ["GPU-b"]
@@ -74,6 +74,9 @@ def test_acquire_locks_all_gpus_or_none(tmp_path: Path) -> None:
     assert one.free(["GPU-a", "GPU-b"]) == ["GPU-b"], "the other one was released"
     assert one.release(["GPU-a"]) == {} and other.acquire(["GPU-b", "GPU-a"])
     other.release(["GPU-a", "GPU-b"])
+    nvml.states["GPU-a"] = gpu_state({4711: 30_000})
+    one = GpuLocks(tmp_path, "one", nvml)
+    assert not one.acquire(["GPU-a"]) and one.free(["GPU-a"]) == ["GPU-a"], "another user's process is on it"
 
 
 def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, sleeper: Any, nvml: Any) -> None:
@@ -117,12 +120,6 @@ def test_acquire_after_a_killed_run_ends_its_processes(tmp_path: Path, sleeper: 
     registered.touch()  # as a killed controller leaves it
     assert locks.acquire(["GPU-a", "GPU-b"]) and process.wait(60) is not None and not registered.exists()
     locks.release(["GPU-a", "GPU-b"])
-
-
-def test_acquire_refuses_a_gpu_of_another_user(tmp_path: Path, nvml: Any) -> None:
-    nvml.states["GPU-a"] = gpu_state({4711: 30_000})
-    locks = GpuLocks(tmp_path, "run", nvml)
-    assert not locks.acquire(["GPU-a"]) and locks.free(["GPU-a"]) == ["GPU-a"]
 
 
 def test_clear_leftovers_clears_dead_runs_only(tmp_path: Path, sleeper: Any) -> None:

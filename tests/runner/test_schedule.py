@@ -62,23 +62,19 @@ def test_next_without_gpus_depends_on_cores_and_measured_load(running: int, idle
     assert schedule_of([task], tasks_of(*[(0, 1.0)] * running)).next([], [], idle) == ((task, []) if starts else None)
 
 
-def test_next_obeys_jobs() -> None:
+def test_next_keeps_within_jobs_and_memory_and_starts_a_task_that_is_too_large_alone() -> None:
     tasks = tasks_of(*[(0, 1.0)] * 4)
     assert schedule_of(tasks, tasks[:2], cores=64, jobs=3).next([], [], False)
     assert schedule_of(tasks, tasks[:3], cores=64, jobs=3).next([], [], True) is None
-
-
-def test_next_keeps_within_memory_and_starts_a_task_that_is_too_large_alone() -> None:
-    big, small = Task(0, "unfixed", 0, 9.0, memory_gb=12.0), Task(1, "unfixed", 0, 1.0, memory_gb=1.0)
+    big, small, huge = (Task(index, "unfixed", 0, 1.0, memory_gb=size) for index, size in enumerate((12.0, 1.0, 99.0)))
     assert schedule_of([big, small], [big]).next([], [], True) == (small, [])
-    huge = Task(2, "unfixed", 0, 1.0, memory_gb=99.0)
     assert schedule_of([huge]).next([], [], False) == (huge, [])
 
 
-@pytest.mark.parametrize(("order", "seconds"), [(Order.declared, [1.0, 3.0, 2.0]), (Order.longest, [3.0, 2.0, 1.0])])
-def test_add_sorts_unless_the_order_is_declared(order: Order, seconds: list[float]) -> None:
-    schedule = schedule_of(tasks_of((0, 1.0), (0, 3.0), (0, 2.0)), order=order)
-    assert [task.seconds for task in schedule.waiting] == seconds
+def test_add_sorts_unless_the_order_is_declared() -> None:
+    for order, seconds in ((Order.declared, [1.0, 3.0, 2.0]), (Order.longest, [3.0, 2.0, 1.0])):
+        schedule = schedule_of(tasks_of((0, 1.0), (0, 3.0), (0, 2.0)), order=order)
+        assert [task.seconds for task in schedule.waiting] == seconds
 
 
 def test_repeated_task_starts_first_and_on_other_gpus() -> None:
