@@ -13,7 +13,7 @@ import pytest
 from repro_matrix.cli import main as cli
 from repro_matrix.config.selection import parse
 from repro_matrix.config.settings import compose_run
-from repro_matrix.errors import ConfigError, ResultsError
+from repro_matrix.errors import ResultsError
 from repro_matrix.paths import CONFIG_PATH
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
@@ -83,13 +83,6 @@ def test_file_with_another_ending_is_named(conf: Path, capsys: Capsys) -> None:
     file.write_text("slug: our-case\n")
     assert str(file) in refused(capsys, "list", "case=our-case")
     assert cli.main(["list", "case=train-step"]) == 0 and str(file) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("line", ["repeet: 3", "repeat: three", "order: longst"])
-def test_named_matrix_with_an_invalid_setting_is_named(conf: Path, line: str) -> None:
-    (conf / "matrix" / "bad.yaml").write_text(f"# @package _global_\n{line}\nmatrix:\n  a:\n    case: train-step\n")
-    with pytest.raises(ConfigError, match=r"matrix/?=?bad"):
-        compose_run(["+matrix=bad"])
 
 
 # -- disks and homes
