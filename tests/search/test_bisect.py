@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from observations import failed, observation
 from probing import BASE, CASE, World, before, result, world
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
+from repro_matrix.runner.session import ask
 from repro_matrix.search.commits import Clone
+from repro_matrix.search.prober import Prober, answer_of
 
 __all__ = ["world"]
 Capsys = pytest.CaptureFixture[str]
@@ -266,17 +270,6 @@ def test_versions_boundary_has_a_stored_probe_on_each_side(world: World, capsys:
     assert "| root-call | 4.37.0–4.45.0 |" in out and "not probed: " in out
 
 
-def test_versions_of_a_changing_history_has_every_segment(world: World, capsys: Capsys) -> None:
-    bad = ("4.38.0", "4.41.0", "4.41.1", "4.44.0")
-    world.history = lambda versions, variant: (
-        "no such key" if variant != "unfixed" else "reproduced" if versions["transformers"] in bad else "passed"
-    )
-    data = mapped(world, capsys, "--exhaustive")
-    reproducing = [s["probed"] for s in data["variants"]["unfixed"]["segments"] if s["answer"] == "reproduced"]
-    assert reproducing == [["4.38.0"], ["4.41.0", "4.41.1"], ["4.44.0"]] and data["unprobed"] == []
-    assert [s["answer"] for s in data["variants"]["root-call"]["segments"]] == [NO_SUCH_KEY]
-
-
 def test_versions_unknown_releases_widen_the_boundary(world: World, capsys: Capsys) -> None:
     world.uninstallable = {("transformers", "4.40.0")}
     world.history = lambda versions, variant: (
@@ -312,3 +305,62 @@ def test_versions_without_the_index_keeps_known_answers(
 def test_versions_bad_input_is_refused(world: World, capsys: Capsys, words: tuple[str, ...], message: str) -> None:
     assert world.repro("versions", CASE, "stack=base", *words) == 2
     assert message in capsys.readouterr().err and world.launched == []
+
+
+# -- answers of stored variants
+
+
+def attempt(name: str, message: str = "", kind: str = "exception", type: str = "ValueError", **more: Any) -> Any:
+    primary = {"rank": 0, "type": type, "message": message, "location": "", "kind": kind} if message else None
+    outcome = {"outcome": name, "reason": f"reason {message}", "primary": primary, "recognized": [], **more}
+    return {"outcome": outcome, "observation": observation(failed(0))}
+
+
+def variant(*attempts: dict[str, Any], skipped: str | None = None, kind: str = "gpus") -> Any:
+    skip = {"kind": kind, "requires": ["torch>=2.6", "y>=1"]} if skipped else None
+    return {"skipped": skipped, "skip": skip, "attempts": list(attempts)}
+
+
+def known(case: str, kind: str = "exception", message: str = "m") -> dict[str, Any]:
+    return {"case": case, "signature": "s", "ranks": [0, 1, 2], "kind": kind, "message": message}
+
+
+PASSED, FAILED, INFRA = attempt("passed"), attempt("reproduced", "x"), attempt("infra_error", "x")
+KEY_ERROR = attempt("other_failure", "b", type="KeyError")
+CHECK = {"ranks": [0], "check": "logits", "failed": ["logits"]}
+
+
+@pytest.mark.parametrize(
+    ("attempts", "label"),
+    [
+        ([FAILED], "reproduced"),
+        ([PASSED, FAILED, INFRA], "reproduced"),  # one failure is proof
+        ([PASSED, PASSED], "passed"),
+        ([PASSED, attempt("hang")], None),
+        ([PASSED, INFRA], None),
+        ([PASSED, attempt("other_failure", "odd")], "other_failure: ValueError"),
+        ([attempt("other_failure", "a"), *[KEY_ERROR] * 2], "other_failure: KeyError"),
+        ([attempt("other_failure", **CHECK)], "other_failure: check logits"),
+        ([attempt("other_failure", "a warning", "signal", "SIGSEGV")], "other_failure: SIGSEGV"),
+        ([attempt("other_failure", "m", recognized=[known("other"), known("x", "log")])], "other_failure: other/s"),
+        ([], None),
+    ],
+)
+def test_answer_of_attempts(attempts: list[dict[str, Any]], label: str | None) -> None:
+    found = answer_of("a", variant(*attempts))
+    assert found.label == label
+    assert bool(found.error_at) == (label not in (None, "passed", "other_failure: check logits"))
+
+
+def test_answer_of_a_variant_that_was_not_launched_has_the_reason() -> None:
+    text = "stack x{n}: needs torch>=2.6, and it has 2.{n}; needs stack other (why not)"
+    details = {answer_of("a", variant(skipped=text.format(n=n), kind="packages")).detail for n in (1, 2)}
+    assert details == {"skipped: needs torch>=2.6, y>=1"}  # the same on every stack
+    assert answer_of("a", variant(skipped="needs 2 GPUs")).detail == "skipped: needs 2 GPUs"
+    assert answer_of("a", None).label is None
+
+
+def test_prober_leaves_out_variants_with_a_stack_of_their_own(world: World) -> None:
+    search = Prober(ask(["case=qwen15-fsdp-kv-cache"]), print, threading.Event())
+    assert search.own_stack == {"newer-transformers": "current"}
+    assert "newer-transformers" not in search.variants and search.variants[0] == "unfixed"

@@ -148,13 +148,6 @@ def repeats_for(reproductions: int, launches: int, *, miss: float = 0.01, most: 
 # -- version maps
 
 
-def sample(count: int, samples: int) -> list[int]:
-    """Return ``samples`` (at least 2) of ``count`` points at even distances, both ends included."""
-    if samples >= count:
-        return list(range(count))
-    return [round(step * (count - 1) / (samples - 1)) for step in range(samples)]
-
-
 def labels_of(trail: Trail[int, Mapping[str, Label]], variant: str) -> dict[int, Label]:
     """Return one variant's labels by point, in order."""
     return {index: trail.answers[index][variant] for index in sorted(trail.answers)}
@@ -166,8 +159,8 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
     Makes at most s + k * ceil(log2(ceil((count - 1) / (s - 1)))) probes for k changes when no answer is unknown.
     """
     try:
-        for point in sample(count, samples):
-            trail.ask(point)
+        for step in range(min(count, samples)):  # at even distances, both ends included
+            trail.ask(round(step * (count - 1) / max(1, min(count, samples) - 1)))
         while True:
             edges = (edge for variant in variants for edge in boundaries(labels_of(trail, variant)))
             gaps = (_middle(trail.answers, edge.before, edge.after) for edge in edges if edge.unprobed)
