@@ -21,7 +21,6 @@ from repro_matrix.results.runs import results_folder
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.engine import Summary
-from repro_matrix.runner.session import Session
 from repro_matrix.text import log
 
 
@@ -111,7 +110,9 @@ def measure(
     return code
 
 
-def _exit_code(prepared: Session, summary: Summary, rows: Sequence[Row], changed: diffs.Diff | None) -> ExitCode:
+def _exit_code(
+    prepared: session.Session, summary: Summary, rows: Sequence[Row], changed: diffs.Diff | None
+) -> ExitCode:
     """Print the stacks that could not be used; return the exit code."""
     missing = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
     missing |= prepared.unusable  # also stacks of single variants: their skip is not a declared requirement
