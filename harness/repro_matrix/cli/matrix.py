@@ -110,13 +110,11 @@ def measure(
     return code
 
 
-def _exit_code(
-    prepared: session.Session, summary: Summary, rows: Sequence[Row], changed: diffs.Diff | None
-) -> ExitCode:
+def _exit_code(run: session.Session, summary: Summary, rows: Sequence[Row], changed: diffs.Diff | None) -> ExitCode:
     """Print the stacks that could not be used; return the exit code."""
-    missing = {document["stack"]["name"] for document in summary.documents} & prepared.unavailable.keys()
-    missing |= prepared.unusable  # also stacks of single variants: their skip is not a declared requirement
+    missing = {document["stack"]["name"] for document in summary.documents} & run.unavailable.keys()
+    missing |= run.unusable  # also stacks of single variants: their skip is not a declared requirement
     for name in sorted(missing):
-        log(f"repro: stack={name}: {prepared.unavailable[name]}")
-    code = exit_code(rows, prepared.settings.min_cells, bool(missing or prepared.left_out))
+        log(f"repro: stack={name}: {run.unavailable[name]}")
+    code = exit_code(rows, run.settings.min_cells, bool(missing or run.left_out))
     return ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code
