@@ -92,30 +92,3 @@ def test_script_run_by_hand_notes_variables_that_the_harness_drops(tmp_path: Pat
     repros = Path(__file__).parents[2] / "repros"
     said = subprocess.run([sys.executable, "-c", code], env=env, cwd=repros, capture_output=True, text=True, check=True)
     assert said.stderr == "note: set in this shell, and not when the harness runs it: TRANSFORMERS_VERBOSITY\n"
-
-
-@pytest.mark.ranks
-@pytest.mark.slow  # the gate asks ranks for their environment: test_launcher
-def test_outcomes_among_hostile_variables_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: None
-) -> None:
-    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    traps = (
-        "fsdp-optim-state-padding",  # an assertion, which PYTHONOPTIMIZE takes away
-        "old-checkpointing-hook",  # a log record, which a verbosity hides
-        "ddp-unfinished-reduction",  # DDP, which TORCH_DISTRIBUTED_DEBUG=DETAIL breaks
-    )
-    texts = [f"case={','.join(traps)}", "hardware=cpu", "launcher=forkserver", f"results={tmp_path / 'r'}", "repeat=1"]
-    prepared = session.prepare(texts)
-    first = {plan.cell.case: plan for plan in reversed(prepared.plans)}
-    for case, plan in first.items():
-        fix = next(each for each in plan.variants[1:] if not each.skipped)
-        first[case] = replace(plan, variants=(plan.variants[0], fix))
-    prepared.plans = list(first.values())
-    workplace.execute(prepared, lambda event: None, threading.Event())
-    documents: dict[str, Any] = {document["case"]: document for document in Store(tmp_path / "r").documents()}
-    assert set(documents) == set(traps)
-    for case, plan in first.items():
-        verdict = documents[case]["verdicts"][plan.variants[1].variant]
-        assert verdict["expected"] == "expected" or verdict["name"] == "FIXED", json.dumps(verdict)
-    assert os.environ["PYTHONOPTIMIZE"] == "1"
