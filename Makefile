@@ -88,7 +88,7 @@ test-all: test test-slow ## both
 exports: $(READY) ## every case's script as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
 	@cd tests && $(BIN)/python -m exports $(ARGS)
 
-two-nights: $(READY) ## the nightly job's steps, twice, on a stack that moved in between: found, searched, told (a stack is built)
+two-nights: $(READY) ## the nightly job's steps, twice, on a stack that changes in between; print the issue (a stack is built)
 	@cd tests && $(BIN)/python -m two_nights
 
 mutants: $(READY) ## change the grading code, one place at a time: its tests must fail (an hour; needs uv)

@@ -41,15 +41,10 @@ def attempt_of(
     **flags: Any,
 ) -> Attempt:
     settings = {
-        "case": "fault",
-        "variant": "unfixed",
+        **{"case": "fault", "variant": "unfixed", "steps": 1, "seed": 0, "tp_size": 1, "devices": world_size},
         "model": {"slug": "none", "scale": "tiny", "weights": "random"},
         "strategy": {"slug": "none", "options": {}},
         "flags": {"fault": fault, **flags},
-        "steps": 1,
-        "seed": 0,
-        "tp_size": 1,
-        "devices": world_size,
         "process_group": script == "waits.py",
         "normal_exit": False,
         "device": "cpu",
@@ -96,8 +91,8 @@ def wait_for(what: Callable[[], Any], seconds: float = 200) -> Any:
         if value := what():
             return value
         time.sleep(pause)
-        pause = min(pause * 1.2, 0.25)  # what is waited for needs the processor more than who waits
-    raise AssertionError(f"waited {seconds} s in vain")
+        pause = min(pause * 1.2, 0.25)
+    raise AssertionError(f"not true after {seconds} s")
 
 
 def free(port: int) -> bool:
@@ -171,8 +166,7 @@ def ends(observation: Json) -> list[tuple[int | None, str | None, str]]:
 
 
 def failed_together(observation: Json) -> bool:
-    """Whether at least one rank failed by itself, and each other one likewise or was ended by the launcher for it:
-    where all ranks fail at once, which of them the launcher sees first is nobody's doing."""
+    """Whether at least one rank failed by itself, and each other one too or was ended by the launcher for it."""
     ended = [(None, number, "launcher") for number in ("SIGTERM", "SIGKILL")]
     return FAILED in ends(observation) and all(end == FAILED or end in ended for end in ends(observation))
 
@@ -180,9 +174,8 @@ def failed_together(observation: Json) -> bool:
 def two_ranks(
     launcher: ForkserverLauncher, folder: Path, script: str, settings: Json, asked: Json, *imports: str
 ) -> list[Json]:
-    """The facts that each of two ranks of a script of tests/ recorded, which finds ``asked`` in its settings. Warm:
-    nobody imports the stack twice, and who asks for the same ``imports`` has the same server.
-    DeepSpeed's CPU op is compiled ahead, as a run does: at first use all ranks would compile it, for minutes."""
+    """Return the facts that two ranks of a script of tests/ recorded; it finds ``asked`` in its settings. The same
+    ``imports`` share a server. DeepSpeed's CPU op is compiled ahead, as a run does: all ranks would compile it."""
     stack = resolve("current")
     if "deepspeed" in imports:
         processes.compile_op(stack)
@@ -200,6 +193,6 @@ def two_ranks(
         imports=("transformers", *(name for name in imports if importlib.util.find_spec(name))),
     )
     seen = launched(launcher, attempt)
-    said = [rank["log_tail"] for rank in seen["ranks"]]
-    assert seen["infra_error"] is None and all(end == (0, None, "self") for end in ends(seen)), said
+    logs = [rank["log_tail"] for rank in seen["ranks"]]
+    assert seen["infra_error"] is None and all(end == (0, None, "self") for end in ends(seen)), logs
     return [rank["record"]["facts"] for rank in seen["ranks"]]

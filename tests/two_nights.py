@@ -2,17 +2,16 @@
 
 In a clean clone, with a real floating stack: the second night's index has a later release of transformers, with which
 a known failure no longer reproduces. That night must find that out, search between the two locks, and write the issue's
-text. Writes docs/examples/two-nights.md. A stack of torch 2.6 is built twice: minutes, and the index has to be reached.
+text, which is printed (docs/examples/two-nights.md shows one). A stack of torch 2.6 is built twice: minutes, and the
+index has to be reached.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import yaml
@@ -22,21 +21,8 @@ from repro_matrix.paths import ROOT, cache_dir
 CASE, MODEL, VARIANT, STACK = "qwen15-fsdp-kv-cache", "qwen1.5-0.5b", "train-mode", "rolling"
 BASE = "torch2.6-tf4.51"  # whose packages stay
 NIGHTS = {"monday": "4.43.2", "tuesday": "4.44.1"}  # the newest transformers of each
-EXAMPLE = ROOT / "docs" / "examples" / "two-nights.md"
 GITHUB = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8"))["jobs"]["night"]
 GITLAB = yaml.safe_load((ROOT / "docs/guides/nightly.gitlab.yml").read_text(encoding="utf-8"))
-HEAD = """# A nightly issue
-
-`make two-nights` on {day} ({seconds:.0f} s on a busy machine): the steps of [the nightly
-job](../guides/nightly.md) in a clean clone, `SELECTION="{selection}"`, `REPEAT=1`, with a floating stack
-of {base}'s packages whose transformers could not be newer than {first} the first night and {second} the second.
-
-- Exit code of the step "Compare with the last passing run": {first_code} the first night, {second_code} the second.
-- The issue's text, as `gh issue create` posts it:
-
----
-
-"""
 
 
 def definition(newest: str) -> str:
@@ -69,7 +55,6 @@ def main() -> None:
     listed = {name: text for name, text in steps().items() if not name.startswith("gitlab")}
     last = next(name for name in listed if name.startswith("Compare with"))
     selection = f"case={CASE} model={MODEL} variants=[{VARIANT}]"
-    began = time.monotonic()
     codes: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -97,15 +82,9 @@ def main() -> None:
         assert codes == {"monday": 0, "tuesday": 1}, codes
         runs = load_history(home / "nightly-kept/cpu/history", [])
         assert [each.run_id for each in runs] == list(NIGHTS)
-        head = HEAD.format(
-            day=time.strftime("%Y-%m-%d", time.gmtime()), seconds=time.monotonic() - began, selection=selection,
-            base=BASE, first=NIGHTS["monday"], second=NIGHTS["tuesday"], first_code=codes["monday"],
-            second_code=codes["tuesday"],
-        )  # fmt: skip
         body = texts[0].read_text(encoding="utf-8").replace(str(folder), "/runner").replace(str(cache_dir()), "/cache")
         assert "transformers 4.44.0" in body, "the search between the two locks names the release"
-        EXAMPLE.write_text(head + re.sub(r"\n*<!--.*?-->\s*\Z", "\n", body, flags=re.S), encoding="utf-8")
-    print(EXAMPLE.read_text(encoding="utf-8"))
+        print(body)
 
 
 if __name__ == "__main__":

@@ -78,12 +78,9 @@ UNBUILT = FakeStack(missing={"deepspeed": "no C++ compiler"}, versions=WITHOUT)
 SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     ((NORM,), {}, None, ""),
     ((NORM,), {"profile": ONE}, "gpus", "needs 2 GPUs; hardware gpu1 has 1"),
-    ((NORM, "ranks=4"), {"profile": TWO}, "gpus", "needs 4 GPUs; hardware gpu2 has 2"),
     ((NORM,), {"profile": SHARED}, "shared", "does not declare `allow_gpu_sharing`"),
     (("case=qwen-remote-code-run",), {"profile": TWO}, "accelerator", "hardware gpu2"),
-    (("case=device-map-distributed",), {"profile": TWO}, None, ""),
     (("case=device-map-distributed",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
-    (("case=qwen-device-map-devices",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
     ((NORM,), {"profile": EXCLUSIVE}, None, ""),  # one rank a GPU is what that mode is for
     ((NORM,), {"stack": "no interpreter at /x"}, "stack", "no interpreter at /x"),
     ((*TRAIN, "strategy=ddp"), {"stack": ALONE}, "packages", ", which it does not have"),
@@ -93,12 +90,10 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     (("case=tp-heads-not-divisible", "ranks=8"), {}, "ranks", "needs exactly 4"),
     (("case=tp-heads-not-divisible",), {}, None, ""),  # that is what it is about
     (("case=train-step", TP, "model=qwen2.5-0.5b", "ranks=8"), {}, "divisible", "14 attention heads"),
-    (("case=train-step", TP, "model=qwen1.5-1.8b", "ranks=8"), {}, None, ""),
     ((*TRAIN, TP), {"settings": RunSettings(tp_size=4)}, "tp_size", "over all 2 ranks here; tp_size=4"),
     ((*TRAIN, "strategy=ddp"), {"settings": RunSettings(tp_size=2)}, "tp_size", "ddp has no tensor parallelism"),
     ((*TRAIN, TP, "ranks=4"), {"settings": RunSettings(tp_size=4)}, None, ""),
     (("case=train-step", "model=llama-2-7b", TP, "flags.lora=true"), {}, "flags", "the strategy is tp"),
-    (("case=train-step", "model=llama-2-7b", "strategy=zero2", "flags.lora=true"), {}, None, ""),
 ]
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import subprocess
 import sys
-import threading
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hostile import HOSTILE
@@ -21,9 +16,6 @@ from repro_matrix.config.settings import RunSettings, building, compose_run, inh
 from repro_matrix.errors import ConfigError
 from repro_matrix.launch.attempt import environment, stack_environment, torchrun_line
 from repro_matrix.launch.forkserver import server_environment
-from repro_matrix.results.store import Store
-from repro_matrix.runner import session
-from repro_matrix.runner import workspace as workplace
 from test_plan import CATALOGUE, NORM, plans
 
 KEPT = {"PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CXX", "NVIDIA_VISIBLE_DEVICES"}
