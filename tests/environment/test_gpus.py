@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from repro_matrix.runner.prerequisites import check_torch
 
 KNOWN = catalog.load().hardware
 Detect = Callable[..., Machine]
+NO_LIBRARY = FakeNvml(init_error=12)
 
 
 @pytest.fixture
@@ -48,10 +50,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Detect:
     return detected
 
 
-def no_library() -> FakeNvml:
-    return FakeNvml(init_error=12)
-
-
 # -- profiles
 
 
@@ -59,7 +57,6 @@ def no_library() -> FakeNvml:
     ("gpus", "profile"),
     [
         ([FakeGpu() for _ in range(8)], "a100x8"),
-        ([FakeGpu(H200)], "gpu1"),
         ([FakeGpu(H200) for _ in range(9)], "gpu8"),
         ([FakeGpu(), FakeGpu(), FakeGpu(H200), FakeGpu(H200)], "gpu4"),
         ([FakeGpu(), FakeGpu(), FakeGpu(), FakeGpu(mig=["MIG-1"])], "gpu3"),  # the GPU in MIG mode is left out
@@ -107,14 +104,13 @@ def test_settle_names_the_reason_why_gpus_are_missing(machine: Detect) -> None:
 
 
 def test_settle_planned_accepts_hardware_that_is_not_here(machine: Detect) -> None:
-    laptop = machine(no_library())
+    laptop = machine(NO_LIBRARY)
     (profile,), planned, elsewhere = machines.settle_planned(["a100x8"], KNOWN, laptop)
     assert elsewhere and len(profile.gpus) == 8 and profile.gpus[0].memory_mb == 80 * 1024
     assert planned.memory_gb == 1000 and planned.free_gb is None, "free memory here is not free memory there"
     assert machines.settle_planned(["cpu"], KNOWN, laptop) == ([Profile("cpu", "cpu", "gloo")], laptop, False)
-    for names in (["a100x"], ["a100x8", "cpu"]):
-        with pytest.raises(ConfigError):
-            machines.settle_planned(names, KNOWN, laptop)
+    with pytest.raises(ConfigError):
+        machines.settle_planned(["a100x8", "cpu"], KNOWN, laptop)
 
 
 # -- GPUs that are here, or were requested, and cannot be used
@@ -127,16 +123,15 @@ REFUSED = [
     (FakeNvml([FakeGpu(mig=["MIG-a"])]), {"CUDA_VISIBLE_DEVICES": "MIG-a"}, {}, "MIG devices"),
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "1"}, {}, "'1' names none"),
     (FakeNvml([FakeGpu(), FakeGpu(H200)]), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
-    (FakeNvml([FakeGpu(mode="prohibited")]), {}, {}, "prohibited"),
     (FakeNvml([FakeGpu(mode="exclusive_process", processes=[Process(99999999)])]), {}, {}, "process 99999999"),
     (FakeNvml([FakeGpu(lost=True)]), {}, {}, "GPU is lost"),
-    (no_library(), {"NVIDIA_VISIBLE_DEVICES": "all"}, {}, "libraries have to be passed in"),
-    (no_library(), {}, {"dev/nvidia0": ""}, "/dev/nvidia0"),
-    (no_library(), {}, {"proc/driver/nvidia/version": "NVRM"}, "/proc/driver/nvidia/version"),
-    (no_library(), {}, {"dev/dxg": ""}, "/dev/dxg"),
+    (NO_LIBRARY, {"NVIDIA_VISIBLE_DEVICES": "all"}, {}, "libraries have to be passed in"),
+    (NO_LIBRARY, {}, {"dev/nvidia0": ""}, "/dev/nvidia0"),
+    (NO_LIBRARY, {}, {"proc/driver/nvidia/version": "NVRM"}, "/proc/driver/nvidia/version"),
+    (NO_LIBRARY, {}, {"dev/dxg": ""}, "/dev/dxg"),
     # No GPU is here, or none is requested: the CPU.
-    (no_library(), {}, {"dev/nvidia-caps/x": "", "dev/nvidiactl": ""}, None),
-    (no_library(), {"NVIDIA_VISIBLE_DEVICES": "void"}, {}, None),
+    (NO_LIBRARY, {}, {"dev/nvidia-caps/x": "", "dev/nvidiactl": ""}, None),
+    (NO_LIBRARY, {"NVIDIA_VISIBLE_DEVICES": "void"}, {}, None),
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": ""}, {"dev/nvidia0": ""}, None),
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "-1"}, {}, None),
     (FakeNvml([FakeGpu()]), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {}, None),
@@ -232,14 +227,13 @@ def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.Monkey
         gpus[0].ecc_uncorrected, gpus[2].problem = 6, "faulty"
         assert nvml.look(gpus[0].uuid).problem == "ECC: 2 uncorrected memory errors"
         assert nvml.look(gpus[2].uuid).problem
-    no_library().install(monkeypatch)
+    NO_LIBRARY.install(monkeypatch)
     with Nvml(["GPU-x"]) as nvml:
         assert nvml.failed_gpus() == {} and nvml.look("GPU-x").problem is None
 
 
 class NVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        self.value = value
+    value = 15
 
 
 def pynvml(**functions: object) -> SimpleNamespace:
@@ -259,7 +253,7 @@ def recovery(action: int) -> dict[str, object]:
 MEMORY = SimpleNamespace(total=80 * 2**30, free=79 * 2**30, used=2**30)
 
 
-def test_pynvml_refused_questions_are_unknown() -> None:
+def test_pynvml_refused_questions_are_unknown_and_a_lost_gpu_is_an_error() -> None:
     driver = Pynvml(pynvml(
         nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetName=lambda h: H200,
         nvmlDeviceGetUUID=lambda h: "GPU-a", nvmlDeviceGetMemoryInfo=lambda h: MEMORY,
@@ -270,6 +264,10 @@ def test_pynvml_refused_questions_are_unknown() -> None:
     driver.watch_errors(["GPU-a"])
     assert driver.next_error() is None
     driver.close()
+    driver.lib.nvmlDeviceGetMemoryInfo = mock.Mock(side_effect=NVMLError)
+    with pytest.raises(DriverError) as caught:
+        driver.state("GPU-a")
+    assert caught.value.lost and not caught.value.missing
 
 
 @pytest.mark.parametrize(
@@ -287,32 +285,24 @@ def test_pynvml_reports_why_a_gpu_cannot_be_used(answers: dict[str, object], pro
     assert problem in str(state.problem) if problem else state.problem is None
 
 
-def test_pynvml_lost_gpu_is_an_error() -> None:
-    driver = Pynvml(pynvml(nvmlDeviceGetMemoryInfo=mock.Mock(side_effect=NVMLError(15))))
-    with pytest.raises(DriverError) as caught:
-        driver.state("GPU-a")
-    assert caught.value.lost and not caught.value.missing
-
-
 def test_cgroup_limits_are_the_tightest_and_the_page_cache_is_not_in_use(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("1:name=systemd:/x\n0::/job/step\n", encoding="utf-8")
 
-    def cgroup(**files: str) -> tuple[Path, Path]:
+    def add(files: dict[str, str]) -> tuple[Path, Path]:
         for name, text in files.items():
-            path = tmp_path / "root" / name.replace("_", "/").replace("/max", ".max")
+            path = tmp_path / "root" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n", encoding="utf-8")
         return tmp_path / "root", tmp_path / "own"
 
-    inf = float("inf")
-    assert machines.cgroup_limits(*cgroup()) == (inf, inf) and machines.cgroup_used(*cgroup()) == 0, "unknown"
-    assert machines.cgroup_limits(*cgroup(memory_max="max", cpu_max="max 100000")) == (inf, inf)
-    assert machines.cgroup_limits(*cgroup(job_step_memory_max="1000", job_memory_max="500")) == (inf, 500)
-    assert machines.cgroup_limits(*cgroup(job_cpu_max="150000 100000", job_step_cpu_max="400000 100000")) == (1.5, 500)
-    assert machines.cgroup_limits(*cgroup(job_cpu_max="damaged")) == (4, 500)
-    (tmp_path / "root/job/step/memory.current").write_text("900\n", encoding="utf-8")
-    (tmp_path / "root/job/step/memory.stat").write_text("anon 300\nfile 600\nshmem 100\n", encoding="utf-8")
-    assert machines.cgroup_used(*cgroup()) == 400, "files in /dev/shm cannot be dropped"
+    limits, used, inf = machines.cgroup_limits, machines.cgroup_used, float("inf")
+    assert limits(*add({})) == (inf, inf) and used(*add({})) == 0, "unknown"
+    assert limits(*add({"memory.max": "max", "cpu.max": "max 100000"})) == (inf, inf)
+    assert limits(*add({"job/step/memory.max": "1000", "job/memory.max": "500"})) == (inf, 500)
+    assert limits(*add({"job/cpu.max": "150000 100000", "job/step/cpu.max": "400000 100000"})) == (1.5, 500)
+    assert limits(*add({"job/cpu.max": "damaged"})) == (4, 500)
+    stat = "anon 300\nfile 600\nshmem 100"  # files in /dev/shm cannot be dropped
+    assert used(*add({"job/step/memory.current": "900", "job/step/memory.stat": stat})) == 400
 
 
 def test_profile_warns_of_small_shared_memory() -> None:
@@ -334,7 +324,6 @@ OTHER = {"error": None, "name": H200, "capability": "9.0"}
 OLD = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
 BAD = {"error": "AcceleratorError: CUDA error: uncorrectable ECC error encountered"}
 NO_KERNEL = {"error": "AcceleratorError: CUDA error: no kernel image is available for execution on the device"}
-HUNG = {"stage": "initialise CUDA", "failed": "was not done after 240 s"}
 
 
 def answer(**parts: Any) -> dict[str, Any]:
@@ -342,24 +331,22 @@ def answer(**parts: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("parts", "reasons", "other_build"),
+    ("parts", "reason", "other_build"),
     [
-        ({"init_error": OLD, "gpus": 0}, ["driver 535.129.03", "too old"], True),
-        ({"torch": "2.13.0+cpu", "cuda": None}, ["without CUDA"], True),
-        ({"hip": "6.4", "cuda": None}, ["ROCm"], True),
-        ({"init_error": "Error 802: system not yet initialized", "gpus": 0, "cuda": "12.1"}, ["fabricmanager"], False),
-        ({"gpus": 1}, ["1 of 2"], False),
-        ({"devices": [OK, BAD]}, ["GPU 1 (GPU-1): AcceleratorError", "CUDA_VISIBLE_DEVICES without it"], False),
-        ({"devices": [OTHER, OK]}, [H200, "GPU 0"], False),  # another order
-        ({"devices": [OK, NO_KERNEL]}, ["GPU 1", "no kernel image"], True),
-        ({"nccl": False}, ["without NCCL"], True),
+        ({"init_error": OLD, "gpus": 0}, "driver 535.129.03.* too old", True),
+        ({"torch": "2.13.0+cpu", "cuda": None}, "without CUDA", True),
+        ({"hip": "6.4", "cuda": None}, "ROCm", True),
+        ({"init_error": "Error 802: system not yet initialized", "gpus": 0, "cuda": "12.1"}, "fabricmanager", False),
+        ({"gpus": 1}, "1 of 2", False),
+        ({"devices": [OK, BAD]}, r"GPU 1 \(GPU-1\): AcceleratorError.* CUDA_VISIBLE_DEVICES without it", False),
+        ({"devices": [OTHER, OK]}, "NVIDIA H200.* GPU 0", False),  # another order
+        ({"devices": [OK, NO_KERNEL]}, "GPU 1.* no kernel image", True),
+        ({"nccl": False}, "without NCCL", True),
     ],
 )
-def test_problem_names_the_reason_and_whether_another_build_helps(
-    parts: dict[str, Any], reasons: list[str], other_build: bool
-) -> None:
+def test_problem_has_a_reason_and_a_remedy(parts: dict[str, Any], reason: str, other_build: bool) -> None:
     text = str(problem(answer(**parts), STACK, TWO, MACHINE))
-    assert all(reason in text for reason in [*reasons, "hardware=cpu"])
+    assert re.search(reason, text) and "hardware=cpu" in text
     assert ("--torch-backend=auto --python /venv/bin/python torch" in text) == other_build
 
 
@@ -368,22 +355,24 @@ def test_problem_working_or_unknown_is_none() -> None:
     assert problem(answer(nccl=False), STACK, replace(TWO, backend="gloo"), MACHINE) is None
     unknown = replace(TWO, gpus=tuple(replace(gpu, capability=None) for gpu in GPUS))
     assert problem(answer(devices=[OTHER, OK]), STACK, unknown, MACHINE) is None
-    assert "was not done" in str(problem(answer() | HUNG, STACK, TWO, MACHINE))
+    hung = {"stage": "initialise CUDA", "failed": "was not done after 240 s"}
+    assert "was not done" in str(problem(answer() | hung, STACK, TWO, MACHINE))
+    missing = ask(replace(STACK, python="/no/such/python"), [0], {})
+    assert "could not be started" in str(problem(missing, STACK, TWO, MACHINE))
 
 
-@given(
-    st.dictionaries(st.sampled_from(["cuda", "init_error", "gpus", "failed", "stage", "nccl"]), st.none() | st.text())
-)
+PARTS = st.sampled_from(["cuda", "init_error", "gpus", "failed", "stage", "nccl"])
+
+
+@given(st.dictionaries(PARTS, st.none() | st.text()))
 def test_problem_incomplete_answer_is_never_good(part: dict[str, Any]) -> None:
     assert problem({"devices": [], **part, "gpus": 0}, STACK, TWO, MACHINE)
 
 
-def test_ask_runs_the_probe_in_the_stack(tmp_path: Path) -> None:
-    stack = Stack("current", sys.executable, {}, key="here")
-    cpu = ask(stack, None, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+def test_ask_runs_the_probe_in_the_stack() -> None:
+    here = Stack("current", sys.executable, {}, key="here")
+    cpu = ask(here, None, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert cpu["stage"] == "done" and cpu["torch"] and "nccl" in cpu and "init_error" not in cpu
-    gone = ask(replace(stack, python=str(tmp_path / "none")), [0], {})
-    assert "could not be started" in str(problem(gone, stack, TWO, MACHINE))
 
 
 def test_check_torch_leaves_out_locked_and_full_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

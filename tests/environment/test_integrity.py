@@ -63,18 +63,16 @@ def test_edited_files_compares_with_record(
     assert [change.note.partition(" ")[0] for change in changes()] == [file] * reported
 
 
-def test_edited_files_ignores_other_packages_and_packages_without_record(tmp_path: Path, changes: Any) -> None:
-    install(tmp_path, "pip")
-    install(tmp_path)
-    (tmp_path / "torch-2.13.0.dist-info" / "RECORD").unlink()
-    for name in ("pip", "torch"):
-        (tmp_path / name / "__init__.py").write_text("x = 2222\n")
-    assert changes() == []
-
-
-def test_package_from_a_folder_or_repository_is_no_release(tmp_path: Path, changes: Any) -> None:
+def test_package_from_a_folder_or_repository_is_no_release_and_others_are_not_compared(
+    tmp_path: Path, changes: Any
+) -> None:
     tree = tmp_path / "my torch"
-    install(tmp_path)
+    for name in ("pip", "torch"):  # of pip no file is compared
+        install(tmp_path, name)
+        (tmp_path / name / "__init__.py").write_text("x = 2222\n")
+    assert [change.package for change in changes()] == ["torch"]
+    (tmp_path / "torch-2.13.0.dist-info" / "RECORD").unlink()
+    assert changes() == [], "of a Linux distribution"
     (tree / "torch").mkdir(parents=True)
     (tree / "torch" / "patched.py").write_text("1\n")
 

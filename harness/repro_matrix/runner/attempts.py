@@ -260,7 +260,7 @@ def new_document(session: Session, plan: CellPlan, started: Mapping[str, Any]) -
 
 
 def _new_variant(plan: VariantPlan) -> Variant:
-    made: Variant = {
+    variant: Variant = {
         "skipped": plan.skipped,
         "skip": plan.skip.to_json() if plan.skip else None,
         "stack": plan.stack,
@@ -269,8 +269,8 @@ def _new_variant(plan: VariantPlan) -> Variant:
         "attempts": [],
     }
     if plan.memory:
-        made["planned"] = plan.memory.to_json()
-    return made
+        variant["planned"] = plan.memory.to_json()
+    return variant
 
 
 def take_over(document: Document, older: Document, plan: CellPlan, cases: Mapping[str, Case]) -> None:
@@ -286,16 +286,16 @@ def take_over(document: Document, older: Document, plan: CellPlan, cases: Mappin
     here = machine_of(older) == machine_of(document)
     whole = True
     for name, before in older["variants"].items():
-        made = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra_error"]
+        usable = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra_error"]
         same = here and before.get("fingerprint") == now.get(name) and name in case.variants
-        kept: list[Made] = [
-            {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()} for a in made if same
+        regraded: list[Made] = [
+            {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()} for a in usable if same
         ]
-        whole = whole and len(kept) == len(made)
+        whole = whole and len(regraded) == len(usable)
         if name in document["variants"]:
-            document["variants"][name]["attempts"] = kept
-        elif same and (kept or before["skipped"]):
-            document["variants"][name] = {**before, "attempts": kept}
+            document["variants"][name]["attempts"] = regraded
+        elif same and (regraded or before["skipped"]):
+            document["variants"][name] = {**before, "attempts": regraded}
     if whole and any(variant["attempts"] for variant in document["variants"].values()):
         document["provenance"] = {**older["provenance"], "ended": None}
 

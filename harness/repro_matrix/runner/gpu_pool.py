@@ -134,12 +134,12 @@ class GpuLocks:
             if None not in locks.values() and gpus:
                 clear_leftovers(self.state)  # the previous holder may have been killed while its ranks were at work
                 before = {uuid: self._nvml.look(uuid) for uuid in gpus}
-            held = {uuid: lock for uuid, lock in locks.items() if lock is not None}
-            if len(held) < len(locks) or any(map(stranger, before.values())):
-                for lock in held.values():
+            acquired = {uuid: lock for uuid, lock in locks.items() if lock is not None}
+            if len(acquired) < len(locks) or any(map(stranger, before.values())):
+                for lock in acquired.values():
                     lock.release()
                 return False
-            self._held |= held
+            self._held |= acquired
             self._before |= before
         return True
 
@@ -187,8 +187,8 @@ class GpuLocks:
 
     def _remaining(self, state: GpuState) -> list[GpuProcess]:
         """Return the processes of this run among those on the GPU."""
-        own = processes.with_token(RUN_TOKEN, self.run_id) if state.processes else set()
-        return [each for each in state.processes if each.pid in {process.pid for process in own}]
+        ours = processes.with_token(RUN_TOKEN, self.run_id) if state.processes else set()
+        return [each for each in state.processes if each.pid in {process.pid for process in ours}]
 
     def _path(self, uuid: str) -> Path:
         return self.folder / (re.sub(r"[^\w.-]", "_", uuid) + ".lock")

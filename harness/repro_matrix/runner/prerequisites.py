@@ -232,9 +232,9 @@ def _hash(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def _key(asked: Json) -> str:
-    model = {name: asked["model"].get(name) for name in ("model_type", "remote_code", "config")}
-    return _hash(json.dumps({**asked, "model": model}, sort_keys=True))
+def _key(query: Json) -> str:
+    model = {name: query["model"].get(name) for name in ("model_type", "remote_code", "config")}
+    return _hash(json.dumps({**query, "model": model}, sort_keys=True))
 
 
 class ModelFacts:
@@ -253,12 +253,12 @@ class ModelFacts:
         except (OSError, ValueError):
             pass
 
-    def ask(self, asked: Iterable[Json]) -> str | None:
+    def ask(self, queries: Iterable[Json]) -> str | None:
         """Ask one process for everything that is not known; return what went wrong, or None.
 
         Takes some ten seconds of CPU: importing torch and transformers, and running each model on meta tensors.
         """
-        models = {key: each for each in asked if (key := _key(each)) not in self.models}
+        models = {key: each for each in queries if (key := _key(each)) not in self.models}
         if not models:
             return None
         env = {**os.environ, **self.stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -272,9 +272,9 @@ class ModelFacts:
         write_text(self.path, json.dumps(self.models))
         return None
 
-    def model(self, asked: Json) -> ModelSizes | None:
+    def model(self, query: Json) -> ModelSizes | None:
         """Return None where nothing is known, or this stack cannot build the model."""
-        stored = self.models.get(_key(asked))
+        stored = self.models.get(_key(query))
         return None if stored is None or "error" in stored else ModelSizes.from_json(stored)
 
 
