@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -12,57 +12,35 @@ from typing import Any
 import pytest
 from hypothesis import given
 from repro_matrix.analysis import history, nightly
-from repro_matrix.analysis.history import (
-    ChangedCase,
-    NightlyRun,
-    Requested,
-    check_one_commit,
-    compare_to_last_passing,
-    describe_missing,
-    find_missing,
-    make_run,
-)  # fmt: skip
+from repro_matrix.analysis.history import NightlyRun, Requested, compare_to_last_passing, find_missing
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
-from repro_matrix.results import quarantine, runs
+from repro_matrix.results import runs
 from repro_matrix.results.summary import load_rows
 from results_by_hand import BOOM, FAILED, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
 
 Rows = list[VariantResult]
+make_run = history.make_run
 A, B = cell({"unfixed": REPRODUCED, "fix": HOLDS}), cell({"unfixed": REPRODUCED}, key="c/n", axes=("model=n",))
 NOW = cell({"unfixed": REPRODUCED, "fix": BOOM}, started=2.0)
 PASSING = make_run("passing", A, 0)
 
 
-def kinds(changed: Sequence[ChangedCase]) -> list[tuple[str, list[str]]]:
-    return [(each.passing.run_id, [change.kind for change in each.changes]) for each in changed]
-
-
-# -- compared with the last passing run
-
-
 def test_compare_to_last_passing_counts_only_result_changes() -> None:
     failed = make_run("failed", NOW, 1)
     (changed,) = compare_to_last_passing(NOW, [PASSING, failed]).changed
-    assert (changed.case, kinds([changed])) == ("c", [("passing", ["fix_stopped_working"])])
+    assert (changed.case, changed.passing, changed.changes[0].kind) == ("c", PASSING, "fix_stopped_working")
     assert compare_to_last_passing(NOW, [PASSING, replace(failed, exit_code=0)]).changed == []
     for rows, runs_ in ((NOW, [failed]), (cell({"unfixed": REPRODUCED}, key="c/other"), [PASSING])):
         result = compare_to_last_passing(rows, runs_)
         assert (result.changed, result.count, result.new) == ([], 0, {rows[0].key})
+    for between in ({"unfixed": SKIPPED, "fix": SKIPPED}, {"unfixed": REPRODUCED}):  # the last run that measured it
+        (again,) = compare_to_last_passing(NOW, [PASSING, make_run("between", cell(between), 0)]).changed
+        assert (again.passing, again.changes) == (PASSING, changed.changes)
     quarantined = compare_to_last_passing(NOW, [PASSING], lambda key, name: (key, name) == ("c/m", "fix"))
     assert quarantined.changed == [] and quarantined.quarantined.keys() == {("c/m", "fix")}
-
-
-@pytest.mark.parametrize(
-    "between",
-    [{"unfixed": SKIPPED, "fix": SKIPPED}, {"unfixed": REPRODUCED}],
-    ids=["skipped", "variant not requested"],
-)
-def test_compare_to_last_passing_uses_the_last_run_that_measured_the_variant(between: dict[str, VariantResult]) -> None:
-    runs_ = [PASSING, make_run("between", cell(between), 0)]
-    assert kinds(compare_to_last_passing(NOW, runs_).changed) == [("passing", ["fix_stopped_working"])]
 
 
 def test_changed_case_digest_identifies_the_change() -> None:
@@ -76,7 +54,7 @@ def test_changed_case_digest_identifies_the_change() -> None:
 
 def test_check_one_commit_several_commits_is_an_error() -> None:
     with pytest.raises(ResultsError, match=r"aaaa \(1 cell\), bbbb"):
-        check_one_commit([replace(A[0], commit=commit) for commit in ("aaaa", "bbbb")])
+        history.check_one_commit([replace(A[0], commit=commit) for commit in ("aaaa", "bbbb")])
 
 
 def test_issue_lists_changes_and_escapes_foreign_text() -> None:
@@ -92,8 +70,6 @@ def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     assert made.markdown.rstrip().endswith(f"change={changed.digest} -->")
     assert len(to_issue([replace(changed, changes=changed.changes * 2000)], "tonight").markdown.encode()) < 65_536
 
-
-# -- missing results
 
 VARIANTS = {"c": {"unfixed", "fix"}}
 ALL = Requested(VARIANTS, {"c/m": {"now"}, "c/n": {"now"}})
@@ -114,9 +90,7 @@ def missing(tonight: Rows, requested: Requested = ALL, *history_: NightlyRun) ->
         ([*cell({"unfixed": REPRODUCED, "fix": SKIPPED}), *B], [("c/m", "fix")]),
         ([*cell({"unfixed": REPRODUCED, "fix": variant(kinds={}, text="a GPU failed")}), *B], [("c/m", "fix")]),
         ([*(replace(row, hardware="gpu1-shared") for row in A), *B], [("c/m", "unfixed"), ("c/m", "fix")]),
-        ([*(replace(row, stack="other") for row in A), *B], [("c/m", "unfixed"), ("c/m", "fix")]),
     ],
-    ids=["nothing", "cell", "variant", "skipped", "infra_error", "other hardware", "other stack"],
 )
 def test_find_missing_lists_cells_and_variants(tonight: Rows, expected: list[tuple[str, str]]) -> None:
     assert missing(tonight) == [(*each, "") for each in expected]
@@ -132,7 +106,6 @@ def test_find_missing_lists_cells_and_variants(tonight: Rows, expected: list[tup
         (replace(ALL, unstarted=("cpu now c/n",)), "no time left"),
         (replace(ALL, unstarted=None), "no time left"),
         (replace(ALL, cells={"c/m": {"now"}, "c/n": {"later"}}, stacks={"now"}), ""),
-        (replace(ALL, hardware=("c*",)), ""),
         (Requested(VARIANTS), ""),
         (Requested({}), "not requested"),
     ],
@@ -141,33 +114,23 @@ def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse:
     assert missing(A, requested) == [("c/n", "unfixed", excuse)]
 
 
-def test_find_missing_one_run_that_requested_it_is_enough() -> None:
-    assert [each.excuse for each in find_missing(A, [BOTH], [replace(ALL, cells={}), ALL])] == [""]
-
-
 def test_find_missing_looks_further_back_than_the_last_run() -> None:
     between = make_run("between", A, 0)
     assert missing(A, ALL, BOTH, between) == [("c/n", "unfixed", "")]
     assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
     assert missing(A, replace(ALL, cells={"c/m": {"now"}}), BOTH, between) == []
+    assert [each.excuse for each in find_missing(A, [BOTH], [replace(ALL, cells={}), ALL])] == [""], "one is enough"
     assert missing(A, Requested(VARIANTS), BOTH, between) == [], "without a request: only the last run counts"
 
 
 def test_find_missing_a_skip_counts_unless_the_passing_run_had_it() -> None:
     tonight = cell({"unfixed": SKIPPED, "fix": SKIPPED})
     assert len(missing(tonight, ALL, PASSING)) == 2
-    (text,) = describe_missing(find_missing(tonight, [PASSING], [ALL]))
+    (text,) = history.describe_missing(find_missing(tonight, [PASSING], [ALL]))
     assert str(SKIPPED.skipped) in text
     assert missing(tonight, ALL, PASSING, make_run("between", tonight, 0)) == []
     other = make_run("other", [replace(row, skipped="no network") for row in tonight], 0)
     assert len(missing(tonight, ALL, PASSING, other)) == 2
-
-
-def test_describe_missing_names_a_few() -> None:
-    many = [row for n in range(9) for row in cell({"unfixed": REPRODUCED}, key=f"c/{n}")]
-    found = find_missing(A, [make_run("mon", many, 0)], [Requested(VARIANTS, {row.key: {"now"} for row in many})])
-    (text,) = describe_missing(found)
-    assert "9 variants" in text and "c/2" in text and "c/3" not in text
 
 
 CASE = "ddp-ready-once"
@@ -189,9 +152,6 @@ def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
         assert unknown.cells is None and CASE in unknown.variants
 
 
-# -- the history
-
-
 @given(one=SIDES, other=SIDES)
 def test_history_stores_runs_without_loss(one: Rows, other: Rows, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("history")
@@ -204,9 +164,9 @@ def test_history_stores_runs_without_loss(one: Rows, other: Rows, tmp_path_facto
 @pytest.mark.parametrize(
     "edit",
     [
-        {"exit_code": "green"}, {"started": "x"}, {"rows": 3}, {"schema": 9}, {"schema": None},
+        {"exit_code": "green"}, {"rows": 3}, {"schema": 9}, {"rows": [{"text": 5}]},
         {"rows": [{"verdict": "FIXD"}]}, {"rows": [{"kinds": {"no_outcome": 2}}]}, {"rows": [{"no_such": 1}]},
-        {"rows": [{"kinds": {"reproduced": -2}}]}, {"rows": [{"failure_ids": "norm"}]}, {"rows": [{"text": 5}]},
+        {"rows": [{"kinds": {"reproduced": -2}}]}, {"rows": [{"failure_ids": "norm"}]},
     ],
 )  # fmt: skip
 def test_history_damaged_line_is_named(edit: dict[str, Any], tmp_path: Path) -> None:
@@ -221,21 +181,10 @@ def test_history_damaged_line_is_named(edit: dict[str, Any], tmp_path: Path) -> 
 
 def test_history_truncated_last_line_is_a_note(tmp_path: Path) -> None:
     history.store_run(tmp_path, PASSING)
-    text = (tmp_path / history.FILE).read_text()
-    (tmp_path / history.FILE).write_text(text + text[:-20])
+    with open(tmp_path / history.FILE, "a") as file:
+        file.write('{"schema":1,')
     notes: list[str] = []
     assert history.load_history(tmp_path, notes) == [PASSING] and len(notes) == 1
-
-
-# -- the command
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("repro_matrix.config.project.published", list)  # grading compares with the baseline
-    monkeypatch.setattr(quarantine, "file", lambda: tmp_path / "quarantine.yaml")
-    return tmp_path
 
 
 Night = Callable[..., tuple[int, str]]
@@ -250,9 +199,8 @@ def night(results: Path, capsys: pytest.CaptureFixture[str]) -> Night:
     ) -> Any:
         if variants:
             write(results / name, variants, started, **changes)
-        more = words if "--run-exit-code" in words else ("--run-exit-code", "0", *words)
-        run_id = () if "--run-id" in words else ("--run-id", name)
-        code = cli.main(["nightly", str(results / name), "--history", str(results / "history"), *run_id, *more])
+        more = ["--history", str(results / "history"), "--run-id", name, "--run-exit-code", "0", *words]
+        code = cli.main(["nightly", str(results / name), *more])
         out, err = capsys.readouterr()
         return code, " ".join((out + err).split())
 
@@ -264,7 +212,8 @@ def codes(results: Path) -> list[tuple[str, int | None]]:
 
 
 def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) -> None:
-    assert night("mon", {"unfixed": FIRED}, 1.0)[0] == 0
+    code, text = night("mon", {"unfixed": FIRED}, 1.0)
+    assert code == 0 and "nothing was compared" in text
     assert night("tue", {"unfixed": PASSED}, 2.0)[0] == 1
     text = (results / "history" / "issues" / "tue" / "some-case.md").read_text()
     assert text.startswith("# some-case: ") and "before: `reproduced 2/2" in text
@@ -280,9 +229,9 @@ def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) ->
 
 
 def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:
-    same = ("--run-id", "nightly")
-    assert night("mon", {"unfixed": FIRED}, 1.0, *same)[0] == 0 == night("mon", None, 1.0, *same)[0]
-    assert night("tue", {"unfixed": PASSED}, 2.0, *same)[0] == 1 == night("tue", None, 2.0, *same)[0]
+    for name, variants, started, code in (("mon", FIRED, 1.0, 0), ("tue", PASSED, 2.0, 1)):
+        for again in ({"unfixed": variants}, None):
+            assert night(name, again, started, "--run-id", "nightly")[0] == code
     assert codes(results) == [("nightly", 0), ("nightly.2", 1)]
 
 
@@ -295,37 +244,12 @@ def test_nightly_quarantined_difference_passes_until_it_expires(results: Path, n
         (results / "quarantine.yaml").write_text(json.dumps({"quarantined": [{**entry, "until": until}]}))
         return night(name, variants, started, case=CASE, cell_id=KEY)
 
-    code, text = run("mon", 1.0, {"unfixed": FIRED})
-    assert code == 0 and f"quarantined: {KEY}" in text and "ada" in text
+    assert run("mon", 1.0, {"unfixed": FIRED})[0] == 0
     code, text = run("tue", 2.0, {"unfixed": FAILED})
-    assert code == 0 and "since mon" in text
+    assert code == 0 and f"quarantined: {KEY}" in text and "since mon" in text
     assert "quarantined:" not in run("wed", 3.0, {"unfixed": "needs 2 GPUs"})[1]
     code, text = run("thu", 4.0, {"unfixed": FIRED}, days=-1)
     assert code == 1 and "quarantined:" not in text and "ada" in text
-
-
-def test_nightly_quarantine_entry_for_an_unknown_cell_is_an_error(results: Path, night: Night) -> None:
-    entry = {"cell": f"{KEY}x", "owner": "ada", "until": "2026-01-01", "reason": "r"}
-    (results / "quarantine.yaml").write_text(json.dumps({"quarantined": [entry]}))
-    code, text = night("mon", {"unfixed": FIRED})
-    assert code == 2 and f"{KEY}x" in text and not (results / "history").exists()
-
-
-def test_nightly_without_a_passing_run_says_that_nothing_was_compared(night: Night) -> None:
-    code, text = night("mon", {"unfixed": FIRED}, 1.0)
-    assert code == 0 and "nothing was compared" in text and "nothing changed" not in text
-    code, text = night("tue", {"unfixed": FIRED}, 2.0)
-    assert code == 0 and "nothing changed" in text and "nothing was compared" not in text
-
-
-def test_nightly_of_a_folder_of_runs_reads_the_last_one(results: Path, night: Night) -> None:
-    for name, variants, started in (("2026-01-01", PASSED, 1.0), ("2026-01-02", FIRED, 2.0)):
-        write(results / "scratch" / name, {"unfixed": variants}, started)
-        runs.note(results / "scratch" / name, [], runs.ENDED)
-    write(results / "scratch" / "own-script", {"unfixed": PASSED}, 3.0, cell_id="some-case/other")
-    assert night("scratch")[0] == 0
-    (run,) = history.load_history(results / "history", [])
-    assert [(row.key, list(row.kinds)) for row in run.rows] == [("some-case/m-fsdp", ["reproduced"])]
 
 
 @pytest.mark.parametrize(
@@ -351,54 +275,39 @@ def test_nightly_run_is_compared_with_those_stored_before_it_whatever_the_clock(
 
 
 def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Path, night: Night) -> None:
-    at: dict[str, Any] = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
-    other: dict[str, Any] = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
-    words = [f"case=fsdp-generate,{CASE}", "hardware=cpu"]
-
-    def run(name: str, started: float, *texts: str, also: bool = False, left: list[str] | None = None) -> Any:
-        if also:
-            write(results / name, {"unfixed": FIRED}, started, **at)
-        write(results / name, {"unfixed": FIRED}, started, **other)
-        if texts:
-            runs.note(results / name, texts, runs.ENDED, left)
-        return night(name)
-
-    assert run("mon", 1.0, *words, also=True)[0] == 0
-    code, text = run("tue", 2.0, *words)
-    assert code == 3 and "Missing: 1 variant measured in the last passing run (mon)" in text
-    assert codes(results) == [("mon", 0), ("tue", 3)]
-    assert run("wed", 3.0, *words, "time_limit=60m", left=[f"cpu current {KEY}"])[0] == 0
-    assert run("thu", 4.0, "case=fsdp-generate")[0] == 0
-    assert run("fri", 5.0)[0] == 0, "no request is known, and the last passing run did not have it"
+    other = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
+    at = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
+    both = f"case=fsdp-generate,{CASE}"
+    write(results / "mon", {"unfixed": FIRED}, **at)
+    for name, texts, left, expected in (
+        ("mon", [both], None, 0), ("tue", [both], None, 3), ("thu", ["case=fsdp-generate"], None, 0),
+        ("wed", [both, "time_limit=60m"], [f"cpu current {KEY}"], 0),
+    ):  # fmt: skip
+        write(results / name, {"unfixed": FIRED}, **other)
+        runs.note(results / name, [*texts, "hardware=cpu"], runs.ENDED, left)
+        code, text = night(name)
+        assert code == expected and ("Missing: 1 variant" in text) == bool(expected), name
 
 
-def test_nightly_unreadable_file_is_exit_3(results: Path, night: Night) -> None:
+def test_nightly_unreadable_or_deleted_evidence_is_exit_3(results: Path, night: Night) -> None:
     bad = write(results / "mon", {"unfixed": FIRED}) / "cpu" / "s" / "some-case" / "x.json"
     bad.write_text("{")
     code, text = night("mon")
     assert code == 3 and "x.json" in text
-
-
-def test_nightly_deleted_evidence_is_exit_3(results: Path, night: Night) -> None:
-    write(results / "mon", {"unfixed": FIRED})
-    load_rows(results / "mon", write=True)
-    (deleted,) = (results / "mon").rglob("m-fsdp.json")
-    deleted.unlink()
-    for name in ("diff", "nightly"):
-        code, text = night("mon") if name == "nightly" else (cli.main(["diff", *[str(results / "mon")] * 2]), "")
-        assert code == 3 and (name == "diff" or "m-fsdp.json: missing" in text)
-    write(results / "mon", {"unfixed": FIRED}, cell_id="some-case/other")
-    code, text = night("mon")
-    assert code == 3 and "m-fsdp.json: missing" in text and codes(results) == [("mon", 3)]
+    load_rows(write(results / "tue", {"unfixed": FIRED}), write=True)
+    (results / "tue/cpu/s/some-case/m-fsdp.json").unlink()
+    assert cli.main(["diff", *[str(results / "tue")] * 2]) == night("tue")[0] == 3
+    write(results / "tue", {"unfixed": FIRED}, cell_id="some-case/other")
+    code, text = night("tue")
+    assert code == 3 and "m-fsdp.json: missing" in text and codes(results) == [("mon", 3), ("tue", 3)]
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--run-exit-code", "-1"], ["--run-exit-code", "green"], ["--lock", "newest=nowhere"], ["--run-id", "a/b"],
-     ["--acknowledged", "/no/such/file"], ["--bisect-time", "soon"]],
-)  # fmt: skip
-def test_nightly_bad_input_is_a_usage_error(results: Path, night: Night, words: list[str]) -> None:
-    assert night("a", {"unfixed": FIRED}, 1.0, *words)[0] == 2 == night("no-such-folder")[0]
+    ["--run-exit-code -1", "--lock newest=nowhere", "--run-id a/b", "--acknowledged /no/file", "--bisect-time soon"],
+)
+def test_nightly_bad_input_is_a_usage_error(results: Path, night: Night, words: str) -> None:
+    assert night("a", {"unfixed": FIRED}, 1.0, *words.split())[0] == 2 == night("no-such-folder")[0]
     assert cli.main(["nightly", str(results / "a"), "--history", str(results / "history")]) == 2, "no exit code"
     assert not (results / "history").exists()
 
@@ -412,9 +321,9 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
         return {"report": "torch 2.14.0 is the first bad release"}, ""
 
     bisections = nightly.Bisections(results, "tonight", 60.0, run)
-    assert bisections.report(changed) is None, "a pinned stack has no lock"
     good, bad = (nightly.lock_path(results, "now", name) for name in ("passing", "tonight"))
     good.parent.mkdir()
+    assert bisections.report(changed) is None, "a pinned stack has no lock"
     bad.write_text("torch==2.14.0\n")
     assert "Not bisected" in str(bisections.report(changed))
     good.write_text("torch==2.14.0\n")
@@ -422,18 +331,8 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
     good.write_text("torch==2.13.0\n")
     assert bisections.report(changed) == "torch 2.14.0 is the first bad release"
     (words,) = commands
-    assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)] and "model=m" in words
-    assert words[words.index("--variant") + 1] == "fix"
-    late = nightly.Bisections(results, "tonight", 0.0, run).report(changed)
-    assert "no time left" in str(late) and len(commands) == 1
+    assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)]
+    assert {"model=m", "--variant", "fix"} < set(words)
+    assert "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed))
     data, reason = nightly.run_bisect(["bisect", "no-such-case", "--good", "1.0", "--bad", "2.0"], 120.0)
     assert data is None and "exit code 2" in reason
-
-
-def test_report_page_shows_changes_over_runs(results: Path, night: Night) -> None:
-    night("mon", {"unfixed": FIRED}, 1.0)
-    night("tue", {"unfixed": PASSED}, 2.0)
-    page = results / "page.html"
-    for words, shown in ((["--history", str(results / "history")], True), ([], False)):
-        assert cli.main(["report", str(results / "tue"), *words, "--output", str(page)]) == 0
-        assert ('id="history"' in page.read_text()) == shown

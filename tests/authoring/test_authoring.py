@@ -19,12 +19,12 @@ from observations import EXCEPTION, case, document, observation, ok
 from repro_matrix.authoring import check, draft
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
+from repro_matrix.paths import BASELINE
+from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace as workplace
 
 LOG = """\
 [rank1]: Traceback (most recent call last):
-[rank1]:   File "/home/me/train.py", line 41, in <module>
-[rank1]:     optimizer = torch.optim.SGD(frozen, lr=0.1)
 [rank1]:   File "/venv/lib/python3.11/site-packages/torch/optim/optimizer.py", line 388, in __init__
 [rank1]:     raise ValueError("optimizer got an empty parameter list")
 [rank1]: ValueError: optimizer got an empty parameter list
@@ -33,15 +33,11 @@ LOG = """\
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a catalogue of its own beside the shipped one."""
     (tmp_path / "repro.toml").write_text('conf = "failures"\nscripts = "failures/scripts"\n')
     (tmp_path / ".git").mkdir()
     (tmp_path / "failures/scripts").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-TRIGGER = r" +pass  # <- TODO: the call that fails.*\n"
 
 
 def edited(path: Path, *pairs: tuple[str, str]) -> None:
@@ -58,12 +54,6 @@ def test_pattern_matches_its_own_text(text: str) -> None:
     assert re.search(draft.pattern(text), text)
 
 
-def test_pattern_matches_other_numbers_and_paths() -> None:
-    made = draft.pattern("size of tensor a (512) must match /home/me/x.py at 0x7f01")
-    assert re.search(made, "size of tensor a (16) must match /data/y.py at 0x1")
-    assert not re.search(made, "size of a (1)")
-
-
 def test_new_from_a_log_proposes_its_signature(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
@@ -74,19 +64,15 @@ def test_new_from_a_log_proposes_its_signature(mine: Path, capsys: pytest.Captur
     assert found.script(found.cases["empty-list"]) == mine / "failures/scripts/empty_list.py"
     capsys.readouterr()
     assert cli.main(["check", "empty-list", "--no-run"]) == 1
-    said = capsys.readouterr().out
-    assert "failures/case/empty-list.yaml: line 2: TODO is left" in said and "not ready" in said
-    before = {path: path.read_text() for path in mine.rglob("*.*") if path.is_file()}
+    assert "failures/case/empty-list.yaml: line 2: TODO is left" in capsys.readouterr().out
     assert cli.main(["new", "empty-list"]) == 2 and "exists already" in capsys.readouterr().err
-    assert before == {path: path.read_text() for path in mine.rglob("*.*") if path.is_file()}
 
 
 def test_new_like_a_case_and_from_a_script_copy_them(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new", "other-one", "--like", "ddp-ready-once"]) == 0
     found = catalogue.load()
     other, made = found.cases["ddp-ready-once"], found.cases["other-one"]
-    assert (made.flags, made.variants) == (other.flags, other.variants)
-    assert made.pass_criteria == other.pass_criteria and not made.claims
+    assert (made.flags, made.variants, made.pass_criteria) == (other.flags, other.variants, other.pass_criteria)
     script = "import torch\n\n\ndef f():\n    return 1\n\n\nx = f()  # why\nif __name__ == '__main__':\n    print(x)\n"
     (mine / "train.py").write_text(script)
     assert cli.main(["new", "of-mine", "--from-script", "train.py"]) == 0
@@ -95,9 +81,8 @@ def test_new_like_a_case_and_from_a_script_copy_them(mine: Path, capsys: pytest.
 
 
 REDUCED = {
-    "schema": 1, "kind": "reduced", "what": "torchrun ... on current", "failure": "ValueError: empty list of 3",
-    "script": "train.py", "nproc": 1, "args": ["--depth", "2"], "command": ["repro", "run"],
-    "lines": {"text": "import torch\n\ntorch.optim.SGD([], lr=0.1)\n", "done": True}, "document": "shown.json",
+    "kind": "reduced", "failure": "ValueError: empty list of 3", "script": "train.py", "nproc": 1,
+    "args": ["--depth", "2"], "lines": {"text": "import torch\n\ntorch.optim.SGD([], lr=0.1)\n"},
 }  # fmt: skip
 
 
@@ -108,9 +93,7 @@ REDUCED = {
         ("a --like ddp-redy-once", "did you mean 'ddp-ready-once'"),
         ("a --from-log text", "no rank raises an error"),
         ("a --from-script bad.py", "bad.py:2: not valid Python"),
-        ("a --from-script none.py", "none.py cannot be read"),
         ("a --silent updates --from-log text", "--from-log"),
-        ("a --from-reduction none", "none cannot be read"),
         ("a --from-reduction text", "--json > text"),
         ("a --from-reduction other.json", "not a result of `repro reduce"),
         ("a --from-reduction reduced.json", "no-script.py cannot be read"),
@@ -132,8 +115,6 @@ def test_new_with_bad_input_exits_2_and_writes_nothing(
 def test_check_of_an_unfinished_case_names_each_problem() -> None:
     wide = case(signatures=[{**EXCEPTION, "message": "tensor"}])
     assert "too broad" in str(next(check.check_signatures("a.yaml", wide)))
-    assert list(check.check_signatures("a.yaml", case())) == []
-    assert "line 2: not valid Python" in str(check.check_texts("a.yaml", "", "a.py", "x\ny = (\n")[0])
 
     def problems(*documents: Any) -> str:
         return "\n".join(map(str, check.check_attempts("a.yaml", "a.py", case(), {"forkserver": list(documents)})))
@@ -154,7 +135,6 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
     reviewed = document({**good, name: [("reproduced", there)], also: [("passed", there)]})
     reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "NOT_FIXED", "expected": "expected"}
     assert problems(reviewed) == ""
-    assert check.expected_non_fixes({"forkserver": [reviewed]}) == {name: "NOT_FIXED"}
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
         lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "requires": ["vllm"]}}
@@ -165,23 +145,22 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
 
 
 def test_check_with_a_signature_of_another_case_names_that_case() -> None:
-    from repro_matrix.paths import BASELINE
-    from repro_matrix.results.store import Store
-
     cases = catalogue.load().cases
-    copy = cases["ddp-ready-once"].model_copy(update={"slug": "a-copy", "also_matches": []})
-    documents = list(Store(BASELINE).documents(cases=["ddp-ready-once"]))
+    case = cases["ddp-ready-once"]
+    copy = case.model_copy(update={"slug": "a-copy", "also_matches": []})
+    documents = list(Store(BASELINE).documents(cases=[case.slug]))
     found = check.check_other_cases("a.yaml", copy, {**cases, "a-copy": copy}, documents)
     assert "matches the stored evidence of ddp-ready-once" in str(found[0])
-    assert check.check_other_cases("a.yaml", cases["ddp-ready-once"], cases, documents) == []
+    assert check.check_other_cases("a.yaml", case, cases, documents) == []
 
 
-def test_run_with_a_syntax_error_exits_2_before_anything_starts(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_syntax_error_is_exit_2_before_anything_starts(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new", "empty-list"]) == 0
     script = mine / "failures/scripts/empty_list.py"
     script.write_text("x = 1\ndef body(run:\n")
-    assert cli.main(["run", "empty-list", "hardware=cpu"]) == 2
-    assert "empty_list.py:2: " in capsys.readouterr().err
+    for command in ("run", "check"):
+        assert cli.main([command, "empty-list", "hardware=cpu"]) == 2
+        assert "empty_list.py:2: " in capsys.readouterr().err
     assert not (mine / "results").exists()
 
 
@@ -189,13 +168,12 @@ def test_run_with_a_syntax_error_exits_2_before_anything_starts(mine: Path, caps
 @pytest.mark.slow
 @pytest.mark.xdist_group("stack")
 def test_check_of_finished_drafts_exits_0(mine: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None) -> None:
-    """docs/guides/add-a-case.md: from `repro new` to `repro check` that finds nothing."""
     (mine / "train.log").write_text(LOG)
     assert cli.main(["new", "empty-list", "--from-log", "train.log"]) == 0
     assert cli.main(["new", "shared-buffer", "--silent", "updates"]) == 0
-    scripts = mine / "failures/scripts"
-    edited(scripts / "empty_list.py", (TRIGGER, "        torch.optim.SGD([], lr=0.1)  # <- nothing to train\n"))
-    edited(scripts / "shared_buffer.py", (TRIGGER, "        reference_lr = 0.05  # <- half of it\n"),
+    scripts, trigger = mine / "failures/scripts", r" +pass  # <- TODO: the call that fails.*\n"
+    edited(scripts / "empty_list.py", (trigger, "        torch.optim.SGD([], lr=0.1)  # <- nothing to train\n"))
+    edited(scripts / "shared_buffer.py", (trigger, "        reference_lr = 0.05  # <- half of it\n"),
            (r"optimizer = (torch.optim.SGD\(wrapped.parameters\(\), lr=)reference.lr\)",
             r'optimizer = \1reference.lr if run.flags["fixed"] else reference_lr)'))  # fmt: skip
     for slug in ("empty-list", "shared-buffer"):
@@ -227,7 +205,6 @@ def test_new_from_a_reduced_script_keeps_lines_and_error(mine: Path) -> None:
     (mine / "reduced.json").write_text(json.dumps(REDUCED))
     assert cli.main(["new", "smaller", "--from-reduction", "reduced.json"]) == 0
     found = catalogue.load()
-    assert "smaller" in found.cases, found.cases.left_out
     made = found.raw["case"]["smaller"]
     (signature,) = made["signatures"]
     assert (signature["type"], signature["message"]) == ("ValueError", r"empty list of \d+")

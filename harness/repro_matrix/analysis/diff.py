@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.grading.verdict import wilson
-from repro_matrix.records.attempt import Settings
 from repro_matrix.text import counted
 
 # In the order of importance to a reader.
@@ -33,7 +32,6 @@ KINDS = {
     "newly_measured": "not measured before",
     "cell_added": "the cell had no result before",
 }
-_ORDER = {kind: index for index, kind in enumerate(KINDS)}
 RESULTS = frozenset(list(KINDS)[:9])  # the other kinds concern coverage
 LESS = frozenset({"not_measured", "cell_removed"})
 
@@ -91,12 +89,9 @@ def newest(rows: Iterable[VariantResult]) -> Cells:
 
 
 def pair_cells(
-    before: Iterable[VariantResult], after: Iterable[VariantResult], need_common: bool = True
+    before: Iterable[VariantResult], after: Iterable[VariantResult]
 ) -> tuple[Cells, Cells, dict[str, tuple[str, str]]]:
-    """Return both sides' cells under common ids, and the axes that the comparison goes across.
-
-    Raises ConfigError: no cell in common.
-    """
+    """Return both sides' cells under common ids, and the axes that the comparison goes across."""
     one, other = newest(before), newest(after)
     across = {}
     for index, axis in ((1, "hardware"), (2, "stack")):
@@ -110,61 +105,42 @@ def pair_cells(
             for (key, hardware, stack), variants in side.items()
         }
 
-    one, other = common_ids(one), common_ids(other)
-    if need_common and not one.keys() & other.keys():
-        raise ConfigError(
-            f"nothing to compare: no cell in common. First: {_describe(one)}. Second: {_describe(other)}."
-        )
-    return one, other, across
+    return common_ids(one), common_ids(other), across
 
 
-def _describe(cells: Cells) -> str:
-    rows = [next(iter(variants.values())) for variants in cells.values() if variants]
-    parts = [f"{len(rows)} cells"]
-    for axis in ("case", "hardware", "stack"):
-        names = sorted({str(getattr(row, axis)) for row in rows})
-        parts.append(f"{axis} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
-    return "; ".join(parts)
+def pair_variants(one: Cells, other: Cells) -> Iterator[tuple[VariantResult | None, VariantResult | None]]:
+    """Yield both sides' results of each variant of the common cells."""
+    for cell_id in sorted(one.keys() & other.keys()):
+        for variant in {**one[cell_id], **other[cell_id]}:
+            yield one[cell_id].get(variant), other[cell_id].get(variant)
 
 
-def not_comparable(before: VariantResult, after: VariantResult) -> str | None:
-    """Return why two rows were measured with different settings, or None."""
-    if before.settings == after.settings:
-        return None
-    return settings_difference(cast(Settings, before.settings), cast(Settings, after.settings))
-
-
-def compare(before: Iterable[VariantResult], after: Iterable[VariantResult], need_common: bool = True) -> Diff:
-    """Return what differs in ``after``. Raises ConfigError: no cell in common."""
-    one, other, across = pair_cells(before, after, need_common)
+def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> Diff:
+    """Return what differs in ``after``."""
+    one, other, across = pair_cells(before, after)
     changes: list[Change] = []
     incomparable: list[tuple[VariantResult, str]] = []
     variants = 0
-    for cell_id in one.keys() & other.keys():
-        old_variants, new_variants = one[cell_id], other[cell_id]
-        for variant, row in {**old_variants, **new_variants}.items():
-            old, new = old_variants.get(variant), new_variants.get(variant)
-            if old is None or new is None:
-                if row.measured:
-                    changes.append(Change("newly_measured" if old is None else "not_measured", variant, old, new))
-                continue
-            variants += 1
-            reason = not_comparable(old, new)
-            if reason:
-                incomparable.append((new, reason))
-                continue
-            kind = _result_change(old, new)
-            if kind:
-                changes.append(Change(kind, variant, old, new))
-    for kind, cells in (
-        ("cell_removed", [variants for cell_id, variants in one.items() if cell_id not in other]),
-        ("cell_added", [variants for cell_id, variants in other.items() if cell_id not in one]),
-    ):
-        for row in (next(iter(variants.values())) for variants in cells):
-            changes.append(Change(kind, "", row, None) if kind == "cell_removed" else Change(kind, "", None, row))
-    changes.sort(key=lambda c: (_ORDER[c.kind], c.row.case, c.row.key, c.row.hardware, c.row.stack, c.variant))
-    common = len(one.keys() & other.keys())
-    return Diff(tuple(changes), common, variants, tuple(incomparable), across)
+    for old, new in pair_variants(one, other):
+        if old is None or new is None:
+            row = old or new
+            if row and row.measured:
+                changes.append(Change("newly_measured" if new else "not_measured", row.variant, old, new))
+            continue
+        variants += 1
+        if reason := settings_difference(old.settings, new.settings):
+            incomparable.append((new, reason))
+        elif kind := _result_change(old, new):
+            changes.append(Change(kind, new.variant, old, new))
+    for cell_id, cell in {**one, **other}.items():
+        row = next(iter(cell.values()))
+        if cell_id not in other:
+            changes.append(Change("cell_removed", "", row, None))
+        elif cell_id not in one:
+            changes.append(Change("cell_added", "", None, row))
+    kinds = list(KINDS)
+    changes.sort(key=lambda c: (kinds.index(c.kind), c.row.case, c.row.key, c.row.hardware, c.row.stack, c.variant))
+    return Diff(tuple(changes), len(one.keys() & other.keys()), variants, tuple(incomparable), across)
 
 
 def _result_change(old: VariantResult, new: VariantResult) -> str | None:
@@ -198,31 +174,24 @@ class Agreement:
     other_settings: int = 0
     disagreements: list[tuple[VariantResult, VariantResult]] = field(default_factory=list)
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Return the 95 % Wilson interval of agree/both."""
-        low, high = wilson(self.agree, self.both)
-        return low, high
-
 
 def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResult]) -> list[Agreement]:
     """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides measured."""
     left, right, _ = pair_cells(one, other)
     cases: dict[str, Agreement] = {}
-    for cell_id in sorted(left.keys() & right.keys()):
-        for variant, row in {**left[cell_id], **right[cell_id]}.items():
-            first, second = left[cell_id].get(variant), right[cell_id].get(variant)
-            result = cases.setdefault(row.case, Agreement(row.case))
-            if first is None or second is None or not first.measured or not second.measured:
-                result.one_only += any(row is not None and row.measured for row in (first, second))
-            elif not_comparable(first, second):
-                result.other_settings += 1
+    for first, second in pair_variants(left, right):
+        case = next(row.case for row in (first, second) if row)
+        result = cases.setdefault(case, Agreement(case))
+        if first is None or second is None or not first.measured or not second.measured:
+            result.one_only += any(row is not None and row.measured for row in (first, second))
+        elif settings_difference(first.settings, second.settings):
+            result.other_settings += 1
+        else:
+            result.both += 1
+            if _summary(first) == _summary(second):
+                result.agree += 1
             else:
-                result.both += 1
-                if _summary(first) == _summary(second):
-                    result.agree += 1
-                else:
-                    result.disagreements.append((first, second))
+                result.disagreements.append((first, second))
     if not any(each.both for each in cases.values()):
         raise ConfigError("nothing to compare: no variant was measured on both sides with the same settings")
     return sorted(cases.values(), key=lambda each: (each.agree / each.both if each.both else 2, each.case))
@@ -284,15 +253,11 @@ def describe_diff(diff: Diff, everything: bool = False) -> Iterator[str]:
     if reasons:
         yield from ("", f"NOT_COMPARED: {counted(len(diff.incomparable), 'variant')}, measured with other settings")
     for reason, rows in reasons.items():
-        yield f"  {reason}: {rows[0].key} variant {rows[0].variant}" + (
-            f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-        )
-    changed = len({(c.row.key, c.row.hardware, c.row.stack, c.variant) for c in diff.changes if c.before and c.after})
-    same = diff.variants - changed - len(diff.incomparable)
-    yield from (
-        "",
-        f"{counted(diff.cells, 'cell')} on both sides: {counted(same, 'variant')} unchanged, {changed} changed",
-    )
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        yield f"  {reason}: {rows[0].key} variant {rows[0].variant}{more}"
+    changed = sum(bool(change.before and change.after) for change in diff.changes)
+    same = counted(diff.variants - changed - len(diff.incomparable), "variant")
+    yield from ("", f"{counted(diff.cells, 'cell')} on both sides: {same} unchanged, {changed} changed")
 
 
 def _places(changes: Sequence[Change], everything: bool) -> str:
@@ -308,12 +273,7 @@ def _places(changes: Sequence[Change], everything: bool) -> str:
 def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> Iterator[str]:
     width = max(len(each.case) for each in cases)
     for each in cases:
-        low, high = (100 * share for share in each.interval)
-        share = (
-            f"{each.agree} of {each.both} variants agree ({low:.0f} to {high:.0f} %)"
-            if each.both
-            else "nothing in common"
-        )
+        share = _share(each.agree, each.both, "variants agree") if each.both else "nothing in common"
         more = f"; {each.one_only} measured on one side only" if each.one_only else ""
         more += f"; {each.other_settings} measured with other settings" if each.other_settings else ""
         yield f"{each.case.ljust(width)}  {share}{more}"
@@ -324,8 +284,13 @@ def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> 
         if len(each.disagreements) > few:
             yield f"    and {len(each.disagreements) - few} more: --all"
     agree, both = sum(each.agree for each in cases), sum(each.both for each in cases)
-    low, high = wilson(agree, both)
-    yield from ("", f"{agree} of {both} variants measured on both sides agree ({100 * low:.0f} to {100 * high:.0f} %)")
+    yield from ("", _share(agree, both, "variants measured on both sides agree"))
+
+
+def _share(count: int, total: int, what: str) -> str:
+    """Return the share with its 95 % Wilson interval."""
+    low, high = wilson(count, total)
+    return f"{count} of {total} {what} ({100 * low:.0f} to {100 * high:.0f} %)"
 
 
 def diff_to_json(diff: Diff) -> dict[str, Any]:
@@ -354,7 +319,7 @@ def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
     return {
         "schema": 1,
         "cases": [
-            {"case": each.case, "agree": each.agree, "both": each.both, "interval": list(each.interval),
+            {"case": each.case, "agree": each.agree, "both": each.both, "interval": list(wilson(each.agree, each.both)),
              "one_only": each.one_only, "other_settings": each.other_settings,
              "disagreements": [
                  {**_place(*pair), "first": _values(pair[0]), "second": _values(pair[1])} for pair in each.disagreements

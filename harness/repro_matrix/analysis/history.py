@@ -156,7 +156,7 @@ def compare_to_last_passing(
     for run in (run for run in reversed(history) if run.passed):
         before = [row for row in run.rows if row.measured and _place(row) in left]
         found: dict[tuple[str, str], list[Change]] = {}
-        for change in compare(before, [left.pop(_place(row)) for row in before], need_common=False).select(RESULTS):
+        for change in compare(before, [left.pop(_place(row)) for row in before]).select(RESULTS):
             if quarantined(change.row.key, change.variant):
                 result.quarantined[change.row.key, change.variant] = f"{change.kind} since {run.run_id}"
             else:

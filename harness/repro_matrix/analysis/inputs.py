@@ -47,7 +47,7 @@ class VariantResult:
     text: str = ""
     skipped: str | None = None
     error_at: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Any = field(default_factory=dict)  # records.attempt.Settings; none: comparable with all
     path: str = ""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # analysis/history.py validates what it reads

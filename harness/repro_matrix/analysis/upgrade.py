@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from repro_matrix.analysis.diff import KINDS, RESULTS, Change, compare, describe_row, pair_cells
+from repro_matrix.analysis.diff import KINDS, RESULTS, Change, compare, describe_row, pair_cells, pair_variants
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.records.document import Document
@@ -47,19 +47,19 @@ class Upgrade:
 
 def compare_stacks(before: Sequence[VariantResult], after: Sequence[VariantResult]) -> Upgrade:
     """Compare the same variants of the same cells on two stacks."""
-    diff = compare(before, after, need_common=False)
+    diff = compare(before, after)
     unknown = [Unknown(row.key, row.variant, f"measured with other settings: {why}") for row, why in diff.incomparable]
     excluded = {(each.cell, each.variant) for each in unknown}
-    older, newer, _ = pair_cells(before, after, need_common=False)
+    older, newer, _ = pair_cells(before, after)
     measured = 0
-    for cell_id in older.keys() & newer.keys():
-        for variant in (variant for variant in newer[cell_id] if variant in older[cell_id]):
-            old, new = older[cell_id][variant], newer[cell_id][variant]
-            if old.measured and new.measured:
-                measured += (new.key, variant) not in excluded
-                continue
-            sides = [f"{side}: {describe_row(row)}" for side, row in (("from", old), ("to", new)) if not row.measured]
-            unknown.append(Unknown(new.key, variant, "; ".join(sides), bool(old.skipped or new.skipped)))
+    for old, new in pair_variants(older, newer):
+        if old is None or new is None:
+            continue
+        if old.measured and new.measured:
+            measured += (new.key, new.variant) not in excluded
+            continue
+        sides = [f"{side}: {describe_row(row)}" for side, row in (("from", old), ("to", new)) if not row.measured]
+        unknown.append(Unknown(new.key, new.variant, "; ".join(sides), bool(old.skipped or new.skipped)))
     changes = tuple(diff.select(RESULTS))
     return Upgrade(changes, tuple(sorted(unknown)), measured - len(changes))
 

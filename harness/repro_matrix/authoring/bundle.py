@@ -33,18 +33,10 @@ class Bundle:
     kit: list[str]  # statements of the kit
 
 
-def bundle(
-    script: str,
-    kit: Mapping[str, str],
-    values: Mapping[str, Any],
-    title: str,
-    checks: bool = True,
-    stubs: Mapping[str, str] | None = None,
-) -> Bundle:
-    """``kit``, ``stubs``: module -> source. ``values``: attributes of `run`. ``checks``: keep the checks of the result.
-
-    Raises ExportError: the script uses what only the harness has, or files beside it."""
-    modules = _read_sources(script, kit, _stubs(checks) if stubs is None else stubs)
+def bundle(script: str, kit: Mapping[str, str], values: Mapping[str, Any], title: str, checks: bool = True) -> Bundle:
+    """``kit``: module -> source, of ``with_stubs``. ``values``: attributes of `run`. ``checks``: keep the checks of the
+    result. Raises ExportError: the script uses what only the harness has, or files beside it."""
+    modules = _read_sources(script, kit)
     if "body" not in modules[SCRIPT].bound:
         raise ExportError(f"{title}: its script has no function body(run). Add one: it is what `repro run` calls.")
     run = SimpleNamespace(**values, device=SimpleNamespace(type=values.get("device_kind")))
@@ -102,28 +94,30 @@ class Module:
                 self.bind(inner)
 
 
-def _read_sources(script: str, kit: Mapping[str, str], stubs: Mapping[str, str]) -> dict[str, Module]:
+def _read_sources(script: str, kit: Mapping[str, str]) -> dict[str, Module]:
     """Return the script, the modules of the kit that it imports, and those that these import."""
     modules: dict[str, Module] = {}
     todo = [SCRIPT, RUN]
     while todo:
         name = todo.pop()
-        if name in modules or not (name == SCRIPT or name in kit or name in stubs):
+        if name in modules or not (name == SCRIPT or name in kit):
             continue
         module = modules[name] = Module(name)
-        text = _keep_triggers(script) if name == SCRIPT else "" if name == RUN else kit.get(name, "")
-        for statement in [*ast.parse(text).body, *ast.parse(stubs.get(name, "")).body]:
+        for statement in ast.parse(_keep_triggers(script) if name == SCRIPT else kit[name]).body:
             module.bind(statement)
         every = [*module.imports.values(), *(i for each in module.bound.values() for i in _imports_in(each).values())]
         todo += [part for each in every for part in (each.module, f"{each.module}.{each.name}")]
     return dict(sorted(modules.items()))
 
 
-def _stubs(checks: bool) -> dict[str, str]:
-    """Return module -> its stubs. ``checks``: with those that check the result, else with their empty versions."""
+def with_stubs(kit: Mapping[str, str], checks: bool) -> dict[str, str]:
+    """Return the kit's modules with stubs in place of what records evidence. ``checks``: with the stubs that check the
+    result, else with their empty versions."""
     parts = re.split(r"^# ==== (\S+)(?: (checks|unchecked))?\n", STUBS.read_text(encoding="utf-8"), flags=re.M)[1:]
     other = "unchecked" if checks else "checks"
-    return {name: text for name, kind, text in zip(parts[::3], parts[1::3], parts[2::3]) if kind != other}
+    stubs = {name: text for name, kind, text in zip(parts[::3], parts[1::3], parts[2::3]) if kind != other}
+    sources = {**kit, RUN: ""}
+    return sources | {name: f"{sources.get(name, '')}\n{text}" for name, text in stubs.items()}
 
 
 def _imports_in(node: ast.AST) -> dict[str, Import]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tempfile
 import threading
@@ -15,7 +14,7 @@ from repro_matrix.errors import MeasureError
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, Variant
-from repro_matrix.records.outcome import StoredOutcome, StoredVerdict
+from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted, log
@@ -36,19 +35,14 @@ class Finding:
 # -- its files
 
 
-def check_texts(file: str, text: str, script: str, code: str) -> list[Finding]:
-    """Find places that are still to be written, and a script that does not parse."""
-    found = [
-        Finding(name, f"line {number}", "TODO is left")
-        for name, content in ((file, text), (script, code))
-        for number, line in enumerate(content.splitlines(), 1)
+def check_texts(texts: Mapping[str, str]) -> list[Finding]:
+    """Find places that are still to be written. ``texts``: file -> its text."""
+    return [
+        Finding(file, f"line {number}", "TODO is left")
+        for file, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
         if re.search(r"\bTODO\b", line)
     ]
-    try:
-        ast.parse(code)
-    except SyntaxError as error:
-        found.append(Finding(script, f"line {error.lineno}", f"not valid Python: {error.msg}"))
-    return found
 
 
 def check_signatures(file: str, case: Case) -> Iterator[Finding]:
@@ -119,19 +113,9 @@ def unmeasured(documents: Documents) -> dict[str, str]:
     return {name: str(variant["skipped"]) for name, variant in every if _is_lacking(name, variant)}
 
 
-def expected_non_fixes(documents: Documents) -> dict[str, str]:
-    """Return variant -> its verdict, of variants that do not help and that a reviewed expectation lists so."""
-    every = [item for measured in documents.values() for each in measured for item in each["verdicts"].items()]
-    return {name: verdict["name"] for name, verdict in every if _is_expected(verdict) and verdict["name"] != "FIXED"}
-
-
 def _is_lacking(name: str, variant: Variant) -> bool:
     skip = variant.get("skip")
     return name not in ("unfixed", "control") and skip is not None and skip["kind"] in _LACKING
-
-
-def _is_expected(verdict: StoredVerdict | None) -> bool:
-    return verdict is not None and verdict.get("expected") == "expected"
 
 
 def check_attempts(file: str, script: str, case: Case, documents: Documents) -> list[Finding]:
@@ -153,7 +137,9 @@ def check_attempts(file: str, script: str, case: Case, documents: Documents) -> 
                 if " and " in kinds:
                     what = f"not deterministic ({launcher}): {kinds} in {len(attempts)} attempts"
                     found.append(Finding(file, where, what))
-                non_fix = _is_expected(document["verdicts"].get(name)) or "non-fix" in case.variants[name].help
+                verdict = document["verdicts"].get(name)
+                expected = verdict is not None and verdict.get("expected") == "expected"
+                non_fix = expected or "non-fix" in case.variants[name].help
                 for outcome in attempts:
                     what = _problem(name, outcome, non_fix)
                     own_error = outcome.get("infra_error") == "script_error"

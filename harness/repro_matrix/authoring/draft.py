@@ -39,41 +39,7 @@ UNKNOWN_EXCEPTION = {
     "name": "raised", "kind": "exception", "type": "RuntimeError",
     "message": f"{TODO}: the error's text, as a regular expression", "package": "torch",
 }  # fmt: skip
-
-SCRIPT = '''"""TODO: the failure in one line, and its reference (owner/repository#number)."""
-
-from __future__ import annotations
-
-from repro_kit import Run, main
-from repro_kit.models import build
-from repro_kit.reference_checks import Reference
-from repro_kit.strategies import each_step
-from repro_kit.wrapping import full_parameters, own_batch, wrap
-
-import torch
-
-
-def body(run: Run) -> None:
-    model = build(run).train()
-    reference = Reference(run, model)
-    run.phase("wrap")
-    wrapped = wrap(run, model)
-    if not run.flags["fixed"]:
-        pass  # <- TODO: the call that fails; under else what the fix does in its place
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=reference.lr)
-    losses: list[float] = []
-    for step in each_step(run):
-        loss = wrapped(**own_batch(run, step), use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    reference.check(run, losses=losses, last=full_parameters(run, wrapped))
-
-
-if __name__ == "__main__":
-    main(body)
-'''
+SCRIPT = Path(__file__).with_name("template.py.txt")
 
 
 @dataclass(frozen=True)
@@ -81,7 +47,7 @@ class Draft:
     """The contents of a new case's files. ``shape``: another case's file, or SHAPE."""
 
     shape: Json = field(default_factory=lambda: SHAPE)
-    script: str = SCRIPT
+    script: str = field(default_factory=lambda: SCRIPT.read_text(encoding="utf-8"))
     signatures: Sequence[Json] = (UNKNOWN_EXCEPTION,)
 
     def case_text(self, slug: str) -> str:
@@ -146,10 +112,6 @@ def exception(raised: str, message: str, package: str) -> Json:
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind).lower().removesuffix("-error") or "raised"
     first = pattern(message.strip().partition("\n")[0][:160])
     return {"name": name, "kind": "exception", "type": kind, "message": first or TODO, "package": package}
-
-
-def silent(check: str) -> Json:
-    return {"name": "wrong", "kind": "check", "check": check}
 
 
 def pattern(text: str) -> str:

@@ -9,19 +9,23 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from repro_matrix.authoring.bundle import Bundle, bundle
+from repro_matrix.authoring.bundle import Bundle, bundle, with_stubs
+from repro_matrix.config import project
 from repro_matrix.config.schema import Case
+from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
+from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.planning.plan import VariantPlan
+from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import StoredOutcome
+from repro_matrix.results.store import Store
+from repro_matrix.runner import session
+from repro_matrix.runner.session import ask
 
-if TYPE_CHECKING:
-    from repro_matrix.environment.stacks import Stack
-    from repro_matrix.runner.session import Session
-
+Json = Mapping[str, Any]
 WIDTH = 110
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "colossalai")
 _MEANS = {
@@ -63,10 +67,13 @@ class Exported:
 
 def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack: str | None = None) -> Exported:
     """Export one variant. Raises ReproError: its versions are unknown, or the script cannot stand alone."""
-    from repro_matrix.config import project
-    from repro_matrix.results.store import Store
-
-    prepared, absent = _prepare(slug, list(overrides), stack)
+    request, absent = ask([f"case={slug}", *overrides]), None
+    try:
+        prepared = session.prepare(request.with_values({"stack": stack}) if stack else request, build_stacks=False)
+    except ReproError as error:
+        if stack is None:
+            raise
+        prepared, absent = session.prepare(request, build_stacks=False), str(error)  # for this environment
     plan = prepared.plans[0]
     case = prepared.catalogue.cases[slug]
     planned = next(each for each in plan.variants if each.variant == variant)
@@ -74,9 +81,8 @@ def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack
     documents = [document for store in stores for document in store.documents(history=True, cases=[slug])]
     name = case.variants[variant].stack or stack or plan.cell.stack
     have = prepared.stacks.get(name)
-    defaults = {flag: spec.default for flag, spec in case.flags.items()}
     here = dict(have.versions) if have else {}
-    stored = _measured(documents, planned, name, here, defaults)
+    stored = _measured(documents, planned, name, here)
     versions = stored.versions if stored else here
     if not versions:
         stacks = ", ".join(sorted({document["stack"]["name"] for document in documents})) or "none"
@@ -90,29 +96,16 @@ def export_variant(slug: str, variant: str, overrides: Iterable[str] = (), stack
     repros, script = prepared.catalogue.repros, prepared.catalogue.script(case)
     kit = {f"repro_kit.{path.stem}": path.read_text(encoding="utf-8") for path in (repros / "repro_kit").glob("*.py")}
     code = script.read_text(encoding="utf-8")
-    made = bundle(code, kit, run_values(settings, checks), f"{slug} ({script.name})", checks)
+    values = run_values(settings, checks)
+    made = bundle(code, with_stubs(kit, checks), values, f"{slug} ({script.name})", checks)
     remote = settings["model"].get("remote_code")
     files = _model_files(repros / "remote_code", remote, "published" in code) if remote else {}
     env = {**case.launch.env, **settings.get("env", {}), **case.variants[variant].env}
     built = have is not None and all(Path(path).exists() for path in (have.python, *have.path))
     skipped = absent or planned.skipped or (None if built else f"stack {name} is not built here")
-    header = header_lines(case, variant, settings, versions, stored, checks, skipped)
-    text = render(header, settings, env, made, files, checks)
+    header = header_lines(case, settings, versions, stored, checks, skipped)
+    text = render(header, values, env, made, files)
     return Exported(text, settings["world_size"], stored, skipped, have if built else None)
-
-
-def _prepare(slug: str, overrides: list[str], stack: str | None) -> tuple[Session, str | None]:
-    """Return the case's plan, and why the stack is not here: then the plan is for this environment."""
-    from repro_matrix.runner import session
-    from repro_matrix.runner.session import ask
-
-    request = ask([f"case={slug}", *overrides])
-    if stack is None:
-        return session.prepare(request, build_stacks=False), None
-    try:
-        return session.prepare(request.with_values({"stack": stack}), build_stacks=False), None
-    except ReproError as error:
-        return session.prepare(request, build_stacks=False), str(error)
 
 
 def _model_files(folder: Path, name: str, published: bool) -> dict[str, str]:
@@ -126,46 +119,25 @@ def _model_files(folder: Path, name: str, published: bool) -> dict[str, str]:
 
 
 def _measured(
-    documents: Iterable[Document],
-    variant: VariantPlan,
-    stack: str,
-    versions: Mapping[str, str],
-    defaults: Mapping[str, Any],
+    documents: Iterable[Document], variant: VariantPlan, stack: str, versions: Mapping[str, str]
 ) -> Measured | None:
-    """Return the most attempts with these settings on this stack; if ``versions`` are given, with these releases.
-
-    ``defaults``: of the case's flags. A flag that came after the measurement was at its default then.
-    """
+    """Return the most attempts with these settings on this stack; if ``versions`` are given, with these releases."""
     found: list[Measured] = []
     for document in documents:
         stored = document["variants"].get(variant.variant)
         have = document["stack"]["versions"]
         same = all(have.get(name) == versions.get(name) for name in PACKAGES)
-        if (
-            stored
-            and stored["attempts"]
-            and _equal_settings(stored["settings"], variant.settings, defaults)
-            and (same if versions else document["stack"]["name"] == stack)
-        ):
-            found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))
+        if stored and stored["attempts"] and (same if versions else document["stack"]["name"] == stack):
+            one, other = ({**each, "device": "", "backend": ""} for each in (stored["settings"], variant.settings))
+            if not settings_difference(cast(Settings, one), cast(Settings, other)):
+                found.append(Measured(have, [attempt["outcome"] for attempt in stored["attempts"]]))
     return max(found, key=lambda each: len(each.outcomes), default=None)
-
-
-def _equal_settings(stored: Mapping[str, Any], planned: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    one, other = (settings["strategy"].get("options") or {} for settings in (stored, planned))
-    return (
-        {**defaults, **stored["flags"]} == planned["flags"]
-        and stored["world_size"] == planned["world_size"]
-        and stored["model"]["config"] == planned["model"]["config"]
-        and stored["strategy"]["slug"] == planned["strategy"]["slug"]
-        and all(one[name] == other[name] for name in one.keys() & other.keys())
-    )
 
 
 # -- as text
 
 
-def run_values(settings: Mapping[str, Any], checks: bool) -> dict[str, Any]:
+def run_values(settings: Json, checks: bool) -> dict[str, Any]:
     """Return the attributes of `run` that a variant's settings give."""
     known = {key: settings[key] for key in ("case", "variant", "flags", "model", "strategy", "world_size", "tp_size",
              "devices", "seed", "steps", "backend", "process_group", "normal_exit")}  # fmt: skip
@@ -175,13 +147,7 @@ def run_values(settings: Mapping[str, Any], checks: bool) -> dict[str, Any]:
 
 
 def header_lines(
-    case: Case,
-    variant: str,
-    settings: Mapping[str, Any],
-    versions: Mapping[str, str],
-    stored: Measured | None,
-    checks: bool,
-    skipped: str | None,
+    case: Case, settings: Json, versions: Mapping[str, str], stored: Measured | None, checks: bool, skipped: str | None
 ) -> list[str]:
     """Return the lines of the docstring. ``checks``: it checks its result; ``skipped``: why it cannot run here."""
     ranks = settings["world_size"]
@@ -194,7 +160,7 @@ def header_lines(
         "",
         "Versions: " + " ".join(f"{name}=={versions[name]}" for name in PACKAGES if name in versions),
         f"Where: {ranks} rank(s), {where}; {model['title']} ({model['scale']}, random weights); {strategy}",
-        f"Variant {variant}: {case.variants[variant].help}".removesuffix(": "),
+        f"Variant {settings['variant']}: {case.variants[settings['variant']].help}".removesuffix(": "),
     ]
     if skipped:
         lines.append(f"Not run where this was written: {skipped}")
@@ -228,17 +194,13 @@ def _expected(stored: Measured | None) -> list[str]:
 
 
 def render(
-    header: Sequence[str],
-    settings: Mapping[str, Any],
-    env: Mapping[str, str],
-    bundle: Bundle,
-    files: Mapping[str, str],
-    checks: bool,
+    header: Sequence[str], values: Json, env: Mapping[str, str], bundle: Bundle, files: Mapping[str, str]
 ) -> str:
-    """Return one Python file. ``header``: its docstring's lines; ``files``: the model's own code, path -> text."""
+    """Return one Python file. ``header``: its docstring's lines; ``values``: of ``run_values``;
+    ``files``: the model's own code, path -> text."""
     docstring = "\n".join(header).replace("\\", "\\\\").replace('"""', "'''")
     default = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    if settings["device"] == "cpu":
+    if values["device_kind"] == "cpu":
         default.update(GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true")
     code = "\n\n\n".join([*bundle.case, *bundle.kit])
     imports = [line for line in bundle.imports if line != "import os"]
@@ -247,7 +209,7 @@ def render(
     sections = [
         f'"""{docstring}\n"""\n\nimport os\n\nos.environ.update({ {**default, **env}!r} | os.environ)\n\n'
         + "\n".join(imports),
-        _constants(settings, code, checks),
+        _constants(values, code),
         *([*bundle.case, *bundle.kit] if case_first else [*bundle.kit, *bundle.case]),
         _files(files) if re.search(r"\bFILES\b", code) else "",
         'if __name__ == "__main__":\n    main(body)',
@@ -255,24 +217,19 @@ def render(
     return _formatted("\n\n\n".join(section for section in sections if section) + "\n")
 
 
-def _constants(settings: Mapping[str, Any], code: str, checks: bool) -> str:
+def _constants(values: Json, code: str) -> str:
     """Return the settings that the code uses, as literals: `run` has them as attributes."""
     used = set(re.findall(r"\b(?:run|self)\.(\w+)", code))
-    lines = ["class Settings:", f'    """The settings of the variant {settings["variant"]}."""', ""]
-    for name, value in run_values(settings, checks).items():
+    lines = ["class Settings:", f'    """The settings of the variant {values["variant"]}."""', ""]
+    for name, value in values.items():
         if name in ("model", "strategy", "flags", "settings"):  # only what is named
             value = {key: each for key, each in value.items() if re.search(rf"['\"]{re.escape(key)}['\"]", code)}
         if name in used:
-            lines.append(f"    {name} = {_literal(name, value)}")
+            literal = repr({**value, "config": None} if name == "model" and "config" in value else value)
+            lines.append(f"    {name} = " + literal.replace("'config': None", "'config': CONFIG"))
     text = "\n".join(lines)
-    config = f"CONFIG = {pprint.pformat(settings['model']['config'], sort_dicts=False)}\n\n\n"
+    config = f"CONFIG = {pprint.pformat(values['model']['config'], sort_dicts=False)}\n\n\n"
     return (config if re.search(r"\bCONFIG\b", code + text) else "") + text
-
-
-def _literal(name: str, value: Any) -> str:
-    if name == "model" and "config" in value:
-        return repr({**value, "config": None}).replace("'config': None", "'config': CONFIG")
-    return repr(value)
 
 
 def _files(files: Mapping[str, str]) -> str:

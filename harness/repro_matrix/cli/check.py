@@ -33,36 +33,32 @@ def main(args: argparse.Namespace) -> int:
     case = known.cases[args.case]
     file, script = known.own.get("case", {}).get(case.slug, CONF / "case" / f"{case.slug}.yaml"), known.script(case)
     shown, code = os.path.relpath(file), os.path.relpath(script)
-    found = ready.check_texts(shown, file.read_text(encoding="utf-8"), code, script.read_text(encoding="utf-8"))
-    notes: dict[str, dict[str, str]] = {}
-    parses = not any("not valid Python" in finding.text for finding in found)
+    found = ready.check_texts({shown: file.read_text(encoding="utf-8"), code: script.read_text(encoding="utf-8")})
+    not_measured: dict[str, str] = {}
     found += ready.check_signatures(shown, case)
     for folder in project.published():
         found += ready.check_other_cases(shown, case, known.cases, Store(folder).documents())
-    if parses and not args.no_run:
+    if not args.no_run:
         measured = ready.measure(args.case, args.times, args.overrides)
         if measured is None:
             print(f"{case.slug}: interrupted: whether it is ready is unknown. Run it again.", file=sys.stderr)
             return 130
         found += ready.check_attempts(shown, code, case, measured)
-        notes = {"not_measured": ready.unmeasured(measured), "as_recorded": ready.expected_non_fixes(measured)}
+        not_measured = ready.unmeasured(measured)
     found = list(dict.fromkeys(found))
     if args.json:
         findings = [vars(finding) for finding in found]
-        print_json({"case": case.slug, "ready": not found, "findings": findings, **notes})
+        print_json({"case": case.slug, "ready": not found, "findings": findings, "not_measured": not_measured})
     else:
-        print("\n".join(_lines(args, found, notes)))
+        print("\n".join(_lines(args, found, not_measured)))
     return 1 if found else 0
 
 
-def _lines(args: argparse.Namespace, found: Sequence[Finding], notes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def _lines(args: argparse.Namespace, found: Sequence[Finding], not_measured: Mapping[str, str]) -> Iterator[str]:
     yield from map(str, found)
     how = f"ready ({counted(args.times, 'attempt')} a variant with each launcher)"
     how = "its files are complete; nothing was run" if args.no_run else how
     next_steps = f"Next: commit, `repro run {args.case} repeat=3`, `repro accept case={args.case} --reason ...`."
     yield f"{args.case}: " + (f"{counted(len(found), 'finding')}: not ready" if found else f"{how}. {next_steps}")
-    for variant, why in notes.get("not_measured", {}).items():
+    for variant, why in not_measured.items():
         yield f"  not measured here: {variant}: {why}"
-    known = [f"{variant} {verdict}" for variant, verdict in notes.get("as_recorded", {}).items()]
-    if known:
-        yield f"  no help, as results/expected says: {', '.join(known)}"

@@ -42,6 +42,8 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     if not any(row.measured for side in (one, other) for row in side.rows):
         raise ConfigError(f"nothing to compare: neither {args.one} nor {args.other} has a measured result")
     result = diffs.compare(one.rows, other.rows)
+    if not result.cells:
+        raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)
     code = result.exit_code or (ExitCode.INCOMPLETE if unreadable else 0)
     if args.json:

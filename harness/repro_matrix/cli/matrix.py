@@ -82,7 +82,7 @@ def measure(
     changed, keys = None, {row.cell_id for row in rows}
     if before:  # what was not selected now is not missing
         earlier = [row for row in before.rows if row.key in keys]
-        changed = diffs.compare(earlier, [from_row(row) for row in rows], need_common=False)
+        changed = diffs.compare(earlier, [from_row(row) for row in rows])
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     elif args.from_log:
         made = replace(made, signatures=[_signature_of_log(args.from_log, known.cases)])
     if args.silent:
-        made = replace(made, signatures=[draft.silent(args.silent)])
+        made = replace(made, signatures=[{"name": "wrong", "kind": "check", "check": args.silent}])
     if args.like:
         shape = known.raw["case"][args.like]
         script = known.script(known.cases[args.like]).read_text(encoding="utf-8")
