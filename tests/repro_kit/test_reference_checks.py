@@ -16,14 +16,12 @@ from typing import Any
 from repro_kit import reference_checks as pass_criteria
 from repro_kit import saved_models as stored
 from repro_kit import saving
-from repro_kit.error_reduction import all_apart, apart, worst
+from repro_kit.error_reduction import all_apart, apart
 from repro_kit.record import Record
 from repro_kit.run import Run
 from repro_kit.tolerance import FACTOR, Single, training
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from repro_matrix.grading.checks import CheckResult, evaluate
 from repro_matrix.paths import REPROS
 
@@ -42,15 +40,6 @@ def a_run(**changes: Any) -> Run:
 
 def checks_of(run: Run) -> dict[str, CheckResult]:
     return {check["name"]: evaluate(check, math.inf) for check in run.record.data["checks"]}
-
-
-# --- the worst of
-
-
-@given(st.lists(st.floats(0) | st.sampled_from([math.nan, math.inf])))
-def test_largest_error_propagates_nan_and_is_infinite_without_errors(errors: list[float]) -> None:
-    nan = any(map(math.isnan, errors))
-    assert math.isnan(worst(errors)) if nan else worst(errors) == max(errors, default=math.inf)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -101,6 +90,17 @@ def test_norm_is_checked_beside_single_tensors() -> None:
         found = pass_criteria.compare(now, zeros, ones, ones, none, "abcd")
         assert found["actual"] / found["tolerance"] == pytest.approx(ratio)
     assert found["subject"].endswith("the worst: d")
+
+
+def test_observed_batch_is_that_of_the_first_step() -> None:
+    run, model = a_run(), Tiny()
+    own = pass_criteria.Own(model)
+    assert all(map(math.isnan, own.seen())) and own.calls == 0
+    model(**(first := pass_criteria.batch(run, 0, 0))).loss.backward()
+    ids, seen = first["input_ids"].flatten().double(), own.seen()
+    assert seen[0] == float((ids * torch.arange(1, ids.numel() + 1)).sum()) and 0 < seen[1] < math.inf
+    model(**pass_criteria.batch(run, 0, 1)).loss.backward()
+    assert own.seen() == seen and own.calls == 2
 
 
 @pytest.mark.parametrize(
