@@ -66,27 +66,6 @@ def test_keys_of_a_flag_sweep_are_unique_and_safe_as_paths() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (["case=qwen15-fsdp-norm-shrd"], "did you mean 'qwen15-fsdp-norm-shard'"),
-        (["model=qwen1.5-05b"], "did you mean 'qwen1.5-0.5b'"),
-        (["strategy=fspd"], "did you mean 'fsdp'"),
-        (["flags.use_cach=true"], "did you mean 'use_cache'"),
-        (["case=nothing-*"], "unknown case 'nothing-*'"),
-        (["not an override"], "not NAME=VALUE"),
-        (["hardware=cpu,auto"], "auto cannot be combined"),
-        (["ranks=0"], "not a number of ranks"),
-        (["model.config.x=1,2"], "sweep a group"),
-        (["case=qwen15-fsdp-norm-shard", "flags.call=innr"], "did you mean 'inner'"),
-    ],
-)
-def test_bad_selections_name_what_is_wrong(texts: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        cells(*texts)
-    assert message in str(error.value)
-
-
 def test_variants_of_always_has_the_unfixed_one() -> None:
     case = CATALOGUE.cases["qwen15-fsdp-norm-shard"]
     assert matrix.variants_of(case, ["root-call"]) == ["unfixed", "root-call"]
@@ -188,6 +167,16 @@ HEAD = "# @package _global_\n"
 @pytest.mark.parametrize(
     ("words", "preset", "message"),
     [
+        (["list", "case=qwen15-fsdp-norm-shrd"], None, "did you mean 'qwen15-fsdp-norm-shard'"),
+        (["list", "model=qwen1.5-05b"], None, "did you mean 'qwen1.5-0.5b'"),
+        (["list", "strategy=fspd"], None, "did you mean 'fsdp'"),
+        (["list", "flags.use_cach=true"], None, "did you mean 'use_cache'"),
+        (["list", "case=nothing-*"], None, "unknown case 'nothing-*'"),
+        (["list", "not an override"], None, "not NAME=VALUE"),
+        (["list", "hardware=cpu,auto"], None, "auto cannot be combined"),
+        (["list", "ranks=0"], None, "not a number of ranks"),
+        (["list", "model.config.x=1,2"], None, "sweep a group"),
+        (["list", "case=qwen15-fsdp-norm-shard", "flags.call=innr"], None, "did you mean 'inner'"),
         (["list", "+matrix=sedes"], None, "unknown matrix 'sedes'; did you mean 'seeds'?"),
         (["matrix", "matrix=seeds"], None, "+matrix=seeds"),
         (["list", "+matrix=seeds", "matrix.seeds.stak=x"], None, "'stak' is not in"),
@@ -201,7 +190,7 @@ HEAD = "# @package _global_\n"
         (["list", "+matrix=bad"], "matrix: {b: {case: train-step}}", "begins with the line '# @package _global_'"),
     ],
 )  # fmt: skip
-def test_wrong_named_matrix_exits_with_2_and_one_line(
+def test_wrong_selection_exits_with_2_and_names_what_is_wrong(
     words: list[str], preset: str | None, message: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

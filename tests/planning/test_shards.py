@@ -44,10 +44,9 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 
 
 def test_more_parts_than_cells_are_refused() -> None:
-    shard, cell = parse_shard("1/2"), Cell("c", "m", "ddp", (), "current", "cpu")
-    assert shard == (1, 2) and parse_shard(None) is None
+    cell = Cell("c", "m", "ddp", (), "current", "cpu")
     with pytest.raises(ConfigError, match="only 1 cells"):
-        select_shard([cell], shard, {cell: 1.0})
+        select_shard([cell], parse_shard("1/2") or (1, 1), {cell: 1.0})
 
 
 def test_session_has_its_part_of_the_selection() -> None:
@@ -78,16 +77,12 @@ def test_variants_that_are_right_for_the_selection_are_right_for_its_shards() ->
         variants("variants=[unfxed]", "shard=1/2")
 
 
+USUAL = {"texts": ["case=c*"], "repeat": 1, "of": 2, "commit": "c0ffee", "dirty": False, "torch": "2.13.0"}
+
+
 def make_shard(root: Path, number: int, names: list[str], **changed: Any) -> Path:
     """Write a shard's results: its manifest, and a document of each of its cells but the ``lacking`` ones."""
-    values = {
-        "texts": ["case=c*"],
-        "repeat": 1,
-        "of": 2,
-        "commit": "c0ffee",
-        "dirty": False,
-        "torch": "2.13.0",
-    } | changed
+    values = USUAL | changed
     folder, commit, versions = root / f"part-{number}", values["commit"], {"torch": values["torch"], "pip": "26.0"}
     cells = [Cell(name, "m", "ddp", (), "current", "cpu") for name in names]
     manifest = runs.ShardManifest(

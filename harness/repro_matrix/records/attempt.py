@@ -1,6 +1,6 @@
 """The types of what one attempt left: how it was launched, how each rank ended, and each rank's own record. Pure.
 
-Records are written by repros/repro_kit/record.py, observations by launch/observe.py (docs/observation.md). Keys that
+Records are written by repros/repro_kit/record.py, observations by launch/observe.py (docs/concepts/evidence.md). Keys that
 are not named here are kept. The graders check the values in a record (a NaN, a contradiction).
 """
 
