@@ -1,7 +1,7 @@
 """The types of what one attempt left: how it was launched, how each rank ended, and each rank's own record. Pure.
 
-Records are written by repros/repro_kit/record.py, observations by launch/observe.py (docs/concepts/evidence.md). Keys that
-are not named here are kept. The graders check the values in a record (a NaN, a contradiction).
+Records are written by repros/repro_kit/record.py, observations by launch/observe.py (docs/concepts/evidence.md). Keys
+that are not named here are kept. The graders check the values in a record (a NaN, a contradiction).
 """
 
 from __future__ import annotations
