@@ -35,8 +35,7 @@ def test_setup_installs_what_fits(tmp_path: Path, words: list[str], works: str, 
     codes = {name: int(name not in works.split()) for name in ("has_torch", "uv", "pip")}
     python.write_text(FAKE.format(log=log, **codes), encoding="utf-8")
     python.chmod(0o755)
-    driver = str("driver" in works).lower()
-    command = ["make", "setup", f"VENV={tmp_path}", f"HAS_NVIDIA_DRIVER={driver}", *words]
+    command = ["make", "setup", f"VENV={tmp_path}", f"HAS_NVIDIA_DRIVER={str('driver' in works).lower()}", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert log.read_text().splitlines() == installed, done.stderr
     assert (done.returncode == 0) == (installed[-1] != "torch")

@@ -356,7 +356,7 @@ def test_indexes_prefer_uv_settings_to_pip_settings(monkeypatch: pytest.MonkeyPa
     assert locks.indexes()[-1] == "http://default/simple"
 
 
-def test_between_selects_a_range() -> None:
+def test_between_and_exact_select_releases_or_name_the_nearest() -> None:
     def between_of(text: str) -> list[str]:
         return listed(locks.between(RANGE, *locks.parse_between(text)))
 
@@ -365,9 +365,6 @@ def test_between_selects_a_range() -> None:
     for text in ("4.36", "4.36..new", "4.45..4.36", "6..7"):
         with pytest.raises(StackError):
             between_of(text)
-
-
-def test_exact_finds_a_release_or_names_its_neighbours() -> None:
     assert locks.exact("demo", RANGE, "5.0") == 3
     with pytest.raises(StackError, match=r"4\.36\.0, 4\.36\.2, 5\.0\.0, 5\.23\.0"):
         locks.exact("demo", RANGE, "4.37")
