@@ -113,6 +113,7 @@ def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(run: Run) -> None:
         ({"ecc_uncorrected": 7}, "ECC: 2 uncorrected memory errors"),
         ({"processes": [Process(os.getpid(), 512)]}, f": process {os.getpid()} "),  # a context that stays behind
     ],
+    ids=["lost", "ecc", "process"],  # a process id differs between xdist's workers
 )
 def test_gpu_with_a_problem_after_its_attempt_is_not_used_again(run: Run, change: dict[str, Any], note: str) -> None:
     gpus = [FakeGpu(ecc_uncorrected=5) for _ in range(3)]  # errors of before this run are none of it
