@@ -111,7 +111,7 @@ def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(run: Run) -> None:
     [
         ({"lost": True}, "GPU is lost"),
         ({"ecc_uncorrected": 7}, "ECC: 2 uncorrected memory errors"),
-        ({"processes": [Process(os.getpid(), 512)]}, f": process {os.getpid()} "),  # a context that stays behind
+        ({"processes": [Process(os.getpid(), 512)]}, "(512 MiB) of an ended attempt"),  # a context that stays behind
     ],
     ids=["lost", "ecc", "process"],  # a process id differs between xdist's workers
 )
