@@ -84,7 +84,7 @@ def test_installed_commands_work_with_a_catalog_of_the_user(
 ) -> None:
     team: Path = run.team  # type: ignore[attr-defined]
     package = next((installed / "lib").glob("python3*/site-packages/repro_matrix"))
-    before = {path for path in package.rglob("*") if path.suffix != ".pyc"}
+    before = {path for path in package.rglob("*") if "__pycache__" not in path.parts}
     listed = {row["case"] for row in json.loads(run("list", "--json").stdout)}
     assert {"odd-batch", "train-step"} <= listed
     run("doctor")
@@ -127,4 +127,4 @@ def test_installed_commands_work_with_a_catalog_of_the_user(
     said = run("--repro", "case=odd-batch repeat=1 hardware=cpu", "-n", "2", "--junitxml=out.xml", "-v").stdout
     assert "repro::odd-batch::our-head/by-hand::drop-last" in said and "1 passed" in said
     assert list((team / "results/scratch/latest/").rglob("our-head-by-hand.json")), "a folder of its own, the latest"
-    assert {path for path in package.rglob("*") if path.suffix != ".pyc"} == before
+    assert {path for path in package.rglob("*") if "__pycache__" not in path.parts} == before
