@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 from launching import launched, recipe_of
 from repro_matrix.cli import main as cli
-from repro_matrix.environment import stacks
+from repro_matrix.environment.stacks import spec
 from repro_matrix.grading.observation import raised_chain
 from repro_matrix.grading.root_cause import is_peer_error
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.paths import ROOT
-from repro_matrix.runner import prerequisites
 
 Show = Callable[..., dict[str, str]]
 
@@ -39,8 +38,8 @@ def test_torchrun_line_contains_the_stacks_environment(
     show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without PYTHONPATH an overlay's release would not be used; without PATH a shell would find no torchrun."""
-    overlay, resolve = str(tmp_path / "over lay"), stacks.resolve  # a shell splits it unless it is quoted
-    monkeypatch.setattr(prerequisites, "resolve", lambda name: dataclasses.replace(resolve(name), path=(overlay,)))
+    overlay, existing = str(tmp_path / "over lay"), spec.existing  # a shell splits it unless it is quoted
+    monkeypatch.setattr(spec, "existing", lambda *args: dataclasses.replace(existing(*args), path=(overlay,)))
     by_hand = ("device-map-distributed", "model=llama-2-7b")  # has a variant with a variable of its own
     lines, own = show(*by_hand), os.path.dirname(sys.executable)
     for line in lines.values():
