@@ -177,16 +177,9 @@ def test_new_case_that_reproduces_or_did_has_a_verdict() -> None:
 # -- properties
 
 
-@given(st.integers(0, 60), st.integers(0, 60))
-def test_wilson_interval_holds_the_share_and_narrows(k: int, more: int) -> None:
-    n = k + more
-    low, high = wilson(k, n)
-    assert 0.0 <= low <= high <= 1.0
-    if n:
-        assert low <= round(k / n, 4) <= high
-        assert wilson(10 * k, 10 * n)[1] - wilson(10 * k, 10 * n)[0] < high - low
-        assert wilson(n - k, n) == pytest.approx((1 - high, 1 - low), abs=2e-4)
+def test_wilson_interval_is_the_published_one() -> None:
     assert wilson(81, 263) == (0.2553, 0.3662), "Newcombe 1998"
+    assert wilson(0, 0) == (0.0, 1.0)
 
 
 SOME = st.lists(st.sampled_from(NAMES), max_size=5)

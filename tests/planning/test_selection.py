@@ -19,7 +19,6 @@ from repro_matrix.paths import CONF, CONFIG_PATH
 from repro_matrix.planning import cells as matrix
 from repro_matrix.results import runs
 from repro_matrix.runner import session
-from test_write_ups import CLAIMS
 
 CATALOGUE = catalogue.load()
 CASES = sorted(CATALOGUE.cases)
@@ -80,14 +79,6 @@ def test_preset_has_a_comment_and_cells(preset: str) -> None:
     assert cells(f"+matrix={preset}")
     head = (CONF / "matrix" / f"{preset}.yaml").read_text(encoding="utf-8").splitlines()
     assert head[0] == "# @package _global_" and head[1].startswith("# ")
-
-
-def test_seeds_are_every_failure_that_a_write_up_makes_a_claim_about() -> None:
-    ids = {f"{case}-{name}" for case, names in CLAIMS.items() for name in names.split()}
-    cases = CATALOGUE.cases.values()
-    claimed = {case.slug for case in cases if case.kind == "failure" and ids & {c.id for c in case.claims}}
-    # What needs GPUs is there a second time, simulated.
-    assert {cell.case for cell in cells("+matrix=seeds")} == claimed | {"qwen-device-map-devices-simulated"}
 
 
 def test_reproducing_stacks_are_those_of_stored_measurements() -> None:

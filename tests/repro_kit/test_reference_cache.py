@@ -81,14 +81,6 @@ def test_rank_with_a_changed_reference_has_no_verdict(tmp_path: Path, monkeypatc
         trained_against(pass_criteria.Reference(run, model := Tiny()), run, model)
 
 
-def test_script_run_by_hand_shares_no_reference(tmp_path: Path) -> None:
-    for number in "12":
-        run = a_run(work_dir=str(tmp_path / number))
-        calls.clear()
-        pass_criteria.Reference(run, Counted())
-        assert len(calls) == 2 * run.steps and "reference" not in run.record.data["facts"]
-
-
 MODELS: dict[str, Callable[[Any], Any]] = {
     "weights": lambda model: model.head.bias.data.add_(1e-6),
     "frozen": lambda model: model.inner.bias.requires_grad_(False),
@@ -230,11 +222,6 @@ def test_changed_entry_is_not_reused(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "taken").exists() is whole
     assert other.leave("the key", folder_with(tmp_path / "again")) is not whole  # the first that is complete stays
     assert other.take("the key", tmp_path / "then") and contents(tmp_path / "then") == FILES
-
-
-def test_cache_separates_keys_with_equal_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "short", lambda key: "same")
-    assert left_by_one(tmp_path).take("another key", tmp_path / "taken") is None
 
 
 def test_cache_ignores_a_killed_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

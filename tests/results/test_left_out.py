@@ -137,13 +137,6 @@ def test_invalid_expectations_disable_their_case_only(
     assert code == 3 and "case 'train-step' cannot be graded" in err and "results/expected/train-step.yaml" in err
 
 
-def test_catalogue_refuses_expectations_in_a_case_file(checkout: Path) -> None:
-    file = checkout / "conf" / "case" / "train-step.yaml"
-    file.write_text(file.read_text() + "expect: []\n")
-    left_out = " ".join(catalogue.load().left_out)
-    assert "case/train-step.yaml: expect: expectations are kept in results/expected/train-step.yaml" in left_out
-
-
 # The tables of expectations
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,7 +33,7 @@ from repro_matrix.runner.attempts import Workplace
 from repro_matrix.runner.engine import Engine, Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks
 from repro_matrix.runner.schedule import Took
-from repro_matrix.runner.session import Session, oldest_first, seconds_of
+from repro_matrix.runner.session import Session, seconds_of
 
 CATALOGUE = catalogue.load()
 STACK = Stack(
@@ -276,18 +275,6 @@ def test_time_limit_starts_no_further_cell_and_finishes_those_that_began_in_the_
         summary = engine.run(plans[:2], threading.Event())
     assert [document["complete"] for document in summary.documents] == [True]
     assert summary.not_started == [plans[1].cell] and not summary.interrupted
-
-
-def test_oldest_first_puts_cells_without_a_result_first() -> None:
-    cells = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=train-step"]))[:3]
-    stored: list[Any] = [
-        SimpleNamespace(
-            cell_id=cell.key, stack=SimpleNamespace(name=cell.stack), started=started,
-            hardware=SimpleNamespace(profile=cell.hardware),
-        )
-        for cell, started in ((cells[0], 1.0), (cells[2], 5.0), (cells[2], 0.5))
-    ]  # fmt: skip
-    assert oldest_first(cells, stored) == [cells[1], cells[0], cells[2]]
 
 
 def test_seconds_of_a_duration() -> None:

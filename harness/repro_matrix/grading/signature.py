@@ -15,7 +15,7 @@ What counts, by kind:
 A failure that only follows from another rank's (root_cause.py) never matches.
 
 A pattern must be specific: it may match none of the messages in ``unrelated_messages.txt``, real error messages of the
-packages under test and of Python, one a line (collected by tests/data/collect_foreign_messages.py).
+packages under test and of Python, one per line.
 """
 
 from __future__ import annotations
