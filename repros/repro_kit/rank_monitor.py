@@ -97,24 +97,25 @@ def collectives(with_frames: bool = False) -> Json:
 
 
 def recorded(with_frames: bool) -> Json | None:
-    """Return the flight recorder's dump; None where torch has none, or it is switched off or empty."""
-    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
-    as_json = _first(c10d, "_dump_nccl_trace_json", "_dump_fr_trace_json")
-    as_pickle = _first(c10d, "_dump_nccl_trace", "_dump_fr_trace")
-    if as_json is None:
-        return _plain(as_pickle() if as_pickle else None)
-    dump = _plain(as_json())
-    if dump is not None and as_pickle is not None and with_frames:  # only the pickle contains frames
-        active = _plain(as_pickle(onlyActive=True)) or {"entries": []}
-        frames = {entry.get("record_id"): entry.get("frames") for entry in active["entries"]}
-        for entry in dump["entries"]:
-            entry["frames"] = frames.get(entry.get("record_id"))
-    return dump
+    """Return the flight recorder's dump; None where torch has none, or it is switched off or empty.
 
-
-def _first(module: Any, *names: str) -> Any:
-    """Return the first of these functions that this release has. Where it has both, NCCL's contains more."""
-    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    A CUDA build has two recorders: NCCL's, whose dump contains more, and the one that gloo writes to.
+    """
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("nccl", "fr"):
+        as_json = getattr(c10d, f"_dump_{name}_trace_json", None)
+        as_pickle = getattr(c10d, f"_dump_{name}_trace", None)
+        found = as_json or as_pickle
+        dump = _plain(found()) if found else None
+        if dump is None:
+            continue
+        if as_json and as_pickle and with_frames:  # only the pickle contains frames
+            active = _plain(as_pickle(onlyActive=True)) or {"entries": []}
+            frames = {entry.get("record_id"): entry.get("frames") for entry in active["entries"]}
+            for entry in dump["entries"]:
+                entry["frames"] = frames.get(entry.get("record_id"))
+        return dump
+    return None
 
 
 def _plain(dump: Any) -> Json | None:
