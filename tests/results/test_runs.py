@@ -32,18 +32,6 @@ def run(root: Path, *texts: str, state: str = runs.ENDED, cell: str | None = "ce
     return folder
 
 
-def test_begin_creates_a_folder_and_latest_points_at_it(tmp_path: Path) -> None:
-    first, second = run(tmp_path, "case=a"), run(tmp_path, "case=b")
-    assert first != second and first.is_dir()
-    assert [each.folder for each in runs.listed(tmp_path)] == [first, second]
-    assert runs.of(tmp_path).resolve() == second.resolve() == (tmp_path / "latest").resolve()
-    runs.point(first)
-    assert runs.of(tmp_path).resolve() == first.resolve()
-    (tmp_path / "latest").unlink()  # a file system without links
-    assert runs.of(tmp_path) == second
-    assert runs.of(first) == first and runs.of(tmp_path / "nowhere") == tmp_path / "nowhere"
-
-
 @given(count=st.integers(1, 8), kept=st.integers(1, 5), used=st.sets(st.integers(0, 7)))
 def test_prune_keeps_the_last_runs_and_those_in_use(
     tmp_path_factory: pytest.TempPathFactory, count: int, kept: int, used: set[int]

@@ -186,9 +186,3 @@ def test_measurement_runs_selected_variants_once(monkeypatch: pytest.MonkeyPatch
     assert measurement.results(place) == measurement.results(place) == ["unfixed", "freeze", "touch"]
     assert launched == [["unfixed", "freeze", "touch"]]
     measurement.close()
-
-
-def test_plugin_ignores_xdist_workers(pytester: pytest.Pytester, run: Any) -> None:
-    words = ("--repro", f"case={CASE} repeat=1", "-n", "2", "-k", "freeze or touch")
-    pytester.runpytest_inprocess(*words).assert_outcomes(passed=2)
-    assert len(set(ASKED)) == 1, "in this process"
