@@ -76,6 +76,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("quarantined: [{cell: x, owner: a, until: never, reason: r}]", "quarantined.0.until"),
         ("quarantine: []", "did you mean 'quarantined'"),
         ("quarantined: [{cell: x, owner: a, until: 2026-12-01, until: 2026-12-24, reason: r}]", "given twice"),
+        ("quarantined: [{cell: x, owner: a, until: 2999-01-31, reason: r}]", "quarantined.0: x: until 2999-01-31"),
+        ("quarantined: [&x {cell: x, owner: a, until: 2026-01-01, reason: r}, *x]", "quarantined twice"),
     ],
 )
 def test_read_wrong_file_names_it_and_its_key(file: Path, text: str, key: str) -> None:
@@ -85,10 +87,7 @@ def test_read_wrong_file_names_it_and_its_key(file: Path, text: str, key: str) -
     assert key in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "exists"),
-    [("", True), ("-ranks=4", True), ("-env.A=1", True), ("x", False)],
-)
+@pytest.mark.parametrize(("suffix", "exists"), [("", True), ("-ranks=4", True), ("-env.A=1", True), ("x", False)])
 def test_check_accepts_a_cell_with_other_settings(suffix: str, exists: bool) -> None:
     try:
         quarantine.check([entry(cell=REAL + suffix)], catalog.load())

@@ -1,7 +1,8 @@
 """The history of nightly runs: ``nights.jsonl``, a JSON line per run; and the comparison of a run with it.
 
 A change counts until it is acknowledged: the run that has it does not pass, so that the next one is compared with the
-same passing run again. Acknowledged: quarantined, or listed by its digest (its issue was closed).
+same passing run again. Acknowledged: listed by its digest (its issue was closed). A quarantined change does not count
+while its entry is active, and no later run is compared with it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SHOWN = 3  # cells with missing results
 class NightlyRun:
     """``exit_code``: that of `repro nightly`; None where it is unknown. ``stacks``: stack -> versions.
 
-    ``rows``: without settings, paths and what they have in common.
+    ``rows``: without settings, paths and what they have in common. ``quarantined``: (cell id, variant) of changes that
+    did not count.
     """
 
     schema: Literal[1]
@@ -41,6 +43,7 @@ class NightlyRun:
     exit_code: int | None
     rows: tuple[VariantResult, ...]
     stacks: Mapping[str, Mapping[str, str]]
+    quarantined: tuple[tuple[str, str], ...] = ()
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -84,7 +87,8 @@ def load_history(folder: Path, notes: list[str]) -> list[NightlyRun]:
             if not text.endswith(b"\n"):
                 notes.append(f"{path}:{number}: truncated line ignored")
                 break
-            raise ResultsError(f"{path}:{number}: damaged: {line(str(error))}") from None
+            hint = "Restore the file from a backup, or move it away to start a new history."
+            raise ResultsError(f"{path}:{number}: damaged: {line(str(error))}. {hint}") from None
     return runs
 
 
@@ -150,11 +154,15 @@ def compare_to_last_passing(
     history: Sequence[NightlyRun],
     quarantined: Callable[[str, str], bool] = lambda *_: False,
 ) -> Regressions:
-    """Compare each variant with the last passing run that measured it. ``quarantined`` takes (cell id, variant)."""
+    """Compare each variant with the last passing run that measured it without a quarantined change.
+
+    ``quarantined`` takes (cell id, variant).
+    """
     measured = {place: row for place, row in _by_place(tonight).items() if row.measured}
     result, left = Regressions(), dict(measured)
     for run in (run for run in reversed(history) if run.passed):
-        before = [row for row in run.rows if row.measured and _place(row) in left]
+        before = [row for row in run.rows if row.measured and _place(row) in left
+                  and (row.key, row.variant) not in run.quarantined]  # fmt: skip
         found: dict[tuple[str, str], list[Change]] = {}
         for change in compare(before, [left.pop(_place(row)) for row in before]).select(RESULTS):
             if quarantined(change.row.key, change.variant):

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -118,7 +118,8 @@ def finish(night: Nightly) -> Report:
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
         code = ExitCode.DIFFERS if differs else night.run_exit_code or (ExitCode.INCOMPLETE if incomplete else 0)
-        history.store_run(night.folder, history.make_run(run_id, rows, code))
+        stored_run = replace(history.make_run(run_id, rows, code), quarantined=tuple(sorted(compared.quarantined)))
+        history.store_run(night.folder, stored_run)
     if compared.new:
         cells = counted(len(compared.new), "cell")
         notes.append(f"{cells} measured in no passing run: nothing to compare with yet")

@@ -7,9 +7,10 @@ quarantined.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import date
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 
 from pydantic import Field
@@ -21,6 +22,8 @@ from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.results.summary import Row
+
+AT_MOST = timedelta(days=366)  # ahead of today
 
 
 class Quarantine(Strict):
@@ -54,7 +57,16 @@ def file() -> Path:
 def read() -> Sequence[Quarantine]:
     """Return the entries; none where there is no file. Raise ConfigError naming the file and the key."""
     path = file()
-    return parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
+    entries = parse(_File, read_yaml(path), path).quarantined if path.exists() else ()
+    latest = datetime.now(timezone.utc).date() + AT_MOST
+    counts = Counter((entry.cell, entry.variant) for entry in entries)
+    for number, entry in enumerate(entries):
+        place = f"{path}: quarantined.{number}: {entry.cell}"
+        if entry.until > latest:
+            raise ConfigError(f"{place}: until {entry.until} is more than a year ahead. Use {latest} or earlier.")
+        if counts[entry.cell, entry.variant] > 1:
+            raise ConfigError(f"{place} {entry.variant or ''}: quarantined twice. Keep one entry.")
+    return entries
 
 
 def check(entries: Iterable[Quarantine], catalogue: Catalogue) -> None:
