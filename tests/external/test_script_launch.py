@@ -164,12 +164,12 @@ def test_error_of_a_spawned_rank_is_read_from_its_parents_text(bench: Bench) -> 
 
 
 @pytest.mark.slow
-def test_accelerate_process_without_a_rank_is_rank_0(bench: Bench) -> None:
+@pytest.mark.parametrize(("ranks", "outcome"), [(1, "reproduced"), (2, "infra_error")])
+def test_accelerate_process_without_a_rank_is_the_only_rank(bench: Bench, ranks: int, outcome: str) -> None:
     """On a CPU accelerate starts one plain process, whatever --num_processes says."""
     bench.write("raise LookupError('here')")
-    words = "accelerate launch --cpu --num_processes 1 --num_machines 1 train.py"
-    found = bench.run(words, error("LookupError: here"))
-    assert found["outcome"]["outcome"] == "reproduced" and found["observation"]["ranks"][0]["exit_code"] == 1
+    found = bench.run(f"accelerate launch --cpu --num_processes {ranks} train.py", error("LookupError: here"))
+    assert found["outcome"]["outcome"] == outcome and (ranks == 1 or "only 1 rank of 2" in found["outcome"]["reason"])
 
 
 def test_command_that_starts_no_rank_is_an_infra_error(bench: Bench) -> None:

@@ -20,7 +20,7 @@ from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document, Made
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.search.prober import Prober, Say, Target
-from repro_matrix.text import counted, list_ranks, one_line
+from repro_matrix.text import list_ranks, one_line
 
 NOISE = 3.0  # minimum distance of the two ends' means, in spreads of one end
 REPEAT = 3  # attempts of an end, for the noise of its metric
@@ -160,8 +160,6 @@ def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
     follow = sorted(rank for rank in failures.excused if failures.primary and rank not in silent)
     if follow:
         yield f"the errors of {list_ranks(follow)} follow from it"
-    if len(attempt.ranks) < case.launch.world_size:
-        yield f"only {counted(len(attempt.ranks), 'rank')} of {case.launch.world_size} started"
     if observation["attempt"]["leaked_processes"]:
         yield f"processes that it left behind were ended: {', '.join(observation['attempt']['leaked_processes'])}"
     if attempt.printed.get("cut"):

@@ -34,7 +34,7 @@ from repro_matrix.launch.attempt import (
 )
 from repro_matrix.launch.watch import Watch
 from repro_matrix.records.attempt import Exception_, Frame
-from repro_matrix.text import ESCAPE
+from repro_matrix.text import ESCAPE, counted
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
 HOOKS = WORKER.with_name("hooks")
@@ -148,10 +148,15 @@ def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
     code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
     ranks = observation["ranks"]
     begun = [rank for rank in ranks if rank["record"] or rank["pid"] is not None]
-    if code == 0 and 0 < len(begun) < len(ranks) and not observation["attempt"]["timed_out"]:
-        # accelerate starts one process where it sees one device: then that is what was measured.
+    # A record of a smaller world: the launcher did not start what the command asks for, whatever the script did then.
+    smaller = any(rank["record"] and rank["record"]["world_size"] < len(ranks) for rank in begun)
+    if 0 < len(begun) < len(ranks) and (smaller or (code == 0 and not observation["attempt"]["timed_out"])):
+        started = f"only {counted(len(begun), 'rank')} of {len(ranks)} started"
+        message = (
+            f"{started}: the launcher made fewer processes than the command asks for. Check the launcher's options."
+        )
+        observation["infra_error"] = observation["infra_error"] or {"kind": "launch", "message": message}
         ranks = observation["ranks"] = begun
-        observation["attempt"]["world_size"] = len(begun)
     for rank in ranks:
         record = rank["record"]
         if record is None:
