@@ -181,15 +181,13 @@ def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> N
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("torch==2.2.2+cu121", {"torch": "2.2.2+cu121"}),
-        ("transformers              4.39.3", {"transformers": "4.39.3"}),
+        ("torch==2.2.2+cu121", {"torch": "2.2.2+cu121"}), ("transformers     4.39.3", {"transformers": "4.39.3"}),
         ("- `transformers` version: 4.38.1", {"transformers": "4.38.1"}),
         ("- PyTorch version (GPU?): 2.1.0+cu121 (True)", {"torch": "2.1.0+cu121"}),
         ("torch version .................... 2.0.1", {"torch": "2.0.1"}),
         ("[INFO] [Rank 0] DeepSpeed info: version=0.14.2, git-hash=unknown", {"deepspeed": "0.14.2"}),
         ("Successfully installed peft-0.10.0 torch-2.2.2", {"peft": "0.10.0", "torch": "2.2.2"}),
-        ("- Transformers 4.38.2", {"transformers": "4.38.2"}),
-        ("torchvision==0.15.2", {}),
+        ("- Transformers 4.38.2", {"transformers": "4.38.2"}), ("torchvision==0.15.2", {}),
     ],
 )  # fmt: skip
 def test_versions_of_tools_output_are_read(line: str, said: dict[str, str]) -> None:
@@ -268,11 +266,14 @@ WATCHDOG = (
         (WATCHDOG, "collective timeout", 3),
         ("terminate called after throwing an instance of 'c10::DistBackendError'", "signal", None),
         ("E1123 api.py:826] failed (exitcode: -6) local_rank: 0 (pid: 7) of binary: /usr/bin/python", "signal", None),
-        ("train.py FAILED", "exit code", None),
+        ("/bin/bash: line 1: 123 Killed                  python train.py", "SIGKILL or out of memory", None),
+        ("slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2026-01-01 DUE TO TIME LIMIT ***", "time limit", None),
+        ("/a/I.cu:1: operator(): block: [0,0,0], thread: [0,0,0] Assertion `a < b` failed.", "CUDA assertion", None),
+        ("NVRM: Xid (PCI:0000:65:00): 79, pid=1, GPU has fallen off the bus.", "GPU error", None),
+        ("make: *** [Makefile:3: train] Error 1", "exit code", None), ("train.py FAILED", "exit code", None),
         ("  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 7)", "exit code", 2),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
-         "out of memory", None),
-        ("srun: error: node1: task 3: Out Of Memory", "out of memory", 3),
+         "out of memory", None), ("srun: error: node1: task 3: Out Of Memory", "out of memory", 3),
         ("srun: error: task 0: Exited with exit code 1", "exit code", 0),
     ],
 )  # fmt: skip
@@ -290,10 +291,8 @@ WELL = ("\n".join(UNIFORM) + "\n").encode()
     ("content", "code"),
     [
         (b"", 3), (b"\n\n\n", 3), (gzip.compress(WELL), 0),
-        ("\n".join(UNIFORM).encode("utf-16"), 0),
-        (WELL.replace(b"\n", b"\r\n"), 0),
-        (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0),
-        (b"x" * 3_000_000 + b"\n" + WELL, 0),
+        ("\n".join(UNIFORM).encode("utf-16"), 0), (WELL.replace(b"\n", b"\r\n"), 0),
+        (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0), (b"x" * 3_000_000 + b"\n" + WELL, 0),
         ("Fehler über \xff\n".encode("latin-1") + WELL, 0),
     ],
     ids=["0 bytes", "blank", "gzip", "utf-16", "CRLF", "a bar", "a long line", "latin-1"],
@@ -301,7 +300,8 @@ WELL = ("\n".join(UNIFORM) + "\n").encode()
 def test_match_of_any_encoding_reads_it(
     content: bytes, code: int, match: Match, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert match(content)[0] == code
+    found, out, _ = match(content)
+    assert found == code and ("log is empty" in out) == (not content)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert cli.main(["match"]) == code
 

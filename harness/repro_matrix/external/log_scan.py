@@ -141,8 +141,14 @@ _ENDING = re.compile(
     r"|Heartbeat monitor timed out)"
     r"|(?P<out_of_memory>(?i:(?:slurmstepd|srun): error: .*(?:oom.kill|out of memory)|out of memory: killed process))"
     r"|(?P<signal>^terminate called after throwing|\(core dumped\)|\bexited on signal \d|\bexitcode *:? *-\d"
-    r"|^srun: error: .*: (?:Aborted|Bus error|Floating point exception|Illegal instruction|Killed|Segmentation fault))"
-    r"|(?P<exit_code>\bexitcode *:? *[1-9]|^srun: error: .*: Exited with exit code|^\S+\.py FAILED$)"
+    r"|(?:^srun: error: .*|: line \d+: +\d+ )"  # Slurm, a shell
+    r"(?:Aborted|Bus error|Floating point exception|Illegal instruction|Segmentation fault)|^srun: error: .*: Killed)"
+    r"|(?P<SIGKILL_or_out_of_memory>: line \d+: +\d+ Killed\b)"
+    r"|(?P<time_limit>\bCANCELLED .*DUE TO TIME LIMIT)"
+    r"|(?P<CUDA_assertion>\bthread: \[[\d, ]+\] Assertion .* failed)"
+    r"|(?P<GPU_error>\bNVRM: Xid \()"
+    r"|(?P<exit_code>\bexitcode *:? *[1-9]|^srun: error: .*: Exited with exit code|^\S+\.py FAILED$"
+    r"|\bmake(?:\[\d+\])?: \*\*\* .*\bError \d)"
 )
 _ENDED_RANK = re.compile(r"\[Rank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)")
 MAX_ENDINGS = 300
@@ -154,7 +160,7 @@ class Ending:
 
     line: int
     rank: int | None
-    kind: str  # "collective timeout", "out of memory", "signal", "exit code"
+    kind: str  # the name of a group of _ENDING: "collective timeout", "out of memory", "signal" ...
 
 
 # --- the scan
@@ -164,7 +170,8 @@ _NAMES = (*UPSTREAM, *TRAINERS, "DeepSpeed", "PEFT")
 WORDS = (
     HEADER, '", line ', "Error", "Exception", "Fatal Python error", "Root Cause", "exitcode", "rank  ", "traceback :",
     "Watchdog caught", "NCCL operations", "Heartbeat monitor", "terminate called", "core dumped", "on signal",
-    "FAILED", "srun: error", "slurmstepd: error", "illed process", "/lib/python3", "Python 3.", "Python version",
+    "FAILED", "srun: error", "slurmstepd: error", "illed process", ": line ",
+    "TIME LIMIT", "thread: [", "NVRM: Xid", "/lib/python3", "Python 3.", "Python version",
     *(word for name in _NAMES for word in {name, name.capitalize()}),
 )  # fmt: skip
 

@@ -329,7 +329,7 @@ def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case
         endings = [f"{rank}: {each.kind} (line {each.line})" for rank, each in zip(ranks, shown)]
         out += wrap(f"The log shows a failure, but not its cause: {', '.join(endings)}", "  ", 4, width)
     elif not answer.failures and not answer.remarks:
-        out.append("  no failure in this log")
+        out.append("  no failure in this log" if seen.lines else "  this log is empty")
     return out
 
 
@@ -371,7 +371,10 @@ def _stored_lines(case: Case, seen: Scanned, width: int) -> Iterator[str]:
 
     found = stored(case, seen.versions.known)
     if not found["fits"]:
-        yield "    Not measured on the versions of this log" + ("; the nearest ones:" if found["nearest"] else ".")
+        named = bool(seen.versions.known or seen.versions.unclear)
+        text = "Not measured on the versions of this log" if named else "The log names no versions to compare with"
+        nearest = "; the nearest ones:" if named else "; some that were measured:"
+        yield f"    {text}{nearest if found['nearest'] else '.'}"
     for each in found["fits"] or found["nearest"]:
         measured = ", ".join(f"{name} {bounds}" for name, bounds in each.versions.items())
         unnamed = f"; not in the log: {', '.join(each.unnamed)}" if each.unnamed else ""
