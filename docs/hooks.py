@@ -1,6 +1,7 @@
-"""Generate the reference pages of the documentation from the code: commands, YAML keys, settings.
+"""Generate the documentation's reference pages from the code, and insert the parts of the README that pages repeat.
 
-mkdocs calls ``on_files`` (mkdocs.yml, ``hooks``). Nothing is written into docs/.
+mkdocs calls ``on_files`` and ``on_page_markdown`` (mkdocs.yml, ``hooks``). Nothing is written into docs/: on GitHub,
+there are short pages and links in these places.
 """
 
 from __future__ import annotations
@@ -8,25 +9,44 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages to the site."""
+    """Replace the short reference pages by generated ones."""
     for path, text in {
         "reference/commands.md": commands(),
         "reference/case.md": keys("A case file", "conf/case/SLUG.yaml", case_models()),
         "reference/axes.md": keys("Models, strategies, stacks and hardware", "conf/", axis_models()),
         "reference/settings.md": settings(),
     }.items():
+        if short := files.get_file_from_path(path):
+            files.remove(short)
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
+    """Replace ``<!-- README.md:NAME -->`` and the line below it by the part NAME of the README."""
+    readme = Path(config.config_file_path).with_name("README.md").read_text(encoding="utf-8")
+
+    def part(match: re.Match[str]) -> str:
+        _, start, rest = readme.partition(f"<!-- --8<-- [start:{match[1]}] -->\n")
+        text, end, _ = rest.partition(f"<!-- --8<-- [end:{match[1]}] -->")
+        if not (start and end):
+            raise PluginError(f"README.md has no part {match[1]}")
+        return text
+
+    return re.sub(r"^<!-- README\.md:([\w-]+) -->\n.*$", part, markdown, flags=re.M)
 
 
 def commands() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -73,6 +74,11 @@ class Options(dict[str, V]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.left_out: dict[str, ConfigError] = {}
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as it is written in YAML and on the command line: ``null``, ``false``, ``text``."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> ConfigError:

@@ -61,7 +61,7 @@ def test_version_names_release_commit_and_place(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("list", "case=qwen15-fsdp-norm-shrd"), "did you mean 'qwen15-fsdp-norm-shard'"),
+        (("list", "case=fsdp-silently-untied", "flags.use_cache=null"), "'null' (there are: false, true)"),
         (("show", "nothing"), "unknown case 'nothing'"),
         (("matrix", "model=qwen-7"), "did you mean 'qwen-7b'"),
         (("matrix", "hardware=gpu2"), "hardware=gpu2: needs 2 GPUs"),
@@ -91,11 +91,14 @@ def test_bad_input_is_exit_2_with_a_clear_line(
     assert code == 2 and part in err and "Traceback" not in err
 
 
-def test_dry_run_selects_variants_by_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run", "qwen15-fsdp-norm-shard", "variants=[layer-wrap*]", "hardware=cpu", "--dry-run", "--json"]
-    code, out, _ = call(capsys, *words)
-    rows = json.loads(out)
-    assert code == 0 and [row["variant"] for row in rows] == ["unfixed", "layer-wrap", "layer-wrap-root-call"]
+def test_dry_run_plans_patterns_of_variants_on_a_stack_that_is_not_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    words = ["run", "qwen15-fsdp-norm-shard", "variants=layer-wrap*", "hardware=cpu", "stack=torch2.2-tf4.39"]
+    assert call(capsys, *words, "--dry-run")[1].endswith("stack torch2.2-tf4.39 would be built first\n")
+    rows = json.loads(call(capsys, *words, "--dry-run", "--json")[1])
+    assert [row["variant"] for row in rows] == ["unfixed", "layer-wrap", "layer-wrap-root-call"]
     assert rows[0]["skipped"] is None and rows[0]["world_size"] == 2
 
 

@@ -83,7 +83,7 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     (("case=device-map-distributed",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
     ((NORM,), {"profile": EXCLUSIVE}, None, ""),  # one rank a GPU is what that mode is for
     ((NORM,), {"stack": "no interpreter at /x"}, "stack", "no interpreter at /x"),
-    ((*TRAIN, "strategy=ddp"), {"stack": ALONE}, "packages", ", which it does not have"),
+    ((*TRAIN, "strategy=ddp"), {"stack": ALONE}, "packages", "(it has none)"),
     (("case=train-step", "model=qwen-7b"), {"stack": ALONE}, "packages", "transformers"),  # its script imports it
     ((*TRAIN, "strategy=zero3"), {"stack": FakeStack(versions=WITHOUT)}, "packages", "deepspeed"),
     ((*TRAIN, "strategy=zero3"), {"stack": UNBUILT}, "build", "no C++ compiler"),

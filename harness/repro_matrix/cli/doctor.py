@@ -10,7 +10,7 @@ from repro_matrix.cli import options as arguments
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import GpuState, describe_gpu, states
 from repro_matrix.environment.machine import HardwareError, Machine, Profile, no_ptrace, shm_mb, unwritable
-from repro_matrix.environment.stacks import Stack
+from repro_matrix.environment.stacks import Stack, resolve
 from repro_matrix.paths import cache_dir
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
@@ -19,7 +19,7 @@ from repro_matrix.runner import session
 from repro_matrix.runner.prerequisites import ask_torch
 from repro_matrix.runner.session import ask
 
-_SHOWN = ("transformers", "accelerate", "peft", "deepspeed")
+_SHOWN = ("python", "transformers", "accelerate", "peft", "deepspeed")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +29,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     problems = []
     try:
-        prepared = session.prepare(args.overrides, build_stacks=False)
+        prepared = session.prepare(args.overrides, build_stacks=False, as_locked=True)
     except HardwareError as error:  # a run would end with it; the rest is reported for the CPU
         problems.append(str(error))
-        prepared = session.prepare(ask(args.overrides).with_values({"hardware": "cpu"}), build_stacks=False)
+        request = ask(args.overrides).with_values({"hardware": "cpu"})
+        prepared = session.prepare(request, build_stacks=False, as_locked=True)
     machine, profile = prepared.machine, prepared.profile
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
-    stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()))
+    stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()), None) or resolve("current")
     torch = ask_torch(stack, profile)
     problems += _problems(torch, stack, profile, machine)
     shm, untraceable = shm_mb(), no_ptrace()
@@ -43,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
     notes += () if problems else machine.unusable  # on hardware=cpu
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
+    notes += [f"stack {name} would be built first" for name in prepared.to_build]
     notes += profile.warnings(shm)
     notes += [f"py-spy cannot inspect ranks ({untraceable}): hangs are dumped by faulthandler"] if untraceable else []
     now = states([gpu.uuid for gpu in machine.gpus])
@@ -72,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     print_wrapped(
         f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if untraceable else 'py-spy'}",
         f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {probe.describe(torch)}",
-        f"stack {stack.name}: python {stack.versions.get('python')}, {', '.join(versions)}",
+        f"stack {stack.name}: {', '.join(versions)}",
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
     )

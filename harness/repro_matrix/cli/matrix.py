@@ -58,7 +58,7 @@ def measure(
     entries, for_git = quarantine.read(), getattr(args, "bisect_exit", False)
     before = load_side(args.compare_to) if args.compare_to else None  # errors in it are found before anything runs
     texts, resumed = workspace.resumed(texts) if args.resume else (list(texts), None)
-    prepared = session.prepare(texts, build_stacks=not args.dry_run, probe=True)
+    prepared = session.prepare(texts, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run)
     quarantine.check(entries, prepared.catalogue)
     log("\n".join([f"repro: {prepared.headline()}", *(f"note: {note}" for note in prepared.notes())]))
     if args.dry_run:

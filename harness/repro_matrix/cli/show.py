@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}, by hand:\n  {each['torchrun']}")
     if not prepared.settings.variants:
-        print_wrapped("", f"The command of another variant: repro show {case.slug} variants=[NAME]")
+        print_wrapped("", f"The command of another variant: repro show {case.slug} variants=NAME")
     if case.claims:
         print()
         rows = [[claim.id, claim.source, claim.text] for claim in case.claims]

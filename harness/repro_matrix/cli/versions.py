@@ -21,7 +21,7 @@ from repro_matrix.search.prober import Point, Prober, Target
 from repro_matrix.text import log
 
 EPILOG = (
-    "and variants=[...], model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
+    "and variants=, model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
     "whose package is replaced (default: the one on which the case is known to fail).\n\n"
     "History is not assumed to be monotone. A boundary always lies between two probed releases. Probes are stored:\n"
     "the same command continues an interrupted search and repeats no probe."

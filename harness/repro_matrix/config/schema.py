@@ -22,7 +22,7 @@ from repro_matrix.config.vocabulary import (
     SignatureKind,
     Strict,
 )  # fmt: skip
-from repro_matrix.errors import nearest
+from repro_matrix.errors import as_yaml, nearest
 
 
 class Frame(Strict):
@@ -154,7 +154,7 @@ class Strategy(Needy):
             return None if type(value) is type(default) else f"{value!r} is not of type {type(default).__name__}"
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return None
-        return f"{value!r} is not valid{nearest(str(value), map(str, choices))}"
+        return f"{as_yaml(value)!r} is not valid{nearest(as_yaml(value), map(as_yaml, choices))}"
 
 
 class Stack(Strict):

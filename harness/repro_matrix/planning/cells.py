@@ -18,7 +18,7 @@ from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.selection import Selection, expand
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.machine import Profile
-from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.errors import ConfigError, as_yaml, unknown
 from repro_matrix.records.document import Skip as StoredSkip
 from repro_matrix.records.document import SkipKind
 
@@ -143,7 +143,7 @@ def _check_flags(cases: list[Case], selection: Selection) -> None:
             choices = case.flags[name].choices
             for value in values:
                 if choices is not None and value not in choices:
-                    raise unknown(f"value of flags.{name}", str(value), map(str, choices), f"case {case.slug}")
+                    raise unknown(f"value of flags.{name}", as_yaml(value), map(as_yaml, choices), f"case {case.slug}")
 
 
 def variants_of(case: Case, requested: list[str] | None) -> list[str]:
@@ -220,7 +220,7 @@ def unsuitable(
         value = settings["flags"].get(name)
         if flag.strategies and strategy.slug not in flag.strategies and value not in (flag.default, flag.full):
             others = ", ".join(flag.strategies)
-            yield Skip("flags", f"flags.{name}={value} is for {others}; the strategy is {strategy.slug}")
+            yield Skip("flags", f"flags.{name}={as_yaml(value)} is for {others}; the strategy is {strategy.slug}")
     for key in strategy.must_divide if case.requires.divisible else ():
         if config.get(key, 0) % size:
             name = key.removeprefix("num_").replace("_", " ")
@@ -254,9 +254,9 @@ def unmet_requirement(text: str, versions: Mapping[str, str]) -> str | None:
     requirement = Requirement(text)
     have = versions.get(requirement.name) or versions.get(requirement.name.replace("_", "-"))
     if have is None:
-        return f"{text}, which it does not have"
+        return f"{text} (it has none)"
     try:
         satisfied = requirement.specifier.contains(Version(have), prereleases=True)
     except InvalidVersion:
         satisfied = not requirement.specifier
-    return None if satisfied else f"{text}, and it has {have}"
+    return None if satisfied else f"{text} (it has {have})"

@@ -59,6 +59,8 @@ def show_plan(prepared: Session, as_json: bool) -> int:
         place = repr((cell.hardware, cell.stack, cell.key))
         lines.append(item | {"case": named(cell.case, item["simulated"]), "cell": place})
     print_lines(plan_lines(lines, columns()))
+    for name in prepared.to_build:
+        print(f"stack {name} would be built first")
     for why, count in prepared.elsewhere.items():
         print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
     return 0

@@ -22,7 +22,16 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import states
 from repro_matrix.environment.machine import Machine, Profile
-from repro_matrix.environment.stacks import Stack, StackError, check, defined_stacks, is_existing, resolve, spec
+from repro_matrix.environment.stacks import (
+    Stack,
+    StackError,
+    check,
+    defined_stacks,
+    is_existing,
+    not_built,
+    resolve,
+    spec,
+)
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Attempt, stack_environment
 from repro_matrix.paths import REPROS, cache_dir, write_text
@@ -82,7 +91,7 @@ def plan(
     for name in ({cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)) & usable.keys():
         usable[name] = _with_op(usable[name])
     code = code_hashes(catalogue, {cell.case for cell in cells})
-    stacks: Mapping[str, Stack | str] = {**usable, **session.unavailable}
+    stacks: Mapping[str, Stack | str] = {**usable, **session.to_build, **session.unavailable}
     profiles = {profile.name: profile for profile in session.profiles}
     plans = Planner(catalogue, settings, profiles, machine, stacks, code).plan(list(cells))
     if build and settings.weights.value == "hub":
@@ -104,7 +113,10 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
         # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
         unlisted = state is None and states.get(spec.parse(name).base, "here") in ("here", "built", "floating")
         if not there and not (name in named if build else unlisted):
-            session.unavailable[name] = f"it is not built here: `repro stack build {name}`"
+            if session.as_locked and name in named and (described := not_built(name)):
+                session.to_build[name] = described
+            else:
+                session.unavailable[name] = f"it is not built here: `repro stack build {name}`"
             continue
         if not there and build:
             log(f"building stack {name}; this takes minutes, once")

@@ -177,7 +177,9 @@ class Session:
     stacks: dict[str, Stack] = field(default_factory=dict)
     plans: list[CellPlan] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)  # stack -> why it is not there
-    # Of these, the ones that are there and whose torch cannot use the GPUs: their variants were selected.
+    to_build: dict[str, Stack] = field(default_factory=dict)  # what a real run builds first, as its lock describes it
+    as_locked: bool = False  # whether stacks that are not built are planned as their locks describe them
+    # Of the unavailable stacks, those that are there and whose torch cannot use the GPUs: their variants were selected.
     unusable: set[str] = field(default_factory=set)
     shard: ShardManifest | None = None  # which shard of a selection this is
     planned: bool = False  # the hardware is not this machine's: nothing can be launched
@@ -237,12 +239,14 @@ def prepare(
     given: Mapping[str, Stack] | None = None,
     plan_only: bool = False,
     probe: bool = False,
+    as_locked: bool = False,
 ) -> Session:
     """Plan a selection. Every error in it is found here, before anything is launched or written.
 
     ``texts``: a command line's overrides, or what was parsed from them. ``given``: stacks that the caller has already
     resolved, by the name that the selection uses for them. ``plan_only``: nothing will be launched, so that the
     hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing is built.
+    ``as_locked``: plan a stack that a run would build first as its lock describes it.
     """
     from repro_matrix.runner import prerequisites  # `repro list` needs the cells and nothing that launches
 
@@ -269,7 +273,7 @@ def prepare(
         cells = oldest_first(cells, runs.measured_rows(settings))
     session = Session(
         catalogue, settings, profiles, machine, dict(given or {}), planned=planned, left_out=list(request.left_out),
-        elsewhere=elsewhere, time_limit=time_limit,
+        elsewhere=elsewhere, time_limit=time_limit, as_locked=as_locked,
     )  # fmt: skip
     ask_models = plan_only or settings.scale.value == "full"
     prerequisites.plan(session, cells, build_stacks, build_stacks or probe, ask_models)

@@ -225,7 +225,7 @@ class Prober(CellRunner):
         plain = spec.replace("==", "@")  # equivalent, and needs no quotes
         stack = plain if re.fullmatch(r"[\w./@+:-]+", plain) else quoted(spec)
         texts = self.request.texts(without=NOT_REPEATED)
-        return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants=[{variant}]"]
+        return ["repro", "run", self.case.slug, *texts, f"stack={stack}", f"variants={variant}"]
 
     def resolve(self, target: Target) -> Stack:
         """Return the target's stack; its name is the specification that could be installed. Raises StackError."""

@@ -174,7 +174,7 @@ class CaseReduction(Reduction):
     def command(self, config: Config) -> list[str]:
         texts = self.request(config).texts(without=prober.NOT_REPEATED)
         return ["repro", "run", self.slug, *texts, f"stack={self.stack.name.replace('==', '@')}",
-                f"variants=[{self.variant}]"]  # fmt: skip
+                f"variants={self.variant}"]  # fmt: skip
 
     def run(self) -> Json:
         config, first = self._reduce()

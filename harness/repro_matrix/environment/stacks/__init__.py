@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Stack", "StackError", "cached_stacks", "check", "defined_stacks", "differences",
-    "is_existing", "make_lock", "prune", "resolve", "resolve_compatible", "with_release",
+    "is_existing", "make_lock", "not_built", "prune", "resolve", "resolve_compatible", "with_release",
 ]  # fmt: skip
 
 
@@ -85,6 +85,20 @@ def check(text: str) -> None:
     requested = spec.parse(text)
     if requested.base != "current" and not requested.python and not requested.file:
         spec.find_definition(requested.base)
+
+
+def not_built(text: str) -> Stack | None:
+    """Return a stack of conf/stack as its lock describes it, for plans; None without a lock."""
+    requested = spec.parse(text)
+    definition = None if requested.python or requested.file else spec.definitions().get(requested.base)
+    if definition is None or definition.kind != "lock" or definition.floating:
+        return None
+    try:
+        lock = locks.committed(definition, spec.lock_path(definition.slug))
+    except StackError:
+        return None
+    replaced = {canonical(swap.name): str(swap.specifier).removeprefix("==") for swap in requested.swaps}
+    return Stack(text, "", {**lock.pins, **replaced, "python": lock.python})
 
 
 def is_existing(text: str) -> bool:
