@@ -49,13 +49,18 @@ class MeasureError(ReproError):
     exit_code = ExitCode.INCOMPLETE
 
 
+def suggestion(word: str, choices: Iterable[str]) -> str:
+    """ "; did you mean 'x'?", or nothing if no choice is near."""
+    plain = {_own(each): each for each in sorted(set(choices))}
+    near = difflib.get_close_matches(_own(word), plain, n=1, cutoff=NEAR)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """ "; did you mean 'x'? (there are: ...)"; only the choices where none is near, only the near one where they are
     many: forty names behind it hide it."""
     known = sorted(set(choices))
-    plain = {_own(each): each for each in known}
-    near = difflib.get_close_matches(_own(word), plain, n=1, cutoff=NEAR)
-    hint = f"; did you mean {plain[near[0]]!r}?" if near else ""
+    hint = suggestion(word, known)
     if hint and len(known) > FEW:
         return hint
     shown = ", ".join(known[:40]) + (" ..." if len(known) > 40 else "")

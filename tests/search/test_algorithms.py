@@ -130,7 +130,7 @@ def test_version_map_stays_within_its_probes(history: list[str], samples: int) -
 
 def test_version_map_limit_counts_all_variants() -> None:
     trail, probe = mapped([(i // 7 % 2, i // 5 % 2) for i in range(200)], max_probes=12)
-    assert len(probe.asked) == 12 and trail.ended is not None
+    assert len(probe.asked) == 12 and probe.asked[:3] == [0, 199, 85] and trail.ended is not None
     assert len(mapped([("passed", None)] * 100, 4)[1].asked) == 4
 
 

@@ -115,5 +115,7 @@ def _show(args: argparse.Namespace, data: Mapping[str, Any]) -> None:
     if args.json:
         return print_json(data)
     table, lines = upgrade.describe(data)
-    print_table(f"{data['from']} -> {data['to']}", upgrade.COLUMNS, table)
-    print_wrapped(*lines)
+    title = f"{data['from']} -> {data['to']}"
+    if table:
+        print_table(title, upgrade.COLUMNS, table)
+    print_wrapped(*([] if table else [title]), *lines)

@@ -69,7 +69,9 @@ def main(args: argparse.Namespace) -> int:
         return options.stopped(stopped)
     if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release in the range has a result. The reasons are listed above.")
-    return 0
+    if trail.ended:
+        log("The map is not complete. The probes are stored; to continue, run the command with a larger --max-probes.")
+    return 3 if trail.ended else 0
 
 
 def _prober(args: argparse.Namespace) -> tuple[Prober, str]:

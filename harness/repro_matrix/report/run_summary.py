@@ -231,7 +231,7 @@ class Progress:
             return
         results = [f"{row.variant} {row.verdict or row.outcome}" for row in rows if row.attempts]
         text = ", ".join(results) or f"skipped: {rows[0].reason}"
-        self._print(one_line(f"[{self.cells}/{self.all_cells}] {key}: {text}"))
+        self._print(one_line(f"[{self.cells}/{self.all_cells}] {key} on {document['stack']['name']}: {text}"))
 
     def _print(self, text: str, style: str = "") -> None:
         self._printed = time.monotonic()

@@ -159,8 +159,13 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
     Makes at most s + k * ceil(log2(ceil((count - 1) / (s - 1)))) probes for k changes when no answer is unknown.
     """
     try:
-        for step in range(min(count, samples)):  # at even distances, both ends included
-            trail.ask(round(step * (count - 1) / max(1, min(count, samples) - 1)))
+        last = min(count, samples) - 1  # samples at even distances: both ends, then always the middle of a largest gap
+        step: int | None = 0
+        asked: dict[int, None] = {}
+        while step is not None:
+            trail.ask(round(step * (count - 1) / max(1, last)))
+            asked[step] = None
+            step = last if last not in asked else _middle(asked, 0, last)
         while True:
             edges = (edge for variant in variants for edge in boundaries(labels_of(trail, variant)))
             gaps = (_middle(trail.answers, edge.before, edge.after) for edge in edges if edge.unprobed)

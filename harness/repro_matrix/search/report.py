@@ -155,7 +155,7 @@ def version_map(
 
     return {
         "case": prober.case.slug, "model": prober.cell.model, "strategy": prober.cell.strategy, "package": package,
-        "stack": base, "releases": list(names), "own_stack": prober.own_stack,
+        "stack": base, "complete": trail.ended is None, "releases": list(names), "own_stack": prober.own_stack,
         "variants": {variant: describe(variant) for variant in prober.variants},
         "unprobed": [name for i, name in enumerate(names) if i not in points],
         "probes": [

@@ -31,6 +31,7 @@ from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks import spec
 from repro_matrix.environment.stacks.lock import DAY_S, Lock, run_uv, write
 from repro_matrix.environment.stacks.spec import HEAVY, Stack, StackError, canonical, inspect_python, short_hash
+from repro_matrix.errors import suggestion
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -167,7 +168,13 @@ def overlay(
     key = short_hash("overlay", base.key, *map(str, swaps))
     planned: dict[str, tuple[str, str]] = {}
     if read_marker(stacks_dir() / key) is None:
-        planned = _plan_changes(name, base, swaps, definition)
+        try:
+            planned = _plan_changes(name, base, swaps, definition)
+        except StackError as error:
+            absent = (swap.name for swap in swaps if canonical(swap.name) not in base.versions)
+            first, newline, rest = str(error).partition("\n")
+            hint = "".join(suggestion(each, base.versions) for each in absent)
+            raise StackError(error.kind, f"{first}{hint}{newline}{rest}") from None
         if any(HEAVY.match(package) for package in planned):
             return None
         if not planned:

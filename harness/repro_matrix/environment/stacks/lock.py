@@ -12,6 +12,7 @@ when the index cannot be reached. Proxies come from the usual environment variab
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from repro_matrix import paths
 from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.config.vocabulary import REPLACED
 from repro_matrix.environment.stacks.spec import HEAVY, Kind, StackError, canonical, replaced, short_hash
-from repro_matrix.errors import nearest
+from repro_matrix.errors import suggestion
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -377,4 +378,5 @@ def _ask_indexes(package: str, addresses: Sequence[str]) -> list[Release]:
                     version = Version(file.version or "")
                     yanked[version] = yanked.get(version, True) and file.is_yanked
         return [Release(str(version), value) for version, value in yanked.items()]
-    raise StackError("unavailable", f"the index has no package {package!r}{nearest(package, REPLACED)}")
+    known = {*REPLACED, *(each.name for each in importlib.metadata.distributions())}
+    raise StackError("unavailable", f"the index has no package {package!r}{suggestion(package, known)}")
