@@ -30,6 +30,7 @@ class Done:
 
 
 Repro = Callable[..., Done]
+CPU_BUILD = lines(0, torch="2.13.0+cpu", cuda=None, nccl=False)
 
 
 @pytest.fixture
@@ -51,9 +52,10 @@ def documents(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_matrix_torch_that_cannot_use_the_gpus_launches_nothing(repro: Repro, tmp_path: Path) -> None:
-    """The stack of this checkout is a CPU build: on a machine with GPUs that is exit 3 and the command to mend it."""
+    """A CPU build on a machine with GPUs is exit 3 and the command that installs another one."""
     nvml = FakeNvml([FakeGpu(), FakeGpu()], driver="535.129.03", cuda=12020)
-    done = repro(nvml, "matrix", *ONE, f"results={tmp_path / 'results'}")
+    python = python_that_says(tmp_path, *CPU_BUILD)
+    done = repro(nvml, "matrix", *ONE, f"stack=python:{python}", f"results={tmp_path / 'results'}")
     assert done.code == 3 and documents(tmp_path) == []
     assert "NVML sees 2 x NVIDIA A100-SXM4-80GB (driver 535.129.03" in done.err and "--torch-backend=auto" in done.err
 
@@ -100,7 +102,7 @@ def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: 
     shown = json.loads(done.out)
     assert done.code == 3 and "CUDA_VISIBLE_DEVICES=all" in shown["problems"][0]
     assert shown["hardware"] == ["cpu"] and shown["cells"], "what can run on the CPU is reported as well"
-    unusable = repro(FakeNvml([FakeGpu()]), *words)
+    unusable = repro(FakeNvml([FakeGpu()]), *words, f"stack=python:{python_that_says(tmp_path, *CPU_BUILD)}")
     assert unusable.code == 3 and "a build without CUDA" in json.loads(unusable.out)["problems"][0]
 
 

@@ -32,7 +32,8 @@ run.fact("env", dict(os.environ))
 run.fact("places", [tempfile.gettempdir(), os.getcwd(), *sys.argv, sys.path[0], sys.modules["__main__"].__file__])
 run.fact("threads", len(os.listdir("/proc/self/task")))
 run.fact("session", os.getsid(0) == os.getpid())
-run.fact("signals", [str(signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)])
+handlers = map(signal.getsignal, (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT))
+run.fact("signals", [str(each) if callable(each) else int(each) for each in handlers])
 run.fact("mask", sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
 run.fact("fds", [os.readlink(fd) for fd in fds if os.path.exists(fd)])
@@ -56,7 +57,7 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLaunch
             assert fact["places"] == places
             assert fact["threads"] == 2, "its own and that of repro_kit/rank_monitor.py"
             assert fact["session"] and fact["mask"] == []
-            assert fact["signals"][:2] == ["0", "0"] and "default_int_handler" in fact["signals"][2]
+            assert fact["signals"][:2] == [0, 0] and "default_int_handler" in fact["signals"][2]
             assert not any("pipe" in name or "socket" in name for name in fact["fds"])
             env = fact["env"]
             assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
