@@ -45,8 +45,8 @@ def test_every_format_reads_hostile_text() -> None:
     remarks = Remarks([HOSTILE], [HOSTILE], [HOSTILE], [HOSTILE])
     assert JUnitXml.fromstring(to_junit(cells, remarks).encode())
     assert json.loads(to_json(cells, (), (), "now", remarks))["rows"]
-    markdown = to_markdown(cells, HOSTILE, remarks)
-    assert "\x1b" not in markdown and "\\<img" in markdown
+    markdown = to_markdown([*cells, skipped_cell("")], HOSTILE, remarks)
+    assert "\x1b" not in markdown and "\\<img" in markdown and "ended before its" in markdown
 
 
 def test_json_is_valid_by_its_schema() -> None:

@@ -106,6 +106,8 @@ def load_side(name: str) -> Side:
     """
     path = runs.of(Path(name).expanduser())
     file = Path(DocumentPath.parse(str(path)).file)
+    if file.is_file() and file.suffix not in (".json", ".zst"):
+        raise ResultsError(f"{name}: a file that holds no results. Name a folder of results, or a .json file in it.")
     if file.exists():
         side = load_folder(file if file.is_dir() else file.parent, name)
         if not file.is_dir():  # one file, or one line of a file

@@ -7,6 +7,7 @@ import gc
 import sys
 from pathlib import Path
 
+from repro_matrix.analysis.history import FILE
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest, unknown
 from repro_matrix.report import load
@@ -41,12 +42,14 @@ def main(args: argparse.Namespace) -> int:
         folders += [folder for folder in project.published() if folder.is_dir() and folder not in folders]
     if args.site and (args.output or args.format != "html"):
         raise ConfigError("--site writes its own files: remove --output and --format")
-    target = _target(args, folders, results_root)
     selection = _selection(args.overrides)
+    target = _target(args, folders, results_root, "-selected" if selection else "")
     found = load.load_results(folders, selection)
     if not found.cells and not found.remarks.incomplete:
         _refuse_nothing(selection, folders, found)
     history = Path(args.history).expanduser() if args.history else None
+    if history and history.is_dir() and not (history / FILE).exists():
+        print_notes([f"{history}: no {FILE}, so no history is shown. `repro nightly --history` writes one."])
     if args.site:
         site = load.render_site(load.page(found, folders, history))
         load.write_site(Path(args.site), site)
@@ -93,12 +96,14 @@ def _selection(words: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def _target(args: argparse.Namespace, folders: list[Path], root: Path) -> Path | None:
-    """Return the file to write, or None for stdout. Raise ResultsError: it cannot be, or is among the evidence."""
+def _target(args: argparse.Namespace, folders: list[Path], root: Path, suffix: str) -> Path | None:
+    """Return the file to write, or None for stdout. ``suffix``: of the default name. Raise ResultsError: it cannot be,
+    or is among the evidence."""
     if args.output == "-" or (args.output is None and args.format != "html"):
         return None
     if args.output is None:
-        return root / "scratch" / "baseline.html" if args.baseline else folders[0] / "report.html"
+        folder, name = (root / "scratch", "baseline") if args.baseline else (folders[0], "report")
+        return folder / f"{name}{suffix}.html"
     target = Path(args.output).expanduser()
     inside = any(target.resolve().is_relative_to(folder.resolve()) for folder in folders)
     if inside and target.suffix in (".json", ".jsonl", ".zst"):

@@ -113,7 +113,7 @@ def _test_case(cell: Cell, row: Row) -> Any:
     name = f"{row.model}/{row.strategy} {cell.flags}".strip()
     group = f"{row.hardware.profile}.{line(row.stack.name)}.{row.case}"
     test = TestCase(f"{line(name)} {row.variant}", group, row.wall_s or 0.0)
-    verdict, reason, command = row_label(row).name, line(row.reason, 1000), shlex.join(row.command)
+    verdict, reason, command = row_label(row).name, line(_reason(row), 1000), shlex.join(row.command)
     errors = "\n\n".join([_error_text(row, index) for index in range(len(row.errors))] + [block(command)])
     if not row.attempts:
         test.result = [Skipped(reason)]
@@ -128,6 +128,10 @@ def _test_case(cell: Cell, row: Row) -> Any:
            f"attempts: {row.outcome}", f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
     test.system_out = "\n".join(map(block, out))
     return test
+
+
+def _reason(row: Row) -> str:
+    return row.reason or ("" if row.attempts else "the run ended before its first attempt did")
 
 
 def _error_text(row: Row, index: int) -> str:
@@ -168,7 +172,7 @@ def to_markdown(cells: Sequence[Cell], title: str, remarks: Remarks) -> str:
         detailed = state in ("unexpected", "differs_from_cpu")
         items = [_details(*item) if detailed else _bullet(*item) for item in by_state[state]]
         out += [f"### {heading}", _list(items, MOST_DETAILS if detailed else MOST_LISTED)] if items else []
-    missing = Counter(row.reason for _, row in rows if not row.attempts)
+    missing = Counter(_reason(row) for _, row in rows if not row.attempts)
     if missing:
         out += ["### Not measured", _list([f"- {count}: {code(reason)}" for reason, count in missing.most_common()])]
     return _limited("\n\n".join(out) + "\n")

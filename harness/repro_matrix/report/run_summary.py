@@ -442,10 +442,11 @@ def describe_counts(rows: Sequence[Row]) -> str:
             unfixed[row.case] = unfixed.get(row.case, False) or row.counts.most_common(1)[0][0] == "reproduced"
     others = {name: name for name in ("simulated", "quarantined")}
     others |= {"differs_from_cpu": "different from the CPU", "without_expectation": "without an expectation"}
+    fine = "nothing unexpected" if any(row.measured for row in rows) else "no results"
     parts = [
         f"{sum(unfixed.values())} of {counted(len(unfixed), 'known failure')} reproduced" if unfixed else "",
         ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),
-        _describe_differences(numbers["unexpected"]) if numbers["unexpected"] else "nothing unexpected",
+        _describe_differences(numbers["unexpected"]) if numbers["unexpected"] else fine,
         *(f"{counted(numbers[name], 'variant')} {text}" for name, text in others.items() if numbers[name]),
     ]
     return "; ".join(filter(None, parts))
