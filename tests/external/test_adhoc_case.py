@@ -308,13 +308,13 @@ def test_run_interrupted_before_a_result_exits_130(lab: Lab, capsys: pytest.Capt
     assert out == "" and len(err.splitlines()) == 1 and "--resume" in err
 
 
-def test_script_report_names_error_and_missing_rank() -> None:
+def test_script_report_names_error_also_of_a_child_process() -> None:
     died = seen(rank(0, 1, raised("IndexError", "list index 3")), command_exit=1)
-    case = case_of(error("IndexError"))
-    document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [
-        {"observation": died, "outcome": graded(error("IndexError"), died).to_json()}]}}}  # fmt: skip
-    text = "\n".join(describe(case, document))
-    assert "IndexError: list index #" in text and "only 1 rank of 2 started" in text
+    child = seen(rank(0, log_tail="x\nIndexError: list index 3\n"))
+    for found, part in ((died, "IndexError: list index #"), (child, "no rank raised it")):
+        document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [
+            {"observation": found, "outcome": graded(error("IndexError: list"), found).to_json()}]}}}  # fmt: skip
+        assert part in "\n".join(describe(case_of(error("IndexError: list")), document))
 
 
 def test_known_failure_of_the_catalogue_is_recognized() -> None:

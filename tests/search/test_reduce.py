@@ -178,7 +178,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
 def test_reduce_script_writes_the_smallest_file_beside_it(ranks: Ranks, capsys: Capsys) -> None:
     words = ["./s.py", "--args=--boom --lr 3", "results=out"]
     code, data, _ = repro(capsys, *words)
-    assert code == 0 and data["done"] and data["args"] == ["--boom"] and data["nproc"] == 1
+    assert code == 0 and data["done"] and data["args"] == ["--boom"] and data["confirmed"] == "3 of 3"
     text = Path("s.reduced.py").read_text()
     assert text == "import sys\nif '--boom' in sys.argv:\n    raise ValueError('no')\n"
     assert data["lines"]["file"] == "s.reduced.py" and Path("s.py").read_text() == SCRIPT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import threading
 from collections import Counter
@@ -121,7 +122,8 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
     yield from _first_failure(made)
     if made["observation"]["attempt"]["timed_out"]:
         yield from _stacks(made["observation"])
-    for note in dict.fromkeys(_notes(case, made["observation"])):
+    notes = _unraised(case, made["observation"]) if made["outcome"]["outcome"] == "passed" else ()
+    for note in dict.fromkeys([*notes, *_notes(case, made["observation"])]):
         yield f"  note: {note}"
 
 
@@ -151,6 +153,19 @@ def _stacks(observation: Observation) -> Iterator[str]:
     for frames, ranks in places.items():
         yield f"  {list_ranks(ranks)} stopped at" + (":" if frames else ": unknown")
         yield from (f"    {frame}" for frame in frames)
+
+
+def _unraised(case: AdhocCase, observation: Observation) -> Iterator[str]:
+    """Yield the ranks in whose logs the named error is, as of a child process, though no rank raised it."""
+    for signature in case.signatures:
+        if signature.kind != "exception" or not signature.type:
+            continue
+        name = re.escape(signature.type.rpartition(".")[2])
+        lines = re.compile(rf"^(?:\[\w+\]: ?)?(?:[\w.]+\.)?{name}(?:: (?P<message>.*))?$", re.MULTILINE)
+        for rank in observation["ranks"]:
+            texts = (found["message"] or "" for found in lines.finditer(rank["log_tail"]))
+            if any(re.search(signature.message or "", text) for text in texts):
+                yield f"the text of the named error is in the log of rank {rank['rank']}, but no rank raised it"
 
 
 def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:

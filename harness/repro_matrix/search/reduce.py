@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment.stacks import Stack
@@ -30,6 +30,7 @@ from repro_matrix.search.parameters import OUT, Config, Parameter, arguments_of
 from repro_matrix.search.prober import Answer, CellRunner, Say
 
 Json = dict[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 CONFIRMED = 3  # attempts of the result: whether it fails every time
 # Infrastructure errors that the script causes, not the machine: another attempt would show them again.
 LASTING = ("script_error", "missing_check", "no_effect", "interrupted")
@@ -66,27 +67,33 @@ class Reduction(CellRunner):
             raise ConfigError(f"The failure does not occur as given: {first}")
         self.say(f"{len(self.parameters)} parameters vary: {', '.join(each.name for each in self.parameters)}")
         while True:
-            trail = Trail(self._reproduced)
+            trail: Trail[Config, bool | None] = Trail(lambda config: self._reproduced(config, self._probe))
             config, done = parameters.reduce(self.parameters, trail)
             self.ended = trail.ended
             try:
                 answer = self._probe(config, max(CONFIRMED, self.repeat)) if done else None
             except NoMoreProbes as ended:
                 self.ended, answer = ended, None
-            wanted = repeats_for(answer.reproductions, answer.counted) if answer and answer.flaky else 1
-            if answer is None or self.repeat >= wanted:
+            if answer is None or self._has_enough_attempts(answer):
                 return config, first
-            self.repeat = wanted  # one passing attempt proves nothing: start again with more
-            self.notes.append(
-                f"The failure is flaky: {answer.reproductions} of {answer.counted} attempts. "
-                f"Configurations that passed were launched {wanted} times."
-            )
-            self.say(self.notes[-1])
 
-    def _reproduced(self, config: Config) -> bool | None:
-        probe = self.probes.get(config)
+    def _has_enough_attempts(self, answer: Answer) -> bool:
+        """Whether the probes had enough attempts for so frequent a failure; otherwise increase ``repeat``."""
+        wanted = repeats_for(answer.reproductions, answer.counted) if answer.flaky else 1
+        if self.repeat >= wanted:
+            return True
+        self.repeat = wanted  # one passing attempt proves nothing: start again with more
+        self.notes.append(
+            f"The failure is flaky: {answer.reproductions} of {answer.counted} attempts. "
+            f"What passed was launched {wanted} times."
+        )
+        self.say(self.notes[-1])
+        return False
+
+    def _reproduced(self, key: Key, launch: Callable[[Key, int], Answer]) -> bool | None:
+        probe = self.probes.get(key)
         if probe is None or (probe.document and not probe.reproduced and probe.counted < self.repeat):
-            probe = self._probe(config, self.repeat)
+            probe = launch(key, self.repeat)
         return probe.reproduced
 
     def _probe(self, config: Config, repeat: int) -> Answer:
@@ -273,13 +280,12 @@ class ScriptReduction(Reduction):
         the stored results stay valid."""
         text, path = file.read_text(encoding="utf-8"), file.with_name(f".{file.stem}.reducing.py")
 
-        def reproduced(candidate: str) -> bool | None:
+        def launch(candidate: str, repeat: int) -> Answer:
             path.write_text(candidate, encoding="utf-8")
             request = self.configured(config, path).request(self.stack.name)
-            what = f"{len(candidate.splitlines())} lines"
-            return self._launch(candidate, what, lambda: request, self.repeat).reproduced
+            return self._launch(candidate, f"{len(candidate.splitlines())} lines", lambda: request, repeat)
 
-        trail, done = Trail(reproduced), False
+        done = False
         whole = smallest = parameters.unparse(ast.parse(text))
         try:
             path.touch(exist_ok=False)
@@ -288,14 +294,19 @@ class ScriptReduction(Reduction):
                 f"{path}: another process is reducing this script. Wait for it; if it was killed, remove the file."
             ) from None
         try:
-            if trail.ask(whole) is not True:
-                raise MeasureError(f"A copy of the script ({path.name}) does not fail in the same way.")
-            smallest, done = parameters.reduce_statements(text, trail)
+            while not done:
+                trail: Trail[str, bool | None] = Trail(lambda candidate: self._reproduced(candidate, launch))
+                if trail.ask(whole) is not True:
+                    raise MeasureError(f"A copy of the script ({path.name}) does not fail in the same way.")
+                smallest, complete = parameters.reduce_statements(text, trail)
+                self.ended = trail.ended
+                if not complete:
+                    break
+                done = self._has_enough_attempts(launch(smallest, max(CONFIRMED, self.repeat)))
         except NoMoreProbes as ended:
-            trail.ended = ended
+            self.ended = ended
         finally:
             path.unlink()
-        self.ended = trail.ended
         lines = {
             "before": len(text.splitlines()), "now": len(smallest.splitlines()), "text": smallest, "done": done,
             "file": os.path.relpath(out) if done and smallest != whole else None,
