@@ -111,7 +111,7 @@ def test_merge_of_all_parts_is_one_run(tmp_path: Path, capsys: pytest.CaptureFix
     one, other = make_shard(tmp_path, 1, ["a", "b"]), make_shard(tmp_path, 2, ["c"])
     assert merge(one, other, to=tmp_path / "all") == 0
     found = {path.parent.name for path in (tmp_path / "all").rglob("*.json")}
-    assert found == {"a", "b", "c"} and "every shard is there and whole" in capsys.readouterr().out
+    assert found == {"a", "b", "c"} and "every shard is complete" in capsys.readouterr().out
     assert merge(one, other, to=tmp_path / "all") == 2, "an existing folder is not overwritten"
 
 
@@ -120,7 +120,7 @@ def test_merge_names_a_missing_part_and_a_missing_cell(tmp_path: Path, capsys: p
     (one / "cpu" / "torch2.13.0" / "a" / "damaged.json").write_text("{")
     assert merge(one, to=tmp_path / "all") == 3
     out = capsys.readouterr().out
-    assert "missing: shard 2 of 2; it is made by: repro matrix 'case=c*' shard=2/2" in out
+    assert "missing: shard 2 of 2; to measure it: repro matrix 'case=c*' shard=2/2" in out
     assert "incomplete: shard 1/2 lacks 1 cell: cpu current b/m-ddp" in out
 
 

@@ -177,7 +177,7 @@ def test_history_lists_variants_that_changed_and_counts_steady_ones() -> None:
     assert past and past.columns == ("run 0", "run 1", "run 2") and past.steady == 3
     (strip,) = past.strips
     assert [entry and entry[0].name for entry in strip.entries] == names
-    assert "1 variants changed" in " ".join(shown(cell(), runs=runs).find("section"))
+    assert "1 variant changed" in " ".join(shown(cell(), runs=runs).find("section"))
 
 
 def test_verdicts_differ_in_symbol_or_text() -> None:

@@ -190,7 +190,7 @@ def _evidence(
         variant=prediction.variant,
         model=row.model,
         strategy=row.strategy,
-        ranks=f"{row.ranks} ranks",
+        ranks=counted(row.ranks, "rank"),
         stack=row.stack.name + (f" ({known})" if known else ""),
         hardware=row.hardware.profile,
         setting=" ".join(setting),

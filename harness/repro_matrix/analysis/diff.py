@@ -267,7 +267,7 @@ def _places(changes: Sequence[Change], everything: bool) -> str:
         cells.setdefault(place, []).append(change.variant)
     places = [f"{place}: {', '.join(variants)}" if any(variants) else place for place, variants in cells.items()]
     few = len(places) if everything else 3
-    return "; ".join(places[:few]) + (f"; and {len(places) - few} more cells" if len(places) > few else "")
+    return "; ".join(places[:few]) + (f"; and {counted(len(places) - few, 'more cell')}" if len(places) > few else "")
 
 
 def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> Iterator[str]:

@@ -16,6 +16,7 @@ from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Culprits
 from repro_matrix.search.bisect import Bisector, Roles, changed_packages
 from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, Prober, Target
+from repro_matrix.text import counted
 
 WORSE = ("new_failure", "fix_stopped_working", "reproduces_now")
 NOT_SEARCHED = ("became_flaky", "became_steady")
@@ -202,7 +203,7 @@ def describe(data: Mapping[str, Any]) -> tuple[list[list[str]], list[str]]:
         lines.append(
             f"unknown: {reason}: {', '.join(variants[:4])}" + (f" and {len(variants) - 4} more" if variants[4:] else "")
         )
-    lines.append(f"{len(table)} variants changed, {data['same']} unchanged, {len(data['unknown'])} unknown")
+    lines.append(f"{counted(len(table), 'variant')} changed, {data['same']} unchanged, {len(data['unknown'])} unknown")
     return table, lines
 
 

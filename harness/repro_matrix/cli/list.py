@@ -21,9 +21,10 @@ def main(args: argparse.Namespace) -> int:
         return print_composed(args.overrides)
     request = ask(args.overrides)
     request.check()
+    cells = request.cells  # an error that names a file that is left out is not preceded by the note about it
     print_notes([f"left out: {text}" for text in request.catalogue.left_out])
     rows: list[dict[str, Any]] = []
-    for cell in request.cells:
+    for cell in cells:
         case = request.catalogue.cases[cell.case]
         row = {
             "case": cell.case, "kind": case.kind, "title": case.title, "references": case.references,

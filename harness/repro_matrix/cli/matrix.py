@@ -43,6 +43,8 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.cfg:
         return session.print_composed(args.overrides)
+    if args.all and args.dry_run:
+        raise ConfigError("--all: shows results, and --dry-run has none. `--dry-run --json` lists every variant.")
     if args.memory and not args.dry_run:
         raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
     if args.memory:

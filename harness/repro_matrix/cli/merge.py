@@ -17,7 +17,7 @@ from repro_matrix.text import counted
 EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
 selections, a shard given twice and a cell in two shards are refused by name.
 
-exit codes: 0 every shard is there and whole; 3 a shard, or a cell of one, is missing (the rest is merged); 2 not shards
+exit codes: 0 every shard is complete; 3 a shard, or a cell of one, is missing (the rest is merged); 2 not shards
 of one run."""
 SHOWN = 5  # missing cells of a shard
 
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     selection = next(iter(parts.values())).selection
     for number in absent:
         made = shlex.join(["repro", "matrix", *selection, f"shard={number}/{count}"])
-        print(f"missing: shard {number} of {count}; it is made by: {made}")
+        print(f"missing: shard {number} of {count}; to measure it: {made}")
     for shard, cells in lacking.items():
         few = "; ".join(cells[:SHOWN]) + (f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else "")
         lacks = counted(len(cells), "cell")
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     if next(iter(parts.values())).changed:
         print("note: measured on a changed tree: `repro accept` will not take it")
     print(f"{counted(merged, 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
-    print(f"exit code {code}: " + ("not all of it is there" if code else "every shard is there and whole"))
+    print(f"exit code {code}: " + ("a shard or a cell is missing" if code else "every shard is complete"))
     return code
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.authoring import draft
-from repro_matrix.config import catalog
+from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.external.log_match import recognize
@@ -37,6 +37,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--silent with --from-log: a log does not show wrong numbers. Leave one out.")
     if args.from_reduction and (args.like or args.silent):
         raise ConfigError("--from-reduction with --like or --silent: a reduction has both already. Leave one out.")
+    project.make_folders()
     known = catalog.load()
     if args.slug in known.cases:
         raise ConfigError(f"{args.slug} exists already. See `repro show {args.slug}`, or choose another name.")

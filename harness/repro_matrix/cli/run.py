@@ -14,7 +14,7 @@ from repro_matrix.errors import ConfigError, ExitCode, ReproError, unknown
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results.summary import error_at
 from repro_matrix.runner import session, workspace
-from repro_matrix.text import log
+from repro_matrix.text import counted, log
 
 EPILOG = """repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.
 A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown."""
@@ -54,7 +54,8 @@ def run_script(args: argparse.Namespace) -> int:
     case = request.catalogue.cases[script.slug]
     assert isinstance(case, AdhocCase)
     if args.dry_run:
-        print(f"{case.title}: {case.launch.world_size} ranks on stack {spec}, at most {case.launch.deadline:g} s")
+        ranks = counted(case.launch.world_size, "rank")
+        print(f"{case.title}: {ranks} on stack {spec}, at most {case.launch.deadline:g} s")
         return 0
     prepared = session.prepare(request, given={spec: in_shell(stacks.resolve(spec, say=log))})
     plan = prepared.plans[0].variants[0]

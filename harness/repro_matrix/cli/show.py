@@ -24,6 +24,7 @@ from repro_matrix.report.terminal import print_json, print_notes, print_table, p
 from repro_matrix.runner import prerequisites
 from repro_matrix.runner.attempts import recipe
 from repro_matrix.runner.session import Request, Session, ask
+from repro_matrix.text import counted
 
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
@@ -104,7 +105,7 @@ def _head(case: Case) -> Iterator[str]:
         yield f"SIMULATED: {case.simulated}"
     yield f"references: {', '.join(case.references) or 'none'}"
     yield from [case.summary] if case.summary else []
-    needs = [*case.requires.packages, *([f"{case.requires.gpus} GPUs"] if case.requires.gpus else [])]
+    needs = [*case.requires.packages, *([counted(case.requires.gpus, "GPU")] if case.requires.gpus else [])]
     if needs or case.requires.stack:
         yield f"needs: {', '.join(needs) or 'nothing special'}; reproduces on: {case.requires.stack or 'current'}"
     ranks = "all ranks" if case.pass_criteria.ranks == "all" else "the first rank"

@@ -92,6 +92,8 @@ def read_yaml(path: Path) -> Raw:
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if data is None:
+        raise ConfigError(f"{path}: is empty")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys, not {type(data).__name__}")
     return data

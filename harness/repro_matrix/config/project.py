@@ -80,6 +80,9 @@ def conf_folders(conf: Path = CONF) -> list[Path]:
     Those that a command line names are in the environment: processes that this one starts read the same files.
     """
     more = [Path(text) for text in os.environ.get(CONFIG_PATH, "").split(os.pathsep) if text]
+    for folder in more:
+        if not folder.is_dir():
+            raise ConfigError(f"{CONFIG_PATH}: {folder}: no such folder")
     return list(dict.fromkeys([conf, *((*current().conf, *more) if conf == CONF else ())]))
 
 
@@ -141,9 +144,22 @@ def _declared(folder: Path) -> Project | None:
     )
 
 
+def make_folders() -> None:
+    """Create the folders that the nearest repro.toml names."""
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        for file in (folder / FILE, folder / "pyproject.toml"):
+            if _keys(file, file_state(file)) is not None:
+                declared = _read(file, file_state(file))
+                for name in (*declared.conf, *declared.scripts):
+                    (folder / name).mkdir(parents=True, exist_ok=True)
+                return
+        if (folder / ".git").exists():
+            return
+
+
 def _folder(base: Path, name: str, file: Path, key: str) -> Path:
     if not (base / name).is_dir():
-        raise ConfigError(f"{file}: {key}: there is no folder {base / name}")
+        raise ConfigError(f"{file}: {key}: there is no folder {base / name}; `mkdir` or `repro new` makes it")
     return base / name
 
 

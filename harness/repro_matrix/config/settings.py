@@ -128,6 +128,10 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
         given = [each for each in overrides if each.partition("=")[0] == getattr(cause, "full_key", None)]
         if kind and given:
             raise ConfigError(f"{given[0]}: expected {'an integer' if kind[1] == 'Integer' else 'a number'}") from None
+        choices = re.search(r"expected one of \[(.+)\]", text)
+        if choices and given:
+            word = given[0].partition("=")[2]
+            raise ConfigError(f"{given[0]}: {word!r} is not valid{nearest(word, choices[1].split(', '))}") from None
         key = re.search(r"Key '([^']+)' (?:is )?not in", str(error))
         hint = nearest(key[1], [*(each.name for each in fields(RunSettings)), *OVERRIDE_GROUPS]) if key else ""
         raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}{hint}") from None

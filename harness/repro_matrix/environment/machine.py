@@ -22,7 +22,7 @@ from repro_matrix.environment import gpus as gpu_driver
 from repro_matrix.environment.gpus import DriverError, Gpu
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.records.document import Around
-from repro_matrix.text import first_line
+from repro_matrix.text import counted, first_line
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NO_GPU = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES; the last is what Slurm sets for a job without GPUs
@@ -233,11 +233,12 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     fitting = sorted((gpu for gpu in machine.gpus if _fits(spec, gpu)), key=lambda gpu: gpu.busy)  # else as listed
     exclusive = [str(_exclusive(gpu)) for gpu in fitting if spec.shared and _exclusive(gpu)]
     if exclusive or len(fitting) < spec.gpus:
-        kind = f"{spec.gpu_name} GPUs" if spec.gpu_name else "GPUs"
+        kind = f"{spec.gpu_name} GPU" if spec.gpu_name else "GPU"
         reasons = [*exclusive, *(map(str, machine.left_out) if machine.left_out else machine.unusable)]
         reasons += [machine.hidden] if machine.hidden else []
         raise HardwareError(
-            f"hardware={name}: needs {spec.gpus} {kind}, and this machine has {count_names(machine.gpus) or 'none'}. "
+            f"hardware={name}: needs {counted(spec.gpus, kind)}, "
+            + f"and this machine has {count_names(machine.gpus) or 'none'}. "
             + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
             + "hardware=auto uses the GPUs of this machine; hardware=cpu runs with gloo on any machine."
         )

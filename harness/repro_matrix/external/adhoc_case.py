@@ -242,7 +242,7 @@ def command_of_words(words: Sequence[str], nproc: int | None = None) -> Command:
         hint = (
             "; write it as env.NAME=VALUE before the --" if "=" in program else nearest(program, [*LAUNCHERS, "python"])
         )
-        raise ConfigError(f"`{program}` cannot be launched on a stack of its own{hint}")
+        raise ConfigError(f"`{program}`: not a program that can be launched on a chosen stack{hint}")
     module = argv[1] if argv[:1] == ["-m"] and len(argv) > 1 else ""
     plain = module not in STARTS_RANKS
     file = next((word for word in argv if word.endswith(".py")), None)

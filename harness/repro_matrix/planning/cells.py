@@ -21,6 +21,7 @@ from repro_matrix.environment.machine import Profile
 from repro_matrix.errors import ConfigError, as_yaml, unknown
 from repro_matrix.records.document import Skip as StoredSkip
 from repro_matrix.records.document import SkipKind
+from repro_matrix.text import counted
 
 # How this machine's ranks reach each other: needed on some machines, and results are compared across machines.
 TRANSPORT = ("NCCL_", "GLOO_")
@@ -206,9 +207,10 @@ def unsuitable(
 ) -> Iterator[Skip]:
     """Yield each reason why a variant with these settings measures nothing, whatever the stack has."""
     if ranks < case.min_ranks:
-        yield Skip("ranks", f"needs at least {case.min_ranks} ranks; ranks={ranks}")
+        yield Skip("ranks", f"needs at least {counted(case.min_ranks, 'rank')}; ranks={ranks}")
     elif ranks != case.launch.world_size and not case.supports_other_world_sizes:
-        needed = f"exactly {case.launch.world_size} ranks (the case does not declare `supports_other_world_sizes`)"
+        own = counted(case.launch.world_size, "rank")
+        needed = f"exactly {own} (the case does not declare `supports_other_world_sizes`)"
         yield Skip("ranks", f"needs {needed}; ranks={ranks}")
     size, world_size, config = settings["tp_size"], settings["world_size"], settings["model"]["config"]
     if not strategy.must_divide and size > 1:
@@ -224,7 +226,7 @@ def unsuitable(
     for key in strategy.must_divide if case.requires.divisible else ():
         if config.get(key, 0) % size:
             name = key.removeprefix("num_").replace("_", " ")
-            yield Skip("divisible", f"{config[key]} {name} do not divide over {size} ranks")
+            yield Skip("divisible", f"{config[key]} {name} do not divide over {counted(size, 'rank')}")
 
 
 def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, profile: Profile) -> Iterator[Skip]:
@@ -236,7 +238,7 @@ def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, pro
     if needed > len(profile.gpus) or (required and profile.shared):
         why = f" ({case.requires.reason})" if case.requires.reason and needed == required else ""
         have = f"hardware {profile.name} has {len(profile.gpus) or 'none'}{why}"
-        yield Skip("gpus", f"needs {needed} GPUs; {have}", (f"{needed} GPUs",))
+        yield Skip("gpus", f"needs {counted(needed, 'GPU')}; {have}", (f"{needed} GPUs",))
     if profile.shared and not (case.allow_gpu_sharing and strategy.allow_gpu_sharing):
         subject = "the case" if not case.allow_gpu_sharing else f"strategy {strategy.slug}"
         yield Skip("shared", f"ranks that share one GPU: {subject} does not declare `allow_gpu_sharing`")

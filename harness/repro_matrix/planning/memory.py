@@ -25,6 +25,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
+from repro_matrix.text import counted
 
 MIB, GIB = 2**20, 2**30
 # Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
@@ -235,7 +236,7 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
         full = max(need.host, key=lambda phase: phase.node(need.ranks))
         have = "" if machine.free_gb is None else f", of which {free:g} are free"
         most = f"most while {full.name}: {full.describe()}"
-        needed = f"needs {need.host_node / GIB:.1f} GiB on the host for {need.ranks} ranks ({most})"
+        needed = f"needs {need.host_node / GIB:.1f} GiB on the host for {counted(need.ranks, 'rank')} ({most})"
         return f"{needed}; this machine has {machine.memory_gb:g}{have}"
     return None
 

@@ -18,6 +18,7 @@ from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning.cells import Cell, Skip, unmet_requirement, unsuitable, variants_of
+from repro_matrix.text import counted
 
 if TYPE_CHECKING:
     from repro_matrix.environment.machine import Machine, Profile
@@ -188,7 +189,7 @@ def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> Var
     equal = {**variant.settings, "variant": unfixed.variant} == unfixed.settings and variant.stack == unfixed.stack
     if variant.skip or unfixed.skip or not equal or case.variants[variant.variant].env:
         return variant
-    reason = f"the same as {unfixed.variant} on stack {unfixed.stack} with {unfixed.world_size} ranks"
+    reason = f"the same as {unfixed.variant} on stack {unfixed.stack} with {counted(unfixed.world_size, 'rank')}"
     return replace(variant, skip=Skip("same", reason))
 
 

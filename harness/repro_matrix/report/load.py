@@ -35,7 +35,7 @@ from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, lin
 from repro_matrix.report.terminal import LABELS, label
 from repro_matrix.results import quarantine, runs
 from repro_matrix.results.summary import Row, load_rows
-from repro_matrix.text import block, line, list_ranks, log
+from repro_matrix.text import block, counted, line, list_ranks, log
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
@@ -205,7 +205,7 @@ def _environment() -> Environment:
     environment.globals |= {"labels": LABELS, "link": link}
     environment.filters |= {
         "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "value": format_value,
-        "ranks": list_ranks, "shell": shlex.join, "time": format_time,
+        "ranks": list_ranks, "counted": counted, "shell": shlex.join, "time": format_time,
     }  # fmt: skip
     return environment
 

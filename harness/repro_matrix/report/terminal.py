@@ -76,7 +76,7 @@ _LABELS = (
     Label("FIXED_UPSTREAM", "◆", "fixed upstream", "info",
           meaning="The failure does not occur here; it did in an older stored measurement."),
     Label("reproduced", "●", "reproduces", "reproduce", "reproduce", "The known failure occurs."),
-    Label("passed", "◌", "passed", "info", meaning="Every check passed."),
+    Label("passed", "◌", "no failure", "info", meaning="Every check passed, without a fix."),
     Label("other_failure", "△", "other failure", "warn", "other failures", "It fails, but not with the known error."),
     Label("hang", "⧖", "hang", "warn", "hangs"),
     Label("infra_error", "?", "infrastructure error", "none", "infrastructure errors"),

@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, Nvml, stranger
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import clear_directory, read_launch
+from repro_matrix.text import counted
 
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
 LEFTOVER_MB = 256  # a context alone takes more; the driver's part varies by less
@@ -263,4 +264,4 @@ class GpuPool:
         """Explain why there are fewer than ``width`` usable GPUs."""
         why = [f"{self.names[uuid]}: {problem.why}" for uuid, problem in self.out.items()]
         why += [f"{self.names[uuid]} is in use: {user}" for uuid, user in self.taken.items()]
-        return f"needs {width} GPU{'s' if width > 1 else ''}; {len(self.usable())} can be used ({'; '.join(why)})"
+        return f"needs {counted(width, 'GPU')}; {len(self.usable())} can be used ({'; '.join(why)})"

@@ -28,6 +28,7 @@ from repro_matrix.search import parameters, prober
 from repro_matrix.search.algorithms import NoMoreProbes, Trail, repeats_for
 from repro_matrix.search.parameters import OUT, Config, Parameter, arguments_of
 from repro_matrix.search.prober import Answer, CellRunner, Say
+from repro_matrix.text import counted
 
 Json = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
@@ -65,7 +66,8 @@ class Reduction(CellRunner):
             raise MeasureError(f"The failure cannot be measured as given: {first.detail}")
         if not first.reproduced:
             raise ConfigError(f"The failure does not occur as given: {first}")
-        self.say(f"{len(self.parameters)} parameters vary: {', '.join(each.name for each in self.parameters)}")
+        names = [each.name for each in self.parameters]
+        self.say(f"{counted(len(names), 'parameter')} to vary: {', '.join(names)}")
         while True:
             trail: Trail[Config, bool | None] = Trail(lambda config: self._reproduced(config, self._probe))
             config, done = parameters.reduce(self.parameters, trail)
