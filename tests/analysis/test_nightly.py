@@ -117,10 +117,9 @@ def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse:
 def test_find_missing_looks_further_back_than_the_last_run() -> None:
     between = make_run("between", A, 0)
     assert missing(A, ALL, BOTH, between) == [("c/n", "unfixed", "")]
-    assert missing(A, ALL, replace(BOTH, exit_code=1)) == []
-    assert missing(A, replace(ALL, cells={"c/m": {"now"}}), BOTH, between) == []
+    for requested in (replace(ALL, cells={"c/m": {"now"}}), Requested(VARIANTS)):  # unknown: only the last run counts
+        assert missing(A, requested, BOTH, between) == missing(A, ALL, replace(BOTH, exit_code=1)) == []
     assert [each.excuse for each in find_missing(A, [BOTH], [replace(ALL, cells={}), ALL])] == [""], "one is enough"
-    assert missing(A, Requested(VARIANTS), BOTH, between) == [], "without a request: only the last run counts"
 
 
 def test_find_missing_a_skip_counts_unless_the_passing_run_had_it() -> None:
@@ -268,8 +267,7 @@ def test_nightly_run_that_did_not_end_does_not_pass(
 
 
 def test_nightly_run_is_compared_with_those_stored_before_it_whatever_the_clock(results: Path, night: Night) -> None:
-    assert night("mon", {"unfixed": FIRED}, 2.0)[0] == 0
-    assert night("tue", {"unfixed": PASSED}, 1.0)[0] == 1, "the clock was set back"
+    assert night("mon", {"unfixed": FIRED}, 2.0)[0] == 0 and night("tue", {"unfixed": PASSED}, 1.0)[0] == 1
     assert night("wed", {"unfixed": FIRED}, 3.0)[0] == 0
     assert night("tue", {"unfixed": PASSED}, 1.0)[0] == 1 and night("mon")[0] == 0, "the same runs again"
     assert codes(results) == [("mon", 0), ("tue", 1), ("wed", 0)]
@@ -293,8 +291,7 @@ def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Pat
 def test_nightly_unreadable_or_deleted_evidence_is_exit_3(results: Path, night: Night) -> None:
     bad = write(results / "mon", {"unfixed": FIRED}) / "cpu" / "s" / "some-case" / "x.json"
     bad.write_text("{")
-    code, text = night("mon")
-    assert code == 3 and "x.json" in text
+    assert "x.json" in night("mon")[1]
     load_rows(write(results / "tue", {"unfixed": FIRED}), write=True)
     (results / "tue/cpu/s/some-case/m-fsdp.json").unlink()
     assert cli.main(["diff", *[str(results / "tue")] * 2]) == night("tue")[0] == 3
