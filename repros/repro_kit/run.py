@@ -64,7 +64,7 @@ PEER_GRACE_S = 2.0  # seconds that a failed rank waits for the records of the ot
 
 
 class Settings(dict[str, Any]):
-    """Settings that remember which of them were read: a change that is never read has no effect."""
+    """Flags or options that remember which of them were read: a change that is never read has no effect."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -91,11 +91,10 @@ class Run:
         self.case: str = settings["case"]
         self.variant: str = settings["variant"]
         self.flags = Settings(settings["flags"])
-        self.model = Settings(settings["model"])
-        self.strategy = Settings(settings["strategy"])
+        self.model: dict[str, Any] = settings["model"]
+        self.strategy: dict[str, Any] = settings["strategy"]
         self.options = Settings(settings["strategy"].get("options") or {})
-        changeable = ("flags", "options", "strategy", "model")
-        record.data["read"] = {name: getattr(self, name).read for name in changeable}
+        record.data["read"] = {"flags": self.flags.read, "options": self.options.read}
         record.data["effects"] = []
         self.steps: int = settings["steps"]
         self.seed: int = settings["seed"]
@@ -120,7 +119,7 @@ class Run:
 
     def phase(self, name: str) -> None:
         """Name what the rank is doing, so that an error can say where it happened."""
-        if self.settings["model"].get("scale") == "full":  # not as the script's own reading
+        if self.model.get("scale") == "full":
             self._peak()
             give_memory_back()
         self.record.data["phase"] = name

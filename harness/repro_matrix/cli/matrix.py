@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if args.cfg:
         return session.print_composed(args.overrides)
     if args.all and args.dry_run:
-        raise ConfigError("--all: shows results, and --dry-run has none. `--dry-run --json` lists every variant.")
+        raise ConfigError("--all: shows results, and --dry-run has none. --json lists every variant.")
     if args.memory and not args.dry_run:
         raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
     if args.memory:
@@ -83,13 +83,12 @@ def measure(
     written = write_run_page(folder) if page else None
     changed, keys = None, {row.cell_id for row in rows}
     if before:  # what was not selected now is not missing
-        earlier = [row for row in before.rows if row.key in keys]
-        changed = diffs.compare(earlier, [from_row(row) for row in rows])
+        changed = diffs.compare([row for row in before.rows if row.key in keys], map(from_row, rows))
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}
-        comparison = {"compared_to": diffs.diff_to_json(changed)} if changed else {}
-        print_json({"rows": records, "summary": totals, **comparison})
+        compared = {"compared_to": diffs.diff_to_json(changed)} if changed else {}
+        print_json({"rows": records, "summary": totals, **compared})
     else:
         print_lines(run_summary.lines(prepared, summary, rows, expired, every_variant, columns()))
         if changed and before and not (summary.problem or summary.interrupted or for_git):
@@ -100,9 +99,8 @@ def measure(
         raise ReproError(summary.problem)
     if summary.interrupted:
         log("interrupted: --resume continues with what is missing")
-        return ExitCode.INTERRUPTED
-    if for_git:
-        return bisect_exit(rows)
+    if summary.interrupted or for_git:
+        return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
     for text in expired:
         log(f"repro: {text}")
     code = _exit_code(prepared, summary, rows, changed) or (ExitCode.USAGE if expired else ExitCode.OK)
@@ -114,8 +112,8 @@ def measure(
 
 def _exit_code(run: session.Session, summary: Summary, rows: Sequence[Row], changed: diffs.Diff | None) -> ExitCode:
     """Print the stacks that could not be used; return the exit code."""
-    missing = {document["stack"]["name"] for document in summary.documents} & run.unavailable.keys()
-    missing |= run.unusable  # also stacks of single variants: their skip is not a declared requirement
+    used = {document["stack"]["name"] for document in summary.documents}
+    missing = used & run.unavailable.keys() | run.unusable  # also of single variants, which declare no requirement
     for name in sorted(missing):
         log(f"repro: stack={name}: {run.unavailable[name]}")
     code = exit_code(rows, run.settings.min_cells, bool(missing or run.left_out))

@@ -82,8 +82,7 @@ def _upgrade_script(args: argparse.Namespace) -> int:
 
     script, _, settings = options.script_of(args, needs_limit=False)
     source, target, notes = endpoints(args.source, args.target, script.results)
-    specs, stop = (source, target), threading.Event()
-    ends = _resolve(*specs)
+    specs, ends, stop = (source, target), _resolve(source, target), threading.Event()
     prober = ScriptProber(script, log, stop, settings.repeat)
     search = upgrade.CauseSearch(None, specs, ends, stop, args.releases, args.budget, log)
     with workplace.interruptible(stop, log), prober:

@@ -7,8 +7,7 @@ evidence about the option that it names. Four questions are asked of an attempt 
 - the GPUs: did every rank of an attempt that computes on GPUs use memory of one, and was the model split where it was
   given more GPUs than ranks?
 - whatever else the pass criteria list (``effects``), or a rank measured: is the number within its bounds?
-- the flags and options that the variant changes, and its own strategy or model: did some rank read them? What it
-  changes in the environment is read by libraries, and leaves no trace.
+- the flags and options that the variant changes: did some rank read them?
 """
 
 from __future__ import annotations
@@ -192,10 +191,6 @@ def _unread(case: Case, variant: str, attempt: Attempt) -> str | None:
     if spec is None:
         return None
     recorded = [rank.record.get("read", {}) for rank in attempt.ranks]
-    for axis in ("strategy", "model"):
-        reads = [each.get(axis) for each in recorded]  # an older record does not hold them
-        if getattr(spec, axis) and reads and not any(reads) and None not in reads:
-            return f"the {axis} was never read: the variant changes nothing by it"
     read = {"flag": {name for each in recorded for name in each.get("flags", ())},
             "option": {name for each in recorded for name in each.get("options", ())}}  # fmt: skip
     flags = attempt.settings.get("flags", {})
