@@ -1,0 +1,144 @@
+"""The releases in which a known failure reproduces, from its expectations (results/expected). Pure.
+
+Every expectation says what happens over a range of releases; the unfixed variant's outcome follows from the verdicts
+of the others. The package whose releases tell the outcomes apart best is the one that decides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import fmean
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from repro_matrix.config.expectations import Expectation
+from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
+
+State = Literal["reproduces", "other_failure", "absent"]
+STATES: Mapping[str, State] = {
+    "FIXED": "reproduces", "NOT_FIXED": "reproduces", "DIFFERENT_FAILURE": "reproduces",
+    "SIGNATURE_MISMATCH": "other_failure",
+    "NOT_REPRODUCED": "absent", "FIXED_UPSTREAM": "absent", "FIX_BREAKS": "absent",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReleaseRange:
+    """``first`` and ``last``: measured releases. ``follows``: no release lies between this range and the one before."""
+
+    state: State
+    first: str
+    last: str
+    follows: bool = False
+
+    @property
+    def span(self) -> str:
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+    def contains(self, version: str) -> bool:
+        return Version(self.first) <= Version(version) <= Version(self.last)
+
+
+@dataclass(frozen=True)
+class Releases:
+    """What was measured over the releases of one package, the oldest first. ``ranges`` is empty where nothing was.
+
+    ``every``: the releases of all relevant packages, where none of them makes a difference.
+    """
+
+    package: str = ""
+    ranges: tuple[ReleaseRange, ...] = ()
+    every: Mapping[str, ReleaseRange] = field(default_factory=dict)
+
+    @property
+    def reproduces(self) -> str:
+        """Say where the failure reproduces: ``transformers 4.38.0 to 4.43.4``; "" if it never did."""
+        found = [each for each in self.ranges if each.state == "reproduces"]
+        if found and self.every:
+            return ", ".join(f"{name} {each.span}" for name, each in self.every.items())
+        newest = " (newest measured)" if found and found[-1] is self.ranges[-1] else ""
+        return f"{self.package} {', '.join(each.span for each in found)}{newest}" if found else ""
+
+    @property
+    def ended(self) -> str:
+        """Say when the failure ended: ``in transformers 4.44.0``, or ``between transformers 4.57.6 and 5.0.0`` where
+        releases in between were not measured; "" while it reproduces."""
+        last = max((index for index, each in enumerate(self.ranges) if each.state == "reproduces"), default=None)
+        return "" if last is None or last + 1 == len(self.ranges) else self._boundary(last + 1)
+
+    @property
+    def began(self) -> str:
+        """Say when it began, likewise; "" where the oldest measured release has it."""
+        first = next((index for index, each in enumerate(self.ranges) if each.state == "reproduces"), 0)
+        return self._boundary(first) if first else ""
+
+    def _boundary(self, index: int) -> str:
+        before, after = self.ranges[index - 1], self.ranges[index]
+        if after.follows:
+            return f"in {self.package} {after.first}"
+        return f"between {self.package} {before.last} and {after.first}"
+
+    @property
+    def sentence(self) -> str:
+        """Describe the whole history in a sentence; "" where it was measured on one release only."""
+        if not self.reproduces or all(each.first == each.last for each in (*self.ranges, *self.every.values())):
+            return ""
+        last = self.ranges[-1].state
+        after = {"absent": f"; fixed {self.ended}", "other_failure": f"; replaced by another error {self.ended}"}
+        return f"reproduces in {self.reproduces}{after.get(last, '')}"
+
+
+Point = tuple[State, Expectation]
+
+
+def releases_of(case: Case) -> Releases:
+    """Return the releases of the package that decides."""
+    points: dict[str, dict[Version, list[Point]]] = {name: defaultdict(list) for name in ("transformers", *UPSTREAM)}
+    for entry in case.expect:
+        for state in {STATES[verdict] for verdict in entry.verdicts.values() if verdict in STATES}:
+            for end in entry.measured_at:
+                for name in points.keys() & end.keys():
+                    points[name][Version(end[name])].append((state, entry))
+    found = {name: _ranges(name, each) for name, each in points.items() if each}
+    varying = {name: ranges for name, ranges in found.items() if len({each.state for each in ranges}) > 1}
+
+    def mixed(name: str) -> float:
+        return fmean(len({state for state, _ in each}) > 1 for each in points[name].values())
+
+    if varying:
+        best = min(varying, key=mixed)
+        return Releases(best, varying[best])
+    relevant = ["torch", "transformers", *(each.package or "" for each in case.signatures)]
+    every = {name: found[name][0] for name in dict.fromkeys(relevant) if name in found}
+    return Releases(*next(iter(found.items())), every) if found else Releases()
+
+
+def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[ReleaseRange, ...]:
+    """Merge neighboring releases with the same state. One cell in which the failure reproduces decides."""
+    order = list(dict.fromkeys(STATES.values()))
+    states = {version: min((state for state, _ in each), key=order.index) for version, each in points.items()}
+    out: list[ReleaseRange] = []
+    before: list[Version] = []
+    for state, group in groupby(sorted(states), key=states.__getitem__):
+        versions = list(group)
+        follows = bool(before) and _adjacent(package, points[before[-1]], points[versions[0]])
+        out.append(ReleaseRange(state, versions[0].public, versions[-1].public, follows))
+        before = versions
+    return tuple(out)
+
+
+def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> bool:
+    """Whether an expectation that ends with one release and one that begins with the next leave no release between."""
+    ends = {(each.operator, each.version) for _, entry in before for each in SpecifierSet(entry.versions[package])}
+    begins = {(each.operator, each.version) for _, entry in after for each in SpecifierSet(entry.versions[package])}
+    upper = {version for operator, version in ends if operator == "<"}
+    lower = {version for operator, version in begins if operator == ">="}
+    last = {Version(version).release for operator, version in ends if operator == "<="}
+    next_patch = {(*release[:-1], release[-1] + 1) for release in last if len(release) > 2}
+    return bool(upper & lower) or bool(next_patch & {Version(version).release for version in lower})
