@@ -24,7 +24,7 @@ def parser(command: str) -> options.Parser:
         (["matrix", "--repeat", "3"], "did you mean 'repeat='?"),
         (["match", "--variant", "x"], "unknown option --variant (there are: "),  # it takes no settings
         (["list", "--jsn"], "did you mean '--json'"),
-        (["run", "./x.py", "--args", "--bug"], "--args=-VALUE"),
+        (["run", "./x.py", "--args", "--lr", "--bug"], "unknown option --bug"),
         (["bisect", "fsdp-generate", "--goood", "1"], "did you mean '--good'"),
         (["show", "a", "case=b"], "the case is given already"),
         (["list", "--config-dir", "/no/such"], "/no/such: no such folder"),
@@ -51,6 +51,20 @@ def test_options_and_overrides_parse_in_any_order(pieces: list[str], where: int)
     args = options.parse(parser("bisect"), " ".join(pieces).split())
     assert (args.case, args.good, args.bad, args.yanked) == ("CASE", "1", "b=2", True)
     assert args.overrides == [piece for piece in pieces if "=" in piece and not piece.startswith("--")]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--args", "--train-head"], "--train-head"),
+        (["--args", "--train-head", "--nproc", "2", "--args", "--lr 1e-4", "repeat=2"], "--train-head --lr 1e-4"),
+        (["--args=-v", "--args", "a=b"], "-v a=b"),
+        (["--args", "--nproc"], "--nproc"),  # of the script: the next word, whatever it is
+    ],
+)
+def test_arguments_of_a_script_may_begin_with_dashes(words: list[str], expected: str) -> None:
+    args = options.parse(parser("run"), ["./train.py", *words])
+    assert args.case == "./train.py" and args.script_args == expected
 
 
 def test_one_stack_splits_the_stack_from_the_rest() -> None:

@@ -75,7 +75,8 @@ def case_or_script(parser: argparse.ArgumentParser, **values: Any) -> None:
 def script(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a script of your own (./train.py, or a command line after --)").add_argument
     add("--nproc", type=number(1), metavar="N", help="ranks (default: 2)")
-    add("--args", default="", metavar="'...'", dest="script_args", help="the script's arguments")
+    text = "an argument of the script, or several in quotes; may be repeated: --args --bf16 --args '--lr 1e-4'"
+    add("--args", action="append", default=[], metavar="ARGS", dest="script_args", help=text)
     add("--module", action="store_true", help="the first argument is a module, as of python -m")
     add("--error", metavar="'TYPE: REGEX'", help="the failure: an exception of the ranks that failed first")
     add("--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns")
@@ -249,6 +250,9 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         before, command = before[:cut], before[cut + 1 :]
         if not command:
             raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
+    while "--args" in parser._option_string_actions and "--args" in before[:-1]:  # argparse refuses a value with a dash
+        place = before.index("--args")
+        before[place : place + 2] = [f"--args={before[place + 1]}"]
     try:
         args, late = parser.parse_known_args(before)  # late: overrides after an option
     except ConfigError as error:
@@ -257,6 +261,8 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         raise
     takes_overrides = hasattr(args, "overrides")
     _check_options(parser, late, SETTINGS if takes_overrides else ())
+    if "script_args" in args:
+        args.script_args = " ".join(args.script_args)
     if late and not takes_overrides:
         parser.error(f"unexpected arguments: {' '.join(late)}")
     if late:
