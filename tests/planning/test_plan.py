@@ -38,6 +38,7 @@ SHARED = Profile("gpu1-shared", "cuda", "gloo", gpus(1), shared=True)
 @dataclass
 class FakeStack:
     name: str = "current"
+    python: str = "/python"
     key: str = "fake"
     changed: tuple[str, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
@@ -217,3 +218,14 @@ def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
     found = plans(*texts, settings=full, known=known)[0].variants[0].settings
     assert found["model"]["config"]["num_hidden_layers"] == 2 and found["model"]["config"]["hidden_size"] == 5120
     assert found["flags"]["dtype"] == "bfloat16"
+
+
+def test_stack_without_torch_is_one_reason_for_everything() -> None:
+    found = plans("case=*", stack=FakeStack(versions={"transformers": "5.23.0"}))
+    (reason,) = {plan.skipped for plan in found if "GPU" not in (plan.skipped or "")}
+    assert reason and reason.endswith("/python -m pip install torch transformers accelerate peft deepspeed")
+
+
+def test_fix_that_is_a_newer_release_is_named_on_a_stack_that_has_it() -> None:
+    skipped = variants("case=fsdp-generate", "model=qwen1.5-0.5b", "strategy=fsdp")["newer-transformers"].skipped
+    assert skipped == "the fix is a newer release, which stack current already has"

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from observations import document
+from report_cells import stored_cell
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.report.run_summary import Progress
 from repro_matrix.runner.engine import Event
@@ -47,3 +49,15 @@ def test_silence_without_a_terminal_is_interrupted_by_what_runs(
         assert "cpu slow unfixed 31s" in capsys.readouterr().err
         progress.event(Event("time"))
         assert not capsys.readouterr().err
+
+
+def test_line_of_a_cell_is_short_and_names_a_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress()
+    reason = "needs 2 GPUs " + "x" * 900
+    skipped = document({"unfixed": reason, "fix": reason}, {})
+    for number, stored in enumerate([stored_cell(), skipped, skipped]):
+        progress.event(event("cells", str(number)))
+        progress.event(event("cell", str(number), document=stored))
+    measured, first, second = capsys.readouterr().err.splitlines()
+    assert measured.startswith("[1/1] 0 on ") and measured.endswith(": reproduced, FIXED")
+    assert "needs 2 GPUs" in first and second.endswith("skipped, as above") and len(first) < 300

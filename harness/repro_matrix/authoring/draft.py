@@ -84,7 +84,8 @@ def _case_folders() -> tuple[Path, Path]:
         return folder, here.scripts[0] if here.scripts else folder
     if not CHECKOUT:
         raise ConfigError(
-            f'{here.folder}: no repro.toml names the folder of your own cases. Write one: conf = "failures"'
+            f"{here.folder}: no repro.toml names the folder of your own cases. "
+            'Create repro.toml with the line: conf = ["failures"]'
         )
     return CONF / "case", REPROS
 

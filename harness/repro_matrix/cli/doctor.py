@@ -12,6 +12,7 @@ from repro_matrix.environment.gpus import GpuState, describe_gpu, states
 from repro_matrix.environment.machine import HardwareError, Machine, Profile, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import Stack, resolve
 from repro_matrix.paths import cache_dir
+from repro_matrix.planning.plan import no_torch
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
@@ -85,7 +86,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Machine) -> list[str]:
     error = torch.get("import_error") or torch.get("failed")
-    problems = [f"torch does not import in stack {stack.name}: {error}" if error else None]
+    error = f"torch does not import in stack {stack.name}: {error}" if error else None
+    problems = [error if "torch" in stack.versions else no_torch(stack)]
     if profile.accelerator != "cpu":
         problems = [probe.problem(torch, stack, profile, machine)]
     for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (runs.scratch(), "results=DIR")):

@@ -10,6 +10,7 @@ from repro_matrix.authoring.export import export_variant
 from repro_matrix.cli import options as arguments
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.text import log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +29,12 @@ def main(args: argparse.Namespace) -> int:
     if variant not in cases[args.case].variants:
         raise unknown("variant", variant, cases[args.case].variants, args.case)
     given, overrides = arguments.one_stack(args)
-    text = export_variant(args.case, variant, overrides, args.stack or given).text
+    exported = export_variant(args.case, variant, overrides, args.stack or given)
+    text, run = exported.text, f"torchrun --nproc-per-node {exported.ranks}"
     if not args.out:
         sys.stdout.write(text)
+        sys.stdout.flush()
+        log(f"save it with --out FILE.py; run it with {run} FILE.py")
         return 0
     out = Path(args.out)
     if out.exists():
@@ -39,5 +43,5 @@ def main(args: argparse.Namespace) -> int:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
-    print(f"wrote {out} ({text.count(chr(10))} lines)", file=sys.stderr)
+    log(f"wrote {out} ({text.count(chr(10))} lines); run it with {run} {out}")
     return 0

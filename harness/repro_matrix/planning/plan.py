@@ -14,7 +14,7 @@ from repro_kit.settings import resolve, variant_axis
 from packaging.requirements import Requirement
 
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.schema import Case, Variant
+from repro_matrix.config.schema import AdhocCase, Case, Variant
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning.cells import Cell, Skip, unmet_requirement, unsuitable, variants_of
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from repro_matrix.environment.stacks import Stack
     from repro_matrix.planning.memory import MemoryPlan
 
+TORCH = "torch"  # what a skip for lack of it needs
 MEMORY_PER_RANK_GB = 0.5  # a rank with torch and transformers imported: the least that it needs
 
 
@@ -156,6 +157,8 @@ class Planner:
         if isinstance(stack, str):
             reason = f"needs stack {variant.stack}: {stack}" if variant.stack else stack
             return Skip("stack", reason, (f"stack {variant.stack or cell.stack}",))
+        if "torch" not in stack.versions and not isinstance(case, AdhocCase):
+            return Skip("packages", no_torch(stack), (TORCH,))
         kind = profile.accelerator
         needed = [*case.requires.packages, *variant.needs_on(kind), *model.requires, *strategy.needs_on(kind)]
         named = {Requirement(item).name for item in needed}
@@ -177,6 +180,12 @@ class Planner:
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
 
 
+def no_torch(stack: Stack) -> str:
+    """Say that a stack cannot run any case, and how to change that."""
+    packages = "torch transformers accelerate peft deepspeed"
+    return f"stack {stack.name} has no torch. Install it: {stack.python} -m pip install {packages}"
+
+
 def skip_with_first(variants: Sequence[VariantPlan]) -> tuple[VariantPlan, ...]:
     """Skip all variants where the first one is skipped: without the unfixed variant a fix proves nothing."""
     first = variants[0].skip
@@ -190,6 +199,8 @@ def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> Var
     if variant.skip or unfixed.skip or not equal or case.variants[variant.variant].env:
         return variant
     reason = f"the same as {unfixed.variant} on stack {unfixed.stack} with {counted(unfixed.world_size, 'rank')}"
+    if case.variants[variant.variant].stack:
+        reason = f"the fix is a newer release, which stack {unfixed.stack} already has"
     return replace(variant, skip=Skip("same", reason))
 
 

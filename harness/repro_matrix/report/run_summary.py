@@ -27,7 +27,7 @@ from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.session import Session
-from repro_matrix.text import WIDTH, counted, one_line, printable, wrap
+from repro_matrix.text import WIDTH, counted, first_line, one_line, printable, wrap
 
 LOG_LINES = 4
 MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
@@ -169,6 +169,7 @@ class Progress:
         self.verbose = verbose
         self.attempts = self.done = self.cells = self.all_cells = 0
         self.verdicts: Counter[str] = Counter()
+        self.reasons: set[str] = set()  # of skipped cells
         self._printed = time.monotonic()
         # The bar counts expected seconds, so that the time left is that of long attempts, not of their number.
         self.bar = rich.progress.Progress(
@@ -229,8 +230,11 @@ class Progress:
         self.verdicts.update(row.verdict for row in rows if row.verdict)
         if self.out.is_terminal or self.verbose:
             return
-        results = [f"{row.variant} {row.verdict or row.outcome}" for row in rows if row.attempts]
-        text = ", ".join(results) or f"skipped: {rows[0].reason}"
+        counts = Counter(row.verdict or row.outcome for row in rows if row.attempts)
+        text = ", ".join(f"{name} {count}" if count > 1 else name for name, count in counts.items())
+        reason = first_line(rows[0].reason)
+        text = text or ("skipped, as above" if reason in self.reasons else f"skipped: {reason}")
+        self.reasons.add(reason)
         self._print(one_line(f"[{self.cells}/{self.all_cells}] {key} on {document['stack']['name']}: {text}"))
 
     def _print(self, text: str, style: str = "") -> None:

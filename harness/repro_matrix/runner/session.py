@@ -25,7 +25,7 @@ from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
-from repro_matrix.planning.plan import CellPlan, Shard, parse_shard, select_shard
+from repro_matrix.planning.plan import TORCH, CellPlan, Shard, parse_shard, select_shard
 from repro_matrix.results import runs
 from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.store import git_state
@@ -282,6 +282,9 @@ def prepare(
         kind = MeasureError if names[0] in session.unusable else ConfigError
         why = session.unavailable[names[0]]
         raise kind(why if why.startswith("stack") else f"stack={names[0]}: {why}")
+    skips = [plan.variants[0].skip for plan in session.plans]
+    if build_stacks and skips and all(skip and skip.needs == (TORCH,) for skip in skips):
+        raise MeasureError(str(session.plans[0].skipped))
     session.shard = _manifest(shard, request, session, cells) if shard else None
     return session
 
