@@ -223,7 +223,7 @@ def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
 def test_stack_without_torch_is_one_reason_for_everything() -> None:
     found = plans("case=*", stack=FakeStack(versions={"transformers": "5.23.0"}))
     (reason,) = {plan.skipped for plan in found if "GPU" not in (plan.skipped or "")}
-    assert reason and reason.endswith("/python -m pip install torch transformers accelerate peft deepspeed")
+    assert reason and reason.endswith("--python /python torch transformers accelerate peft deepspeed")
 
 
 def test_fix_that_is_a_newer_release_is_named_on_a_stack_that_has_it() -> None:

@@ -182,8 +182,8 @@ class Planner:
 
 def no_torch(stack: Stack) -> str:
     """Say that a stack cannot run any case, and how to change that."""
-    packages = "torch transformers accelerate peft deepspeed"
-    return f"stack {stack.name} has no torch. Install it: {stack.python} -m pip install {packages}"
+    command = f"uv pip install --torch-backend=auto --python {stack.python} torch transformers accelerate peft deepspeed"
+    return f"stack {stack.name} has no torch. Install it: {command}"
 
 
 def skip_with_first(variants: Sequence[VariantPlan]) -> tuple[VariantPlan, ...]:

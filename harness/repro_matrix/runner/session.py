@@ -282,9 +282,10 @@ def prepare(
         kind = MeasureError if names[0] in session.unusable else ConfigError
         why = session.unavailable[names[0]]
         raise kind(why if why.startswith("stack") else f"stack={names[0]}: {why}")
-    skips = [plan.variants[0].skip for plan in session.plans]
-    if build_stacks and skips and all(skip and skip.needs == (TORCH,) for skip in skips):
-        raise MeasureError(str(session.plans[0].skipped))
+    skips = [plan.variants[0].skip for plan in session.plans] if build_stacks else []
+    torchless = next((skip for skip in skips if skip and skip.needs == (TORCH,)), None)
+    if torchless and all(skips):
+        raise MeasureError(torchless.reason)
     session.shard = _manifest(shard, request, session, cells) if shard else None
     return session
 
