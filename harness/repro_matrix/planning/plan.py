@@ -182,7 +182,7 @@ class Planner:
 
 def no_torch(stack: Stack) -> str:
     """Say that a stack cannot run any case, and how to change that."""
-    command = f"uv pip install --torch-backend=auto --python {stack.python} torch transformers accelerate peft deepspeed"
+    command = f"uv pip install --python {stack.python} torch transformers accelerate peft deepspeed"
     return f"stack {stack.name} has no torch. Install it: {command}"
 
 
