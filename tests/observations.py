@@ -150,8 +150,11 @@ def case(slug: str = "some-case", signatures: list[dict[str, Any]] | None = None
         "signatures": [EXCEPTION] if signatures is None else signatures,
         "variants": {"unfixed": {}, "fix": {"flags": {"call": "root"}}, "other-fix": {}},
         "expect": [SEEN],
+        **changes,
     }
-    return Case.model_validate({**made, **changes})
+    for name in made["variants"].keys() - {"unfixed", "control"}:
+        made["variants"] = {**made["variants"], name: {"role": "fix", **made["variants"][name]}}
+    return Case.model_validate(made)
 
 
 def matches(signature: Signature, observed: Any, backend: str | None = None) -> Match | None:

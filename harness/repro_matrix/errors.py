@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+    from pydantic.fields import FieldInfo
 
 
 V = TypeVar("V")
@@ -103,7 +104,7 @@ def describe_validation(error: ValidationError, model: type[BaseModel], path: Pa
         if item["type"] == "extra_forbidden":
             lines.append(f"{path}: unknown key {key!r}{nearest(location[-1], _fields_at(model, item['loc'][:-1]))}")
         elif item["type"] == "missing":
-            lines.append(f"{path}: key {key!r} is missing")
+            lines.append(f"{path}: key {key!r} is missing{_choices_at(model, item['loc'])}")
         elif item["type"] == "literal_error":
             expected = [part.strip(" '") for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")]
             lines.append(f"{path}: {key}: {item['input']!r} is not valid{nearest(str(item['input']), expected)}")
@@ -115,13 +116,19 @@ def describe_validation(error: ValidationError, model: type[BaseModel], path: Pa
     return ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def _fields_at(model: Any, location: tuple[int | str, ...]) -> list[str]:
+def _fields_at(model: Any, location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
     """Return the keys that are valid at a place in a model: follow fields, and the items of lists and mappings."""
     found = _model_of(model)
     for part in map(str, location):
         if found and part in found.model_fields:  # else: an index of a list, or a key of a mapping
             found = _model_of(found.model_fields[part].annotation)
-    return sorted(found.model_fields) if found else []
+    return found.model_fields if found else {}
+
+
+def _choices_at(model: Any, location: tuple[int | str, ...]) -> str:
+    """List the values of a key that takes only some."""
+    kind = getattr(_fields_at(model, location[:-1]).get(str(location[-1])), "annotation", None)
+    return nearest("", get_args(kind)) if get_origin(kind) is Literal else ""
 
 
 def _model_of(kind: Any) -> type[BaseModel] | None:

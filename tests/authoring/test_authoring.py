@@ -135,6 +135,9 @@ def test_check_of_an_unfinished_case_names_each_problem() -> None:
     reviewed = document({**good, name: [("reproduced", there)], also: [("passed", there)]})
     reviewed["verdicts"][name] = {**reviewed["verdicts"].get(name, {}), "name": "NOT_FIXED", "expected": "expected"}
     assert problems(reviewed) == ""
+    probe = case(variants={"unfixed": {}, name: {"role": "probe", "flags": {"call": "root"}}, also: {}})
+    measured = {"forkserver": [document({**good, name: [("reproduced", there)], also: [("passed", there)]})]}
+    assert check.check_attempts("a.yaml", "a.py", probe, measured) == [], "only a fix must pass"
     for kind, ready_ in (("packages", True), ("flags", False)):
         lacking = document({**good, also: []})
         lacking["variants"][also] |= {"skipped": "needs vllm", "skip": {"kind": kind, "requires": ["vllm"]}}

@@ -28,6 +28,9 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
     assert set(found.hardware) == {"auto", "cpu", "gpu1-shared", "a100x8", *(f"gpu{n}" for n in range(1, 9))}
     for case in found.cases.values():
         assert case.kind == "control" or case.references, case.slug
+        first, *others = [variant.role for variant in case.variants.values()]
+        assert first == "unfixed" and "unfixed" not in others, case.slug
+        assert case.kind == "control" or "fix" in others, f"{case.slug}: a failure without a known fix"
     needs = found.strategies["fsdp2"].needs_on
     assert needs("cuda") == ["torch>=2.4"] and needs("cpu") == ["torch>=2.4", "torch>=2.7"]
 
@@ -48,15 +51,30 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
         (NORM, "slug: ", "script: no.py\nslug: ", ["unknown script 'no.py'"]),
         # variants: a mistyped option, a value that an option does not take, an undeclared flag
         (NORM, "{use_orig_params: false}", "{use_orig_param: false}", ["variants.no-orig-params", "'use_orig_params'"]),
-        (NORM, "layer-wrap: {options: {wrap: layer}", "layer-wrap: {options: {wrap: layers}", ["did you mean 'layer'"]),
+        (NORM, "options: {wrap: layer}, help", "options: {wrap: layers}, help", ["did you mean 'layer'"]),
         (NORM, "min_num_params: 2000}", "min_params: 2000}", ["did you mean 'min_num_params'"]),
         (NORM, "min_num_params: 2000}", "min_num_params: two}", ["not of type int"]),
-        (DDP, "\nclaims:", "\n  lie: {help: a lie, flags: {tuch: true}}\nclaims:", ["'tuch'"]),
-        (DDP, "\nclaims:", "\n  lie: {help: a lie, flags: {touch: 'yes'}}\nclaims:", ["flag touch takes"]),
+        (DDP, "\nclaims:", "\n  lie: {role: probe, help: a lie, flags: {tuch: true}}\nclaims:", ["'tuch'"]),
+        (DDP, "\nclaims:", "\n  lie: {role: probe, help: a lie, flags: {touch: 'yes'}}\nclaims:", ["flag touch takes"]),
+        # roles: missing, wrong, a second unfixed, an unfixed that is something else
+        (DDP, "freeze: {role: fix, ", "freeze: {", ["variants.freeze.role", "is missing", "fix, non_fix, probe"]),
+        (DDP, "freeze: {role: fix", "freeze: {role: nonfix", ["variants.freeze.role", "did you mean 'non_fix'"]),
+        (
+            DDP,
+            "freeze: {role: fix",
+            "freeze: {role: unfixed",
+            ["variants: freeze: ", "(there are: fix, non_fix, probe)"],
+        ),
+        (DDP, "unfixed: {", "unfixed: {role: probe, ", ["variants: unfixed: ", "not probe"]),
         # variants that would measure nothing
-        (DDP, "\nclaims:", "\n  lie: {help: a lie, flags: {touch: false}}\nclaims:", ["changes nothing"]),
-        (NORM, "\nclaims:", "\n  twin: {}\nclaims:", ["variants.twin", "'unfixed'", "changes nothing"]),
-        (NORM, "\nclaims:", "\n  twin: {help: other words, flags: {call: root}}\nclaims:", ["changes nothing"]),
+        (DDP, "\nclaims:", "\n  lie: {role: probe, help: a lie, flags: {touch: false}}\nclaims:", ["changes nothing"]),
+        (NORM, "\nclaims:", "\n  twin: {role: probe}\nclaims:", ["variants.twin", "'unfixed'", "changes nothing"]),
+        (
+            NORM,
+            "\nclaims:",
+            "\n  twin: {role: fix, help: other words, flags: {call: root}}\nclaims:",
+            ["changes nothing"],
+        ),
         # claims and pass criteria
         (DDP, "variant: find-unused", "variant: find-unsed", ["claims.", "did you mean 'find-unused'"]),
         ("case/train-step.yaml", "checks:", "check:", ["pass_criteria.check", "did you mean 'checks'"]),

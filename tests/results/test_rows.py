@@ -85,6 +85,20 @@ def test_load_rows_grades_only_stale_cells(
         assert again == rows
 
 
+def test_load_rows_takes_roles_from_the_catalog_without_grading_again(
+    folder: Path, cases: Mapping[str, Case], graded: list[str]
+) -> None:
+    before = load_rows(folder, cases, write=True)
+    graded.clear()
+    known = cases[CASE].variants
+    assert all(row.role == known[row.variant].role for row in before) and before[0].role == "unfixed"
+    variants = {**known, "synced": known["synced"].model_copy(update={"role": "probe", "help": "other words"})}
+    changed = load_rows(folder, {**cases, CASE: cases[CASE].model_copy(update={"variants": variants})})
+    synced = {(row.variant, row.role, row.help) for row in changed if row.variant == "synced"}
+    assert synced == {("synced", "probe", "other words")} and graded == []
+    assert {summary.compared(row, {}).role for row in before if not row.first} == {"probe"}, "a case that is gone"
+
+
 def test_load_rows_names_damaged_evidence_and_loses_nothing_else(folder: Path, cases: Mapping[str, Case]) -> None:
     rows = load_rows(folder, cases)
     path = folder / rows[0].evidence

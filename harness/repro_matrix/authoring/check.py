@@ -119,8 +119,8 @@ def _is_lacking(name: str, variant: Variant) -> bool:
 
 
 def check_attempts(file: str, script: str, case: Case, documents: Documents) -> list[Finding]:
-    """Find what is not ready in the attempts. A variant that does not help is no finding where results/expected lists
-    it so, and one that cannot be measured here none where only this machine or stack is in the way."""
+    """Find what is not ready in the attempts. A fix that does not help is no finding where results/expected lists it
+    so, and one that cannot be measured here none where only this machine or stack is in the way."""
     found: list[Finding] = []
     outcomes: dict[str, dict[str, set[str]]] = {}  # variant -> launcher -> outcomes
     for launcher, measured in documents.items():
@@ -139,9 +139,9 @@ def check_attempts(file: str, script: str, case: Case, documents: Documents) -> 
                     found.append(Finding(file, where, what))
                 verdict = document["verdicts"].get(name)
                 expected = verdict is not None and verdict.get("expected") == "expected"
-                non_fix = expected or "non-fix" in case.variants[name].help
+                must_pass = case.variants[name].role == "fix" and not expected
                 for outcome in attempts:
-                    what = _problem(name, outcome, non_fix)
+                    what = _problem(name, outcome, must_pass)
                     own_error = outcome.get("infra_error") == "script_error"
                     found += [Finding(script if own_error else file, where, what)] if what else []
     for name, by in outcomes.items():
@@ -155,7 +155,7 @@ def check_attempts(file: str, script: str, case: Case, documents: Documents) -> 
     return list(dict.fromkeys(found))
 
 
-def _problem(name: str, outcome: StoredOutcome, non_fix: bool) -> str:
+def _problem(name: str, outcome: StoredOutcome, must_pass: bool) -> str:
     """Return what is wrong with an attempt, "" if nothing."""
     kind, reason = outcome["outcome"], outcome["reason"].strip().partition("\n")[0][:200]
     if kind == "infra_error":
@@ -164,9 +164,9 @@ def _problem(name: str, outcome: StoredOutcome, non_fix: bool) -> str:
     if name in ("unfixed", "control"):
         wanted = "reproduced" if name == "unfixed" else "passed"
         return "" if kind == wanted else f"is {kind} instead of {wanted}: {reason}"
-    if non_fix or kind not in ("reproduced", "other_failure", "hang"):
+    if not must_pass or kind not in ("reproduced", "other_failure", "hang"):
         return ""
     if kind == "reproduced":
         names = ", ".join(item["signature"] for item in outcome["recognized"])
-        return f"the signature {names} matches this variant too: {reason} (write `non-fix` in its help if it is none)"
+        return f"the signature {names} matches this variant too: {reason} (role: non_fix or probe, if it is no fix)"
     return f"is {kind}: {reason}"

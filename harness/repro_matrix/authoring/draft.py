@@ -29,7 +29,7 @@ SHAPE: Json = {
     "axes": {"model": ["qwen1.5-0.5b"], "strategy": ["ddp"]},
     "flags": {"fixed": {"default": False, "choices": [True, False], "help": f"{TODO}: what the fix changes"}},
     "variants": {"unfixed": {"help": f"{TODO}: as the reports do it"},
-                 "fixed": {"flags": {"fixed": True}, "help": f"{TODO}: the documented fix"}},
+                 "fixed": {"role": "fix", "flags": {"fixed": True}, "help": f"{TODO}: the documented fix"}},
 }  # fmt: skip
 COPIED = (
     "pass_criteria", "requires", "steps", "supports_other_world_sizes", "allow_gpu_sharing", "min_ranks",

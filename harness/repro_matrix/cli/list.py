@@ -29,7 +29,8 @@ def main(args: argparse.Namespace) -> int:
         row = {
             "case": cell.case, "kind": case.kind, "title": case.title, "references": case.references,
             "model": cell.model, "strategy": cell.strategy, "flags": dict(cell.flags), "ranks": cell.ranks,
-            "stack": cell.stack, "variants": list(case.variants), "simulated": case.simulated,
+            "stack": cell.stack, "variants": {name: variant.role for name, variant in case.variants.items()},
+            "simulated": case.simulated,
             "needs": {"requires": case.requires.packages, "gpus": case.requires.gpus, "stack": case.requires.stack},
         }  # fmt: skip
         rows += [row | {"hardware": hardware} for hardware in request.hardware]

@@ -56,9 +56,11 @@ def main(args: argparse.Namespace) -> int:
     title = f"Expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
         title = f"Nothing is expected: no results/expected/{case.slug}.yaml. `repro accept` writes it."
-    heads = ["variant", "expected", "what it changes", "help"]
-    rows = [[v["variant"], v["expected"], _changes(case.variants[v["variant"]]), v["help"]] for v in variants]
-    print_table(title, heads, rows, narrow=heads[2:])
+    heads = ["variant", "role", "expected", "what it changes", "help"]
+    rows = [
+        [v["variant"], v["role"], v["expected"], _changes(case.variants[v["variant"]]), v["help"]] for v in variants
+    ]
+    print_table(title, heads, rows, narrow=heads[3:])
     for each in variants if prepared.settings.variants else variants[:1]:
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}, by hand:\n  {each['torchrun']}")
@@ -87,10 +89,11 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
 def _variants(prepared: Session, plan: CellPlan, case: Case) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
         name, settings, stack = variant.variant, variant.settings, prepared.stacks.get(variant.stack)
+        declared = case.variants[name]
         needed = depends_on_capabilities(case, name)  # known when ranks have run
         entry = expected(case, plan.cell.where, name, stack.versions if stack else {}, plan.profile.name)
         yield {
-            "variant": name, "help": case.variants[name].help, "flags": settings["flags"],
+            "variant": name, "role": declared.role, "help": declared.help, "flags": settings["flags"],
             "options": settings["strategy"]["options"], "model": settings["model"]["slug"],
             "strategy": settings["strategy"]["slug"], "stack": variant.stack, "world_size": variant.world_size,
             "skipped": variant.skipped,

@@ -362,7 +362,7 @@ def check_variants(case: Case, strategies: Mapping[str, Strategy], path: str, pa
 
 def _changes(case: Case, variant: Variant) -> dict[str, Any]:
     """Return what a variant sets, without flags and options that have this value already. The plan finds the rest."""
-    found = variant.model_dump(exclude={"help", "requires", "invariants"}, exclude_defaults=True)
+    found = variant.model_dump(exclude={"role", "help", "requires", "invariants"}, exclude_defaults=True)
     usual = {"flags": {name: flag.default for name, flag in case.flags.items()}, "options": case.options}
     for group, values in usual.items():
         given = found.pop(group, {})

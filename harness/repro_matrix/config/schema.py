@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from repro_matrix.config.expectations import Claim, Expectation
 from repro_matrix.config.vocabulary import (
@@ -19,6 +19,7 @@ from repro_matrix.config.vocabulary import (
     Held,
     Regex,
     Requirement,
+    Role,
     SignatureKind,
     Strict,
 )  # fmt: skip
@@ -199,6 +200,7 @@ class Flag(Strict):
 class Variant(Needy):
     """One way to run the case: what it changes against the unfixed variant."""
 
+    role: Role  # the variants named unfixed and control may leave it out: it is unfixed
     help: str = ""
     flags: dict[str, Any] = {}
     options: dict[str, Any] = {}  # strategy options
@@ -250,6 +252,9 @@ class PassCriteria(Strict):
     effects: list[str] = []
 
 
+UNFIXED = ("unfixed", "control")  # the names of the variants of role unfixed, one for each kind of case
+
+
 class Axes(Strict):
     model: list[str] = Field(min_length=1)
     strategy: list[str] = Field(min_length=1)
@@ -292,6 +297,27 @@ class Case(Strict):
     def script_name(self) -> str:
         return self.script or self.slug.replace("-", "_") + ".py"
 
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _roles_of_names(cls, variants: Any) -> Any:
+        if not isinstance(variants, dict):
+            return variants
+        known = {
+            name: {"role": "unfixed", **variants[name]} for name in UNFIXED if isinstance(variants.get(name), dict)
+        }
+        return {**variants, **known}
+
+    @field_validator("variants")
+    @classmethod
+    def _one_unfixed(cls, variants: dict[str, Variant]) -> dict[str, Variant]:
+        for name, variant in variants.items():
+            if variant.role != "unfixed" and name in UNFIXED:
+                raise ValueError(f"{name}: its role is unfixed, not {variant.role}: leave role out")
+            if variant.role == "unfixed" and name not in UNFIXED:
+                others = nearest("", set(get_args(Role)) - {"unfixed"})
+                raise ValueError(f"{name}: role unfixed is for the variants {' and '.join(UNFIXED)} alone{others}")
+        return variants
+
     @model_validator(mode="after")
     def _coherent(self) -> Case:
         if self.kind == "failure":
@@ -300,7 +326,7 @@ class Case(Strict):
             if next(iter(self.variants), None) != "unfixed":
                 raise ValueError("the first variant of a failure must be 'unfixed'")
             if len(self.variants) < 2:
-                raise ValueError("a failure needs at least one fix variant beside 'unfixed'")
+                raise ValueError("a failure needs another variant beside 'unfixed'")
         elif list(self.variants) != ["control"]:
             raise ValueError("a control has exactly one variant, named 'control'")
         if self.simulated and self.accelerator != "cpu":

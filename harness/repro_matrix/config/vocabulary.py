@@ -22,6 +22,9 @@ VerdictName = Literal[
     "PASSED",
     "FAILED",
 ]
+# What a variant is for: it shows the failure; is meant to cure it; is advice that is known not to help; isolates a
+# condition, and nobody claims that it helps.
+Role = Literal["unfixed", "fix", "non_fix", "probe"]
 Held = Literal["whole", "shard", "part"]
 CollectiveKind = Literal["reduce", "gather", "broadcast", "all_to_all"]
 SignatureKind = Literal["exception", "log", "check", "hang", "signal"]

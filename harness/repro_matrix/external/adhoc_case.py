@@ -305,7 +305,7 @@ class Script:
             single=command.single, failure=failure.text, log=failure.log, metric=failure.metric, min_ranks=1,
             allow_gpu_sharing=True, launch=launch, axes=schema.Axes(model=[MODEL], strategy=[STRATEGY]),
             pass_criteria=schema.PassCriteria(kind="training", checks=["exit code"]),
-            variants={VARIANT: schema.Variant()},
+            variants={VARIANT: schema.Variant(role="unfixed")},
         )  # fmt: skip
         return case.model_copy(update={"signatures": list(failure.signatures)})  # a user's script may raise it itself
 

@@ -112,6 +112,7 @@ class Row:
 
     variant: str
     help: str
+    role: str  # unfixed, fix, non_fix, probe
     variant_count: int  # of the cell: a summary that was cut off has fewer rows
     first: bool  # the variant that the others are compared with: ``unfixed`` or ``control``
     own_stack: str | None  # the stack of a variant that names one
@@ -297,7 +298,8 @@ def grading_keys(cases: Mapping[str, Case]) -> dict[str, str]:
     recognized, too."""
     signatures = "".join(each.model_dump_json() for slug in sorted(cases) for each in cases[slug].signatures)
     shared = grader_hash() + signatures
-    ignored = {"expect", "claims", "title", "summary", "references"}
+    ignored: Any = dict.fromkeys(("expect", "claims", "title", "summary", "references"), True)
+    ignored["variants"] = {"__all__": {"help", "role"}}
     return {slug: _hash((shared + case.model_dump_json(exclude=ignored)).encode()) for slug, case in cases.items()}
 
 
@@ -372,7 +374,8 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
     settings: Mapping[str, Any] = variant["settings"]
     return {
         "variant": name,
-        "help": case.variants[name].help if case and name in case.variants else "",
+        "help": "",
+        "role": "",
         "first": variant is first,
         "own_stack": own_stack,
         "settings": {key: settings[key] for key in COMPARED if key in settings},
@@ -398,8 +401,11 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
 
 
 def compared(row: Row, cases: Mapping[str, Case]) -> Row:
-    """Return the row with how its verdict compares with what is expected now."""
+    """Return the row with what the catalog says of its variant, and how its verdict compares with what is expected."""
     case = cases.get(row.case)
+    variant = case.variants.get(row.variant) if case else None
+    role = variant.role if variant else "unfixed" if row.first else "probe"
+    row = replace(row, help=variant.help if variant else "", role=role)
     if row.verdict is None or case is None:
         return row
     graded = verdict.Verdict(cast(Any, row.verdict), row.reason, measured=row.measured, failure_ids=row.failures)
