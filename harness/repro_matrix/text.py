@@ -24,8 +24,8 @@ _INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def counted(number: int, what: str) -> str:
-    """``1 case``, ``2 cases``. ``what``: in the singular, as it takes an s."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    """``1 case``, ``2 cases``, ``2 fixes``. ``what``: in the singular."""
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('x') else 's'}"
 
 
 def one_line(text: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from observations import document, exception, failed, observation, ok
+from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.page_model import Cell, cells_of
 from repro_matrix.results.summary import Row, rows_of
 
@@ -28,7 +31,13 @@ def stored_cell(verdict: str = "FIXED", state: str = "expected", error: str = "b
 
 
 def rows(stored: dict[str, Any]) -> list[Row]:
-    return rows_of(stored, {}, "cpu/stack/cell.json")  # type: ignore[arg-type]
+    """The rows of a stored cell; every variant but the first is a fix."""
+    made = rows_of(stored, {}, "cpu/stack/cell.json")  # type: ignore[arg-type]
+    return [row if row.first else replace(row, role="fix") for row in made]
+
+
+def head(cells: Iterable[Cell]) -> Headline:
+    return headline([row for cell in cells for row in cell.rows], {})
 
 
 def cell(*args: Any, source: str = "", **changes: Any) -> Cell:

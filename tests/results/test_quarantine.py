@@ -14,7 +14,8 @@ from observations import document, observation, ok, summary_rows
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
-from repro_matrix.report import run_summary
+from repro_matrix.report.headline import ATTENTION, headline
+from repro_matrix.report.result_lines import result_lines
 from repro_matrix.results import quarantine
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.quarantine import Quarantine
@@ -58,9 +59,9 @@ def test_mark_rows_changes_only_a_difference_that_an_active_entry_covers(
 def test_summary_lists_quarantined_variants_that_were_measured() -> None:
     lost = made(outcome="infra_error", name="INCONCLUSIVE", measured=False)
     assert quarantine.mark_rows(lost, [entry()], TODAY) == lost and exit_code(lost, 1) == 1
-    shown = list(run_summary.sections(quarantine.mark_rows(made(), [entry()], TODAY)))
+    shown = list(result_lines(headline(quarantine.mark_rows(made(), [entry()], TODAY), {})))
     assert "QUARANTINED: 1 variant" in shown and any("#12 (ada, until 2026-11-23)" in text for text in shown)
-    assert not any(text.startswith("DIFFERENT") for text in shown)
+    assert not any(text.startswith(tuple(ATTENTION.values())) for text in shown)
 
 
 @pytest.fixture

@@ -19,9 +19,12 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict, TypeAdapter
 
 from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
-from repro_matrix.analysis.inputs import VariantResult
+from repro_matrix.analysis.inputs import VariantResult, from_row
+from repro_matrix.config.schema import Case
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
+from repro_matrix.results.runs import LOOK_BACK, listed
+from repro_matrix.results.summary import Row, compared, stored_rows
 from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"
@@ -132,12 +135,13 @@ class ChangedCase:
 
 @dataclass
 class Regressions:
-    """``count``: of the compared variants. ``new``: ids of cells that no passing run measured.
-    ``quarantined``: (cell id, variant) -> its change."""
+    """``count``: of the compared variants. ``new``: ids of cells that no passing run measured. ``previous``: the newest
+    run that was compared with. ``quarantined``: (cell id, variant) -> its change."""
 
     changed: list[ChangedCase] = field(default_factory=list)
     count: int = 0
     new: set[str] = field(default_factory=set)
+    previous: str = ""
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
@@ -163,6 +167,7 @@ def compare_to_last_passing(
     for run in (run for run in reversed(history) if run.passed):
         before = [row for row in run.rows if row.measured and _place(row) in left
                   and (row.key, row.variant) not in run.quarantined]  # fmt: skip
+        result.previous = result.previous or (run.run_id if before else "")
         found: dict[tuple[str, str], list[Change]] = {}
         for change in compare(before, [left.pop(_place(row)) for row in before]).select(RESULTS):
             if quarantined(change.row.key, change.variant):
@@ -178,6 +183,20 @@ def compare_to_last_passing(
     result.count = len(measured) - len(left)
     result.new = {row.key for row in left.values()} - {row.key for row in measured.values() if _place(row) not in left}
     return result
+
+
+def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
+    """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now. At
+    most ``LOOK_BACK`` runs are read."""
+    cells, found = {row.cell for row in rows}, []
+    earlier = [run for run in listed(folder.resolve().parent) if run.folder.name < folder.resolve().name]
+    for run in earlier[: -LOOK_BACK - 1 : -1]:
+        stored = [compared(row, cases) for each in stored_rows(run.folder, []).values() for row in each]
+        if cells & {row.cell for row in stored}:
+            differs = any(row.state == "unexpected" for row in stored)
+            found.append(make_run(run.folder.name, map(from_row, stored), int(differs)))
+    accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
+    return compare_to_last_passing(map(from_row, rows), found[::-1], lambda *place: place in accepted)
 
 
 Place = tuple[str, str, str, str]

@@ -66,11 +66,16 @@ class Releases:
         return f"{self.package} {', '.join(each.span for each in found)}{newest}" if found else ""
 
     @property
+    def after(self) -> ReleaseRange | None:
+        """The first range after the failure; None while it reproduces, and where it never did."""
+        last = max((index for index, each in enumerate(self.ranges) if each.state == "reproduces"), default=None)
+        return self.ranges[last + 1] if last is not None and last + 1 < len(self.ranges) else None
+
+    @property
     def ended(self) -> str:
         """Say when the failure ended: ``in transformers 4.44.0``, or ``between transformers 4.57.6 and 5.0.0`` where
         releases in between were not measured; "" while it reproduces."""
-        last = max((index for index, each in enumerate(self.ranges) if each.state == "reproduces"), default=None)
-        return "" if last is None or last + 1 == len(self.ranges) else self._boundary(last + 1)
+        return self._boundary(self.ranges.index(self.after)) if self.after else ""
 
     @property
     def began(self) -> str:
@@ -89,9 +94,8 @@ class Releases:
         """Describe the whole history in a sentence; "" where it was measured on one release only."""
         if not self.reproduces or all(each.first == each.last for each in (*self.ranges, *self.every.values())):
             return ""
-        last = self.ranges[-1].state
-        after = {"absent": f"; fixed {self.ended}", "other_failure": f"; replaced by another error {self.ended}"}
-        return f"reproduces in {self.reproduces}{after.get(last, '')}"
+        verb = "" if not self.after else "; fixed " if self.after.state == "absent" else "; replaced by another error "
+        return f"reproduces in {self.reproduces}{verb}{self.ended}"
 
 
 Point = tuple[State, Expectation]

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from repro_matrix.analysis import diff as diffs
+from repro_matrix.analysis.history import since_last_passing
 from repro_matrix.analysis.inputs import from_row, load_side
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode, ReproError
 from repro_matrix.report import run_summary
 from repro_matrix.report.formats import record
+from repro_matrix.report.headline import headline
 from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_wrapped
 from repro_matrix.results import quarantine
@@ -77,20 +79,21 @@ def measure(
         finish(summary)
     today, cases = datetime.now(timezone.utc).date(), prepared.catalogue.cases
     rows = [row for each in summary.documents for row in rows_of(each, cases, str(each.get("path", "")))]
-    rows = run_summary.by_attention(quarantine.mark_rows(rows, entries, today))
+    rows = quarantine.mark_rows(rows, entries, today)
     expired = quarantine.expired(rows, entries, today)
     folder = results_folder(prepared.settings)
+    head = headline(rows, cases, since_last_passing(folder, rows, cases))
     written = write_run_page(folder) if page else None
     changed, keys = None, {row.cell_id for row in rows}
     if before:  # what was not selected now is not missing
         changed = diffs.compare([row for row in before.rows if row.key in keys], map(from_row, rows))
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
-        totals = {**run_summary.totals(prepared, summary, rows), "page": str(written) if written else None}
+        totals = {**run_summary.totals(prepared, summary, head), "page": str(written) if written else None}
         compared = {"compared_to": diffs.diff_to_json(changed)} if changed else {}
         print_json({"rows": records, "summary": totals, **compared})
     else:
-        print_lines(run_summary.lines(prepared, summary, rows, expired, every_variant, columns()))
+        print_lines(run_summary.lines(prepared, summary, head, expired, every_variant, columns()))
         if changed and before and not (summary.problem or summary.interrupted or for_git):
             print_wrapped("", f"compared with {diffs.describe_side(before.name, before.rows)}")
             print_wrapped(*diffs.describe_diff(changed), "")
@@ -106,7 +109,7 @@ def measure(
     code = _exit_code(prepared, summary, rows, changed) or (ExitCode.USAGE if expired else ExitCode.OK)
     if not args.json:
         differences = len(changed.select(diffs.RESULTS)) if changed else 0
-        print(run_summary.describe_exit(code, rows, summary, differences))
+        print(run_summary.describe_exit(code, head, summary, differences))
     return code
 
 

@@ -17,7 +17,7 @@ from repro_matrix.results import runs
 from repro_matrix.text import counted, one_line
 
 EPILOG = "Exit codes: 0; 2 usage error; 3 some evidence cannot be read, everything else is reported."
-FORMATS = ("html", "junit", "markdown", "json")
+FORMATS = ("html", "text", "junit", "markdown", "json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

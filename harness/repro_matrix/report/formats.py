@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
 from repro_matrix.analysis.history import ChangedCase
+from repro_matrix.report.headline import ATTENTION, CASE_STATES, Attention, CaseStatus, Headline
 from repro_matrix.report.page_model import Cell, row_label
-from repro_matrix.report.terminal import count_labels, label
+from repro_matrix.report.terminal import label
 from repro_matrix.results.summary import Row
 from repro_matrix.text import block, counted, line
 
@@ -59,13 +60,15 @@ def record(cell: Cell, row: Row) -> dict[str, Any]:
 
 
 def to_json(
-    cells: Sequence[Cell], claims: Sequence[ClaimRow], folders: Sequence[str], created: str, remarks: Remarks
-) -> str:
-    """Return the rows, the claims and the remarks as JSON."""
+    cells: Sequence[Cell], head: Headline, claims: Sequence[ClaimRow], folders: Sequence[str], created: str,
+    remarks: Remarks,
+) -> str:  # fmt: skip
+    """Return the headline, the rows, the claims and the remarks as JSON."""
     value = {
         "schema": SCHEMA,
         "made": created,
         "results": list(folders),
+        "headline": head.to_json(),
         "counts": dict(Counter(one.name for cell in cells for one in cell.labels).most_common()),
         "rows": [record(cell, row) for cell in cells for row in cell.rows],
         "claims": [
@@ -82,8 +85,8 @@ def to_json(
 # JUnit
 
 
-def to_junit(cells: Sequence[Cell], remarks: Remarks) -> str:
-    """Return a suite for each case and a test case for each variant.
+def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
+    """Return a suite for each case and a test case for each variant. The suite ``headline`` has the answer in words.
 
     A variant that differs from its expectation is a failure, infrastructure and evidence that cannot be read are
     errors, what was not measured or is quarantined is skipped. The suite ``results`` has an error for each damaged file
@@ -91,7 +94,10 @@ def to_junit(cells: Sequence[Cell], remarks: Remarks) -> str:
     """
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
-    suites: dict[str, Any] = {}
+    summary = TestSuite("headline")
+    summary.add_property("headline", line(" ".join(head.sentences), 1000))
+    summary.add_property("measured", line(head.measured, 1000))
+    suites: dict[str, Any] = {"": summary}
     for cell in cells:
         suite = suites.setdefault(cell.row.case, TestSuite(cell.row.case))
         for row in cell.rows:
@@ -146,36 +152,26 @@ def _error_text(row: Row, index: int) -> str:
 # Markdown
 
 
-def to_markdown(cells: Sequence[Cell], title: str, remarks: Remarks) -> str:
+def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
     """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes."""
-    rows = [(cell, row) for cell in cells for row in cell.rows]
-    by_state: dict[str, list[tuple[Cell, Row]]] = defaultdict(list)
-    for cell, row in rows:
-        if row.attempts:
-            by_state[row.state or ""].append((cell, row))
-    odd = len(by_state["unexpected"])
     out = [f"## {escape(title)}"]
     out += [f"**{escape(text)}**" for text in (*remarks.incomplete, *remarks.expired)][:MOST_LISTED]
     if remarks.damaged:
         out.append(f"**{counted(len(remarks.damaged), 'file')} of evidence cannot be read.**")
         out.append(_list([f"- {escape(text)}" for text in remarks.damaged]))
-    headline = "Nothing differs from its expectation." if cells else "Nothing was measured: these results hold no cell."
-    if odd:
-        headline = f"**{odd} {'variant differs from its' if odd == 1 else 'variants differ from their'} expectation.**"
-    out.append(f"{headline} {_numbers(cells)}")
-    for state, heading in {
-        "unexpected": "Differs from its expectation",
-        "differs_from_cpu": "Differs from the CPU",
-        "quarantined": "Quarantined",
-        "no_expectation": "No expectation yet",
-    }.items():
-        detailed = state in ("unexpected", "differs_from_cpu")
-        items = [_details(*item) if detailed else _bullet(*item) for item in by_state[state]]
-        out += [f"### {heading}", _list(items, MOST_DETAILS if detailed else MOST_LISTED)] if items else []
-    missing = Counter(_reason(row) for _, row in rows if not row.attempts)
+    out += [f"**{escape(' '.join(head.sentences))}**", escape(head.measured)]
+    for kind, heading in ATTENTION.items():
+        items = [_details(each) for each in head.attention if each.kind == kind]
+        out += [f"### {heading.capitalize()}", _list(items, MOST_DETAILS)] if items else []
+    quarantined = [row for row in head.rows if row.state == "quarantined"]
+    for heading, rows in (("Quarantined", quarantined), ("No expectation yet", head.new)):
+        out += [f"### {heading}", _list(list(map(_bullet, rows)))] if rows else []
+    if head.cases:
+        out += ["### Cases", _list([_case(each) for each in head.cases])]
+    missing = Counter(_reason(row) for row in head.rows if not row.attempts)
     if missing:
         out += ["### Not measured", _list([f"- {count}: {code(reason)}" for reason, count in missing.most_common()])]
-    return _limited("\n\n".join(out) + "\n")
+    return _limited("\n\n".join(filter(None, out)) + "\n")
 
 
 def _list(items: Sequence[str], most: int = MOST_LISTED) -> str:
@@ -188,28 +184,31 @@ def _limited(text: str) -> str:
     return text if len(short) >= len(text) else f"{short}\n\n(truncated)\n"
 
 
-def _numbers(cells: Iterable[Cell]) -> str:
-    return ", ".join(
-        f"{one.symbol} {one.count(n)}" for one, n in count_labels(one for cell in cells for one in cell.labels)
-    )
+def _case(each: CaseStatus) -> str:
+    works = f"works: {', '.join(each.fixes)}" if each.fixes else ""
+    details = escape("; ".join(filter(None, (each.detail, works))))
+    text = f"- {CASE_STATES[each.state]}: **{escape(each.case)}** {escape(each.title)}"
+    return f"{text} ({details})" if details else text
 
 
-def _bullet(cell: Cell, row: Row) -> str:
-    place = f"{row.model}/{row.strategy} {cell.flags}".strip()
+def _bullet(row: Row, variants: str = "") -> str:
+    place = " ".join((f"{row.model}/{row.strategy}", *row.axes[2:])).replace("flags.", "")
     where = f"({escape(row.hardware.profile)}, {escape(row.stack.name)})"
     quarantine = f"; {escape(row.quarantine)}" if row.quarantine else ""
     result = f"{row_label(row).marked}{quarantine}"
-    return f"- **{escape(row.case)}** {escape(place)}, variant {escape(row.variant)} {where}: {result}"
+    return f"- **{escape(row.case)}** {escape(place)}, variant {escape(variants or row.variant)} {where}: {result}"
 
 
-def _details(cell: Cell, row: Row) -> str:
+def _details(each: Attention) -> str:
+    row, variants = each.row, [one.variant for one in each.rows]
     expected = f"; expected {label(row.expected_verdict).marked}" if row.expected_verdict else ""
-    parts = [f"{_bullet(cell, row)}{expected}", f"  {code(row.reason)}"]
+    parts = [f"{_bullet(row, ', '.join(variants))}{expected}", f"  {code(row.reason)}"]
+    parts += [f"  {escape(each.since)}"] if each.since else []
     if row.errors:
         text = block(_error_text(row, 0), 800)
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
         parts.append("\n".join(f"  {one}" for one in (fence, *text.splitlines(), fence)))
-    return "\n\n".join([*parts, f"  {code(shlex.join(row.command))}"])
+    return "\n\n".join([*parts, f"  {code(shlex.join(each.command))}"])
 
 
 def code(text: str) -> str:

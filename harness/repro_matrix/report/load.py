@@ -23,7 +23,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from repro_matrix.analysis.claims import ClaimRow, ledger
-from repro_matrix.analysis.history import load_history, make_run
+from repro_matrix.analysis.history import compare_to_last_passing, load_history, make_run, since_last_passing
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue
@@ -31,8 +31,10 @@ from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE, write_bytes
 from repro_matrix.report import formats
 from repro_matrix.report.formats import Remarks
+from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, link
-from repro_matrix.report.terminal import LABELS, label
+from repro_matrix.report.result_lines import result_lines
+from repro_matrix.report.terminal import LABELS, columns, label
 from repro_matrix.results import quarantine, runs
 from repro_matrix.results.summary import Row, load_rows
 from repro_matrix.text import block, counted, line, list_ranks, log
@@ -105,15 +107,26 @@ def page(loaded: Results, folders: Sequence[Path], history: Path | None = None) 
                       claims=loaded.claims, runs=past)  # fmt: skip
 
 
+def headline_of(loaded: Results, folders: Sequence[Path], history: Path | None = None) -> Headline:
+    """Return what these results show, compared with the last passing runs: of a history, else of the runs beside."""
+    rows, cases = [row for cell in loaded.cells for row in cell.rows], loaded.catalog.cases
+    if history is not None:
+        return headline(rows, cases, compare_to_last_passing(map(from_row, rows), load_history(history, [])))
+    return headline(rows, cases, since_last_passing(folders[0], rows, cases) if len(folders) == 1 else None)
+
+
 def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | None = None) -> str:
-    """Return loaded results in a format: html, junit, markdown or json."""
+    """Return loaded results in a format: html, text, junit, markdown or json."""
+    head = headline_of(loaded, folders, history)
     if form == "json":
         names = [str(folder) for folder in folders]
-        return formats.to_json(loaded.cells, loaded.claims, names, created_line(folders), loaded.remarks)
+        return formats.to_json(loaded.cells, head, loaded.claims, names, created_line(folders), loaded.remarks)
     if form == "junit":
-        return formats.to_junit(loaded.cells, loaded.remarks)
+        return formats.to_junit(loaded.cells, head, loaded.remarks)
     if form == "markdown":
-        return formats.to_markdown(loaded.cells, title(folders), loaded.remarks)
+        return formats.to_markdown(head, title(folders), loaded.remarks)
+    if form == "text":
+        return "\n".join([*loaded.remarks.all, *result_lines(head, columns(), everything=True)]) + "\n"
     return render_file(page(loaded, folders, history))
 
 

@@ -1,45 +1,30 @@
-"""The end of a run: what differs from its expectation, what is new, a line per case, what was not measured and why,
-the totals and the exit code.
-
-Modelled on pytest's short summary: the important first. Lines have at most ``width`` columns; ``--all`` prints a row
-for every variant instead.
-"""
+"""A run on the terminal: its plan, its progress, and the end: results, totals and the exit code."""
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from repro_matrix.planning.memory import GIB, fullest
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
-from repro_matrix.report.terminal import axes_of, by_reason, columns, label, named, print_json, print_lines, print_table
+from repro_matrix.report.headline import Headline
+from repro_matrix.report.result_lines import print_rows, result_lines
+from repro_matrix.report.terminal import axes_of, by_reason, columns, named, print_json, print_lines, print_table
 from repro_matrix.results import runs
-from repro_matrix.results.expectations import uncompared_failures
 from repro_matrix.results.runs import results_folder
 from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.session import Session
-from repro_matrix.text import WIDTH, counted, first_line, one_line, printable, wrap
+from repro_matrix.text import counted, first_line, one_line, printable, wrap
 
-LOG_LINES = 4
 MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
 MEMORY_HEADS += ["measured", "fullest moment, or why it is skipped"]
 QUIET_S = 30.0  # without a terminal: after so long without a line, print what runs
-DIFFERENCES = {
-    "unexpected": "DIFFERENT FROM THEIR EXPECTATION",
-    "differs_from_cpu": "DIFFERENT FROM WHAT A CPU SHOWED (news, not an error)",
-    "quarantined": "QUARANTINED",
-}
-# The order of attention; all other states come last.
-ATTENTION = ("unexpected", "differs_from_cpu", "no_expectation")
 
 
 # The plan (`--dry-run`, `--memory`)
@@ -242,41 +227,10 @@ class Progress:
         self.out.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
-# Counting rows
+# Totals
 
 
-def by_attention(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of cells in which something differs first: from the expectation, then from what a CPU showed."""
-    rows = list(rows)
-    rank = {state: place for place, state in enumerate(ATTENTION)}
-    worst: dict[tuple[str, str, str], int] = {}
-    for row in rows:
-        worst[row.cell] = min(worst.get(row.cell, 9), rank.get(row.state or "", ATTENTION.index("no_expectation")))
-    return sorted(rows, key=lambda row: worst[row.cell])
-
-
-def without_expectation(rows: Iterable[Row]) -> list[Row]:
-    """Return measured variants with a verdict that have neither an expectation nor a prediction."""
-    return [row for row in rows if row.attempts and row.verdict and row.state == "no_expectation"]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, int]:
-    """Count the variants whose verdict is simulated, differs, is quarantined, or has no expectation."""
-    states = Counter(row.state for row in rows)
-    return {
-        "simulated": sum(bool(row.simulated and row.verdict) for row in rows),
-        **{state: states[state] for state in ("unexpected", "quarantined", "differs_from_cpu")},
-        "without_expectation": len(without_expectation(rows)),
-    }
-
-
-def count_verdicts(rows: Iterable[Row]) -> dict[str, int]:
-    """Count variants by verdict, the most frequent first; variants that were not run count as ``skipped``."""
-    names = (row.verdict or (None if row.attempts else "skipped") for row in rows)
-    return dict(Counter(name for name in names if name).most_common())
-
-
-def totals(prepared: Session, summary: Summary, rows: Sequence[Row]) -> dict[str, Any]:
+def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any]:
     """Return the totals of a run for ``--json``."""
     profiles: list[dict[str, Any]] = []
     for each in prepared.profiles:
@@ -292,32 +246,27 @@ def totals(prepared: Session, summary: Summary, rows: Sequence[Row]) -> dict[str
         "torchrun_reasons": dict(summary.torchrun_reasons),
         "changed": prepared.changed(),
         "results": str(results_folder(prepared.settings)),
-        "verdicts": count_verdicts(rows),
-        "counts": figures(rows),
-        "expected": dict(Counter(row.state for row in rows if row.state)),
+        "headline": head.to_json(),
+        "verdicts": dict(Counter(row.verdict or "skipped" for row in head.rows if row.verdict or not row.attempts)),
+        "expected": dict(Counter(row.state for row in head.rows if row.state)),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
         "left_out": prepared.left_out,
     }
 
 
-# Sections of results
-
-
 def lines(
-    prepared: Session, summary: Summary, rows: Sequence[Row], expired: Sequence[str], every_variant: bool, width: int
+    prepared: Session, summary: Summary, head: Headline, expired: Sequence[str], every_variant: bool, width: int
 ) -> Iterator[str]:
     """Yield the lines of a run. ``expired``: messages about quarantine entries whose date has passed."""
     if every_variant:
-        print_rows(rows)
-    else:
-        yield from sections(rows, width)
-        yield ""
+        print_rows(head.rows)
+    yield from result_lines(head, width)
+    yield ""
     texts = [f"LEFT OUT: {text}" for text in prepared.left_out]
     texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
-    texts.append(describe_counts(rows))
     if summary.interrupted:
-        complete = len({row.cell for row in rows if row.complete})
+        complete = len({row.cell for row in head.rows if row.complete})
         texts.append(f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others.")
     reused = f" ({summary.reused} more reused)" if summary.reused else ""
     attempts = f"{counted(summary.attempts, 'attempt')}{reused}"
@@ -335,138 +284,12 @@ def lines(
         yield from wrap(text, width=width)
 
 
-def sections(rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
-    """Yield everything about the results, each section after an empty line."""
-    for state, title in DIFFERENCES.items():
-        differing = [row for row in rows if row.state == state]
-        if differing:
-            yield from _title(f"{title}: {_variants(differing)}", width)
-        same: dict[object, list[Row]] = defaultdict(list)  # often an unfixed variant that fails differently
-        for row in differing:
-            same[row.cell, row.verdict, row.reason, row.expected_verdict].append(row)
-        for members in same.values():
-            yield from _detail(members, width)
-    failures = uncompared_failures(rows)
-    if failures:
-        meaning = "the unfixed variant fails with an unexpected error, and no variant shows anything else"
-        yield from _title(f"NOT COMPARED: in {counted(len(failures), 'cell')} {meaning}. Run the whole case.", width)
-        for row in failures:
-            reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
-            yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
-    unanswered = [row for row in rows if _is_unanswered(row)]
-    if unanswered:
-        yield from _title(f"NO RESULT: {_variants(unanswered)} ran and gave no evidence", width)
-        yield from by_reason(((row.reason, row.case) for row in unanswered), width)
-    new = [row for row in without_expectation(rows) if not _is_unanswered(row)]
-    if new:
-        hint = "marked + below. `repro accept` writes expectations"
-        yield from _title(f"NEW: {_variants(new)} without an expectation, {hint}", width)
-    measured_rows = [row for row in rows if row.attempts]
-    if measured_rows:
-        yield from _title("CASES", width)
-        yield from _cases(measured_rows, {row.case for row in new}, width)
-    skipped = [row for row in rows if not row.attempts and row.reason]
-    if skipped:
-        yield from _title(f"NOT MEASURED: {_variants(skipped)}", width)
-        yield from by_reason(((row.reason, row.case) for row in skipped), width)
-
-
-def _title(text: str, width: int) -> Iterator[str]:
-    yield ""
-    yield from wrap(text, "", 2, width)
-
-
-def _variants(rows: Sequence[Row]) -> str:
-    return counted(len(rows), "variant")
-
-
-def _is_unanswered(row: Row) -> bool:
-    """Whether a variant ran and gave no evidence; what an expectation accepts is left out."""
-    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
-    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
-
-
-def _detail(rows: Sequence[Row], width: int) -> Iterator[str]:
-    row, variants = rows[0], [each.variant for each in rows]
-    heading = f"{row.case} {row.model}/{row.strategy}, variant{'s' * (len(variants) > 1)} {', '.join(variants)}"
-    yield from wrap(heading, "  ", 4, width)
-    note = "".join(f" [{text}]" for text in (row.note, row.quarantine) if text)
-    measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.reason}{note}"
-    yield from wrap(measured, "    ", 3, width)
-    printed = [one_line(line) for line in row.errors[0]["log"].splitlines()] if row.errors else []
-    for line in [line for line in printed if line.strip()][-LOG_LINES:]:
-        yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
-    command = replace(row, variant=",".join(variants)).command
-    yield f"    $ {one_line(shlex.join(command))}"  # one line, however long: it can be pasted
-
-
-def _cases(rows: Sequence[Row], new: set[str], width: int) -> Iterator[str]:
-    """Yield a line for each case: what its unfixed variants did, and the verdicts of the others."""
-    by_case: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_case[row.case].append(row)
-    names = max(map(len, by_case))
-    for case, members in by_case.items():
-        outcomes = Counter(row.outcome for row in members if not row.verdict)
-        all_runs, verdicts = outcomes.total(), Counter(row.verdict for row in members if row.verdict)
-        unfixed = ", ".join(name if n == all_runs else f"{name} in {n}" for name, n in outcomes.items())
-        others = ", ".join(label(name).count(n) for name, n in verdicts.most_common())
-        mark = "!" if any(row.state in ATTENTION[:2] for row in members) else "+" if case in new else " "
-        cells = counted(len({row.cell for row in members}), "cell")
-        head = f"{mark} {case.ljust(names)}  {cells:>8}  "
-        parts = [f"unfixed {unfixed}" if unfixed else "", others]
-        simulated = " [simulated]" if members[0].simulated else ""
-        yield from wrap(head + "; ".join(filter(None, parts)) + simulated, "", min(len(head), width // 2), width)
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print a line for every variant of every cell."""
-    table = []
-    for row in rows:
-        flags = " ".join(f"{name}={json.dumps(value)}" for name, value in row.flags.items())
-        seconds = "" if row.wall_s is None else f"{row.wall_s:.1f}s"
-        reason = f"{row.reason} [{row.note}]" if row.note else row.reason
-        table.append([
-            named(row.case, row.simulated), row.model, f"{row.strategy} {flags}".strip(), row.variant,
-            row.verdict or row.outcome, row.state, seconds, reason,
-        ])  # fmt: skip
-    heads = ["case", "model", "strategy", "variant", "verdict", "expected?", "time", "reason"]
-    print_table("", heads, table, narrow=("time", "reason"))
-
-
-# Totals and the exit code
-
-
-def describe_counts(rows: Sequence[Row]) -> str:
-    """Return the numbers of a run in one line."""
-    numbers = figures(rows)
-    unfixed: dict[str, bool] = {}
-    for row in rows:
-        if row.first and row.attempts and row.kind != "control":
-            unfixed[row.case] = unfixed.get(row.case, False) or row.counts.most_common(1)[0][0] == "reproduced"
-    others = {name: name for name in ("simulated", "quarantined")}
-    others |= {"differs_from_cpu": "different from the CPU", "without_expectation": "without an expectation"}
-    fine = "nothing unexpected" if any(row.measured for row in rows) else "no results"
-    parts = [
-        f"{sum(unfixed.values())} of {counted(len(unfixed), 'known failure')} reproduced" if unfixed else "",
-        ", ".join(f"{name} {count}" for name, count in count_verdicts(rows).items()),
-        _describe_differences(numbers["unexpected"]) if numbers["unexpected"] else fine,
-        *(f"{counted(numbers[name], 'variant')} {text}" for name, text in others.items() if numbers[name]),
-    ]
-    return "; ".join(filter(None, parts))
-
-
-def _describe_differences(count: int) -> str:
-    return f"{counted(count, 'variant')} {'differs from its' if count == 1 else 'differ from their'} expectation"
-
-
-def describe_exit(code: int, rows: Sequence[Row], summary: Summary, differences: int = 0) -> str:
+def describe_exit(code: int, head: Headline, summary: Summary, differences: int = 0) -> str:
     """Return the last line: the exit code and its reason. ``differences``: from the results of ``--compare-to``."""
-    unexpected, left = figures(rows)["unexpected"], len(summary.not_started)
-    different = [_describe_differences(unexpected)] if unexpected else []
+    left, different = len(summary.not_started), head.differences
     different += [f"{counted(differences, 'result')} changed since the compared run"] if differences else []
     reasons = {
-        0: "nothing unexpected",
+        0: "everything as expected",
         1: "; ".join(different) or "a result differs",
         2: "a quarantine entry has expired: see above",
         3: "less was measured than requested: see above, and `repro doctor`",

@@ -1,4 +1,4 @@
-"""The end of a run: differences first, no line wider than the page, no text that a terminal would obey."""
+"""Results as lines: what needs attention first, no line wider than the page, no text that a terminal would obey."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import shlex
 from typing import Any
 
 import pytest
+import report_cells
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, exception, failed, observation, ok
 from repro_matrix import text
-from repro_matrix.report import run_summary
-from repro_matrix.report.run_summary import by_attention, describe_exit
+from repro_matrix.report.headline import headline
+from repro_matrix.report.result_lines import MOST_CASES, result_lines
+from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.results.expectations import exit_code
-from repro_matrix.results.summary import Row, rows_of
+from repro_matrix.results.summary import Row
 from repro_matrix.runner.engine import Summary
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))
@@ -33,11 +35,11 @@ def identified(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(*results: dict[str, Any]) -> list[Row]:
-    return [row for each in results for row in rows_of(each, {})]  # type: ignore[arg-type]
+    return [row for each in results for row in report_cells.rows(each)]
 
 
-def shown(*results: dict[str, Any], width: int = text.WIDTH) -> list[str]:
-    return list(run_summary.sections(by_attention(rows(*results)), width))
+def shown(*results: dict[str, Any], width: int = text.WIDTH, everything: bool = False) -> list[str]:
+    return list(result_lines(headline(rows(*results), {}), width, everything))
 
 
 def section(results: list[dict[str, Any]], title: str) -> list[str]:
@@ -47,16 +49,22 @@ def section(results: list[dict[str, Any]], title: str) -> list[str]:
     return [] if start is None else lines[start : [*lines, ""].index("", start)]
 
 
-def test_difference_is_first_with_its_log_and_command() -> None:
+def test_difference_is_shown_with_its_log_and_command() -> None:
     lines = shown(cell(case="quiet"), cell("NOT_FIXED", "unexpected", case="loud", flags={"call": "root"}))
-    assert lines[1].startswith("DIFFERENT FROM THEIR EXPECTATION: 1 variant")
-    assert lines[2] == "  loud m/fsdp, variant fix"
-    assert lines[3] == "    expected FIXED, measured NOT_FIXED: because"
-    assert lines[4:8] == ["    | an early line", "    | an early line", "    | Traceback", "    | RuntimeError: boom  "]
-    assert lines[8] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
-    loud, quiet = lines[lines.index("CASES") + 1 :]
-    assert loud.startswith("! loud ") and "reproduced; 1 not fixed" in loud
-    assert quiet.startswith("  quiet ") and "1 fix works" in quiet
+    start = lines.index("STOPPED WORKING  loud m/fsdp on current, fix fix")
+    assert lines[start + 1] == "    expected FIXED, measured NOT_FIXED: because"
+    assert [line[:8] for line in lines[start + 2 : start + 6]] == ["    | an", "    | an", "    | Tr", "    | Ru"]
+    assert lines[start + 6] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
+    cases = [line.split() for line in lines if line.startswith("  reproduces")]
+    assert [case[1] for case in cases] == ["loud", "quiet"] and "works: fix" in " ".join(cases[1])
+
+
+def test_healthy_run_fits_on_a_screen() -> None:
+    results = [cell(case=f"case-{index}") for index in range(40)]
+    skipped = identified(document({"unfixed": "needs 2 GPUs"}, {}, case="other"))
+    lines = shown(*results, skipped)
+    assert len(lines) <= 18 and sum(line.startswith("  reproduces") for line in lines) == MOST_CASES
+    assert sum(line.startswith("  reproduces") for line in shown(*results, everything=True)) == 40
 
 
 def test_variants_that_differ_for_one_reason_are_listed_once() -> None:
@@ -67,8 +75,8 @@ def test_variants_that_differ_for_one_reason_are_listed_once() -> None:
     odd["verdicts"]["fix"]["failure_note"] = "measured failure b"
     lines = shown(odd)
     assert any(line.endswith("because [measured failure b]") for line in lines)
-    headings = [line for line in lines if line.startswith("  loud m/fsdp")]
-    assert [line.partition("variant")[2].lstrip("s ") for line in headings] == ["fix, third", "fourth", "last"]
+    headings = [line for line in lines if line.startswith("NEW FAILURE  loud m/fsdp")]
+    assert [line.partition("variant ")[2] for line in headings] == ["fix, third", "fourth", "last"]
 
 
 def test_command_can_be_pasted() -> None:
@@ -79,13 +87,13 @@ def test_command_can_be_pasted() -> None:
     assert words[5:] == ['flags.call="root x"', "flags.n=[1, 2]", "stack=/my locks/now.txt", "variants=fix"]
 
 
-def test_new_results_stand_between_differences_and_cases_and_are_marked() -> None:
+def test_new_results_come_after_differences() -> None:
     news = cell("NOT_FIXED", "differs_from_cpu", case="other")
     new = [cell("SIGNATURE_MISMATCH", "no_expectation", model=model) for model in "mn"]
     lines = shown(*new, news, cell(case="quiet"))
     titles = [line.partition(" ")[0].strip(":") for line in lines if line[:3].isupper()]
-    assert titles == ["DIFFERENT", "NEW", "CASES"] and "NEW: 2 variants" in "".join(lines)
-    assert [line[:3] for line in lines[lines.index("CASES") + 1 :]] == ["! o", "+ s", "  q"]
+    assert titles == ["DIFFERENT", "NEW"]
+    assert section([*new, news], "NEW: 2 variants")[1:] == ["   2  fix: SIGNATURE_MISMATCH [some-case]"]
 
 
 def test_inconclusive_variants_are_listed_by_reason_and_are_not_new() -> None:
@@ -97,8 +105,9 @@ def test_inconclusive_variants_are_listed_by_reason_and_are_not_new() -> None:
 def test_skipped_variants_are_grouped_by_reason() -> None:
     reason = "needs 2 GPUs"
     skipped = [document({"unfixed": reason, "fix": reason}, {"fix": "INCONCLUSIVE"}, case=case) for case in "ab"]
-    lines = shown(*map(identified, (*skipped, document({"unfixed": "needs vllm"}, {}, case="c"))))
-    assert lines[1:] == ["NOT MEASURED: 5 variants", "   4  needs 2 GPUs [a, b]", "   1  needs vllm [c]"]
+    lines = shown(*map(identified, (*skipped, document({"unfixed": "needs vllm"}, {}, case="c"))), everything=True)
+    assert lines[-3:] == ["NOT MEASURED: 5 variants", "   4  needs 2 GPUs [a, b]", "   1  needs vllm [c]"]
+    assert lines[0] == "Nothing was measured."
 
 
 STATES = ["unexpected", "no_expectation", "differs_from_cpu", "expected"]
@@ -118,10 +127,10 @@ def test_one_line_removes_whole_terminal_sequences() -> None:
 
 
 def test_describe_exit_gives_the_reason() -> None:
-    odd = rows(cell("NOT_FIXED", "unexpected"))
-    assert describe_exit(1, odd, Summary()).startswith("exit code 1: 1 variant differs")
-    assert describe_exit(0, odd[:1], Summary()) == "exit code 0: nothing unexpected"
-    assert "repro doctor" in describe_exit(3, odd, Summary()) and run_summary.describe_counts([]) == "no results"
+    odd = headline(rows(cell("NOT_FIXED", "unexpected")), {})
+    assert describe_exit(1, odd, Summary()) == "exit code 1: 1 documented fix stopped working"
+    assert describe_exit(0, headline([], {}), Summary()) == "exit code 0: everything as expected"
+    assert "repro doctor" in describe_exit(3, odd, Summary())
 
 
 @pytest.mark.parametrize(

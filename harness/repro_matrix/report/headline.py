@@ -1,0 +1,328 @@
+"""What a run shows, in the order in which a reader needs it: how many known failures reproduce, whether the documented
+fixes work, what needs attention, and one line for each case. Pure.
+
+The terminal, the page, JUnit, Markdown and the badge all take their words and numbers from here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import cached_property
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.analysis.history import ChangedCase, Regressions
+from repro_matrix.analysis.releases import STATES, Releases, releases_of
+from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.results.summary import Row
+from repro_matrix.text import counted
+
+CaseState = Literal["reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"]
+# In the order of a table: what is unusual first.
+CASE_STATES: Mapping[CaseState, str] = {
+    "fails": "fails", "unclear": "unclear", "other_failure": "other error", "fixed": "fixed",
+    "absent": "not here", "reproduces": "reproduces", "passes": "passes", "not_measured": "not measured",
+}  # fmt: skip
+
+Kind = Literal["stopped_working", "came_back", "new_failure", "different", "differs_from_cpu"]
+# What needs attention, the most urgent first.
+ATTENTION: Mapping[Kind, str] = {
+    "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
+    "different": "DIFFERENT", "differs_from_cpu": "DIFFERENT FROM THE CPU",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Variants of one cell that differ for the same reason. ``change``: since the last passing run, where there is
+    one; it names the packages that changed and the fixes that still work."""
+
+    kind: Kind
+    rows: tuple[Row, ...]
+    change: ChangedCase | None = None
+
+    @property
+    def row(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The arguments that measure these variants again."""
+        return replace(self.row, variant=",".join(row.variant for row in self.rows)).command
+
+    @property
+    def since(self) -> str:
+        """Say since which run the result differs and which packages changed; "" where that is unknown."""
+        if self.change is None:
+            return ""
+        moved = [f"{name} {then} -> {now}" for name, (then, now) in self.change.versions.items()]
+        return f"since {self.change.passing.run_id}: {', '.join(moved) or 'no package changed'}"
+
+
+@dataclass(frozen=True)
+class CaseStatus:
+    """What one case shows on the newest stack that was measured. ``fixes``: documented ones that work in every cell in
+    which the failure reproduces; ``failing``: the other documented ones."""
+
+    case: str
+    title: str
+    state: CaseState
+    detail: str
+    simulated: bool
+    fixes: tuple[str, ...] = ()
+    failing: tuple[str, ...] = ()
+    releases: Releases = field(default_factory=Releases)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``previous``: the last passing run that the results were compared with; "" where there is none."""
+
+    rows: Sequence[Row]
+    cases: Sequence[CaseStatus]
+    attention: Sequence[Attention]
+    changes: int = 0
+    previous: str = ""
+
+    def count(self, *states: CaseState) -> int:
+        return sum(each.state in states for each in self.cases)
+
+    @cached_property
+    def failures(self) -> int:
+        """Known failures with a result."""
+        return self.count("reproduces", "fixed", "absent", "other_failure", "unclear")
+
+    @cached_property
+    def kinds(self) -> Counter[Kind]:
+        """Numbers of variants, over all cells; of cases for failures that came back."""
+        rows = [(each.kind, row) for each in self.attention for row in each.rows]
+        return Counter(
+            kind for kind, *_ in {(kind, row.case, row.variant * (kind != "came_back")) for kind, row in rows}
+        )
+
+    @cached_property
+    def fixes(self) -> tuple[int, int]:
+        """Documented fixes that work, and all that were tried where the failure reproduces."""
+        works = sum(len(each.fixes) for each in self.cases)
+        return works, works + sum(len(each.failing) for each in self.cases)
+
+    @cached_property
+    def new(self) -> list[Row]:
+        """Measured variants with a verdict that have neither an expectation nor a prediction."""
+        return [row for row in self.rows if row.attempts and row.verdict and row.state == "no_expectation"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers under stable keys."""
+        works, tried = self.fixes
+        return {
+            "sentences": self.sentences, "known_failures": self.failures,
+            "cases": dict(Counter(each.state for each in self.cases)),
+            "documented_fixes": {"work": works, "tried": tried}, "attention": dict(self.kinds),
+            "changed": self.changes, "previous": self.previous or None, "new": len(self.new),
+        }  # fmt: skip
+
+    @property
+    def stack(self) -> str:
+        """The stack in a few words: ``torch 2.13.0 + transformers 5.23.0 (CPU)``."""
+        newest = max(self.rows, key=age)
+        if len({row.stack.name for row in self.rows}) > 1:
+            return "the newest stack of each"
+        versions = newest.stack.versions
+        names = [f"{name} {versions[name].partition('+')[0]}" for name in ("torch", "transformers") if name in versions]
+        devices = dict.fromkeys(device(row) for row in self.rows if row.attempts)
+        return f"{' + '.join(names) or newest.stack.name} ({', '.join(devices)})"
+
+    @property
+    def measured(self) -> str:
+        """What was measured, and on what: packages, devices, ranks, commit, date and duration."""
+        rows = [row for row in self.rows if row.attempts]
+        if not rows:
+            return ""
+        versions = max(rows, key=age).stack.versions
+        packages = ", ".join(f"{name} {versions[name]}" for name in UPSTREAM if name in versions)
+        stacks = len({row.stack.name for row in rows})
+        ranks = Counter(row.ranks for row in rows).most_common(1)[0][0]
+        commits = {f"commit {row.commit[:7]}{' with changed files' * row.dirty}" for row in rows if row.commit}
+        begun, ended = min(row.started for row in rows), max(row.ended or row.started for row in rows)
+        parts = [
+            packages, f"the newest of {stacks} stacks" if stacks > 1 else "",
+            ", ".join(dict.fromkeys(map(device, rows))), counted(ranks, "rank"),
+            commits.pop() if len(commits) == 1 else counted(len(commits), "commit"),
+            datetime.fromtimestamp(ended, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "" if ended - begun > 86_400 else duration(ended - begun),
+        ]  # fmt: skip
+        return " · ".join(filter(None, parts))
+
+    @property
+    def sentences(self) -> list[str]:
+        """The answer; the first sentence names the stack."""
+        if not any(row.attempts for row in self.rows):
+            return ["Nothing was measured."]
+        return [*self._failures(), *self._fixes(), *self._changes()]
+
+    def _failures(self) -> Iterator[str]:
+        if self.failures:
+            simulated = sum(each.simulated and each.state == "reproduces" for each in self.cases)
+            some = f", {simulated} of them simulated" if simulated else ""
+            known = counted(self.failures, "known failure")
+            verb = "reproduces" if self.failures == 1 else "reproduce"
+            yield f"{self.count('reproduces')} of {known} {verb} on {self.stack}{some}."
+        if number := self.count("fixed"):
+            yield f"{_are(number)} fixed upstream."
+        if number := self.count("absent"):
+            yield f"{_are(number)} not reproduced here."
+        if number := self.count("other_failure"):
+            yield f"{number} {'fails' if number == 1 else 'fail'} with another error."
+        if number := self.count("unclear"):
+            yield f"{_are(number)} unclear."
+
+    def _fixes(self) -> Iterator[str]:
+        works, tried = self.fixes
+        if tried and not self.kinds["stopped_working"]:
+            every = "The documented fix works." if tried == 1 else f"All {tried} documented fixes work."
+            failing = [f"{each.case}/{name}" for each in self.cases for name in each.failing]
+            names = ", ".join(failing[:3]) + (f" and {len(failing) - 3} more" if len(failing) > 3 else "")
+            some = f"{works} of {counted(tried, 'documented fix')} work; known to fail here: {names}."
+            yield some if failing else every
+        yield from (f"{each}." for each in self.differences)
+        if number := self.kinds["differs_from_cpu"]:
+            yield f"{counted(number, 'result')} {'differs' if number == 1 else 'differ'} from the CPU."
+        passed, failed = self.count("passes"), self.count("fails")
+        if passed or failed:
+            yield f"{passed} of {counted(passed + failed, 'control')} passed."
+
+    @property
+    def differences(self) -> list[str]:
+        """What differs from its expectation, the most urgent first: ``1 documented fix stopped working``."""
+        one = {
+            "stopped_working": "documented fix stopped working", "came_back": "known failure came back",
+            "new_failure": "new failure", "different": "other result differs from its expectation",
+        }  # fmt: skip
+        many = {
+            "stopped_working": "documented fixes stopped working", "came_back": "known failures came back",
+            "new_failure": "new failures", "different": "other results differ from their expectation",
+        }  # fmt: skip
+        return [f"{number} {(one if number == 1 else many)[kind]}" for kind in one if (number := self.kinds[kind])]  # type: ignore[index]
+
+    def _changes(self) -> Iterator[str]:
+        if self.previous:
+            what = counted(self.changes, "result") if self.changes else "Nothing"
+            yield f"{what} changed since the last passing run ({self.previous})."
+        if self.new:
+            yield f"{counted(len(self.new), 'result')} without an expectation."
+
+
+def _are(number: int) -> str:
+    return f"{number} {'is' if number == 1 else 'are'}"
+
+
+def age(row: Row) -> tuple[Version, ...]:
+    """Return the releases of torch and transformers, to sort stacks by."""
+    return tuple(_release(row.stack.versions.get(name, "0")) for name in ("torch", "transformers"))
+
+
+def _release(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0")
+
+
+def device(row: Row) -> str:
+    """Return what a row was measured on: ``CPU``, ``8x NVIDIA A100``."""
+    models = Counter(row.hardware.gpus)
+    return ", ".join(f"{count}x {name}" for name, count in models.items()) or "CPU"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+# From rows
+
+
+def headline(rows: Sequence[Row], cases: Mapping[str, Case], since: Regressions | None = None) -> Headline:
+    """Return what these rows show. ``since``: the comparison with the last passing runs."""
+    by_case: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_case[row.case].append(row)
+    statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
+    changed = {(each.case, each.stack): each for each in since.changed} if since else {}
+    attention = sorted(_attention(rows, changed), key=lambda each: list(ATTENTION).index(each.kind))
+    order = list(CASE_STATES)
+    return Headline(
+        rows, sorted(statuses, key=lambda each: (order.index(each.state), each.case)), attention,
+        sum(len(each.changes) for each in changed.values()), since.previous if since else "",
+    )  # fmt: skip
+
+
+def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
+    """Return what one case shows on the newest of its stacks. ``case``: None if the catalog does not have it."""
+    newest = max(map(age, rows))
+    rows = [row for row in rows if age(row) == newest]
+    releases = releases_of(case) if case else Releases()
+    first = [row for row in rows if row.first and row.attempts]
+    state, detail = _state(first, rows, releases)
+    verdicts: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if row.role == "fix" and row.verdict and row.measured and STATES.get(row.verdict, "reproduces") == "reproduces":
+            verdicts[row.variant].add(row.verdict)
+    works = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
+    failing = tuple(variant for variant in verdicts if variant not in works)
+    one = rows[0]
+    title = case.title if case else one.title
+    return CaseStatus(one.case, title, state, detail, bool(one.simulated), works, failing, releases)
+
+
+def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tuple[CaseState, str]:
+    """Return the state of a case and the details. ``first``: the unfixed or control variants that were launched."""
+    if not first:
+        return "not_measured", next((row.reason for row in rows if row.reason), "")
+    if first[0].kind == "control":
+        failed = [row for row in first if row.verdict != "PASSED"]
+        return ("fails", failed[0].reason) if failed else ("passes", counted(len(first), "cell"))
+    usual = [row.counts.most_common(1)[0][0] for row in first]
+    if "reproduced" in usual:
+        number = usual.count("reproduced")
+        return "reproduces", "" if number == len(usual) else f"in {number} of {len(usual)} cells"
+    if set(usual) == {"passed"}:
+        upstream = any(row.verdict == "FIXED_UPSTREAM" for row in rows)
+        ended = releases.ended if releases.after and releases.after.state == "absent" else ""
+        return ("fixed", ended or "upstream") if upstream or ended else ("absent", "")
+    failures = dict.fromkeys(name for row in first for each in row.evidence_attempts for name in each.failures)
+    if not any(row.evidence_attempts for row in first):
+        return "unclear", first[0].reason
+    return "other_failure", ", ".join(failures) or first[0].reason
+
+
+def _attention(rows: Iterable[Row], changed: Mapping[tuple[str, str], ChangedCase]) -> Iterator[Attention]:
+    """Yield what differs from its expectation, or from what a CPU showed."""
+    same: dict[object, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.state in ("unexpected", "differs_from_cpu"):
+            kind = kind_of(row)
+            # A failure that came back changes the verdict of every variant of its cell.
+            detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
+            same[kind, row.cell, detail].append(row)
+    for (kind, *_), members in same.items():  # type: ignore[misc]
+        yield Attention(kind, tuple(members), changed.get((members[0].case, members[0].stack.name)))
+
+
+def kind_of(row: Row) -> Kind:
+    """Say what a row means that differs from its expectation."""
+    if row.state == "differs_from_cpu":
+        return "differs_from_cpu"
+    before, now = STATES.get(row.expected_verdict or ""), STATES.get(row.verdict or "")
+    if before == "absent" and now == "reproduces":
+        return "came_back"
+    if row.role == "fix" and row.expected_verdict == "FIXED" and (now == "reproduces" or row.verdict == "FLAKY"):
+        return "stopped_working"
+    if row.verdict in ("SIGNATURE_MISMATCH", "FAILED", "FIX_BREAKS", "DIFFERENT_FAILURE"):
+        return "new_failure"
+    return "different"

@@ -1,0 +1,158 @@
+"""Results as lines of text: the headline, what needs attention, one line for each case, what was not measured.
+
+Modelled on pytest's short summary: the important first. Lines have at most ``width`` columns, except commands, which
+can be pasted.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from repro_matrix.report.headline import ATTENTION, CASE_STATES, Attention, CaseStatus, Headline
+from repro_matrix.report.terminal import by_reason, named, print_table
+from repro_matrix.results.expectations import uncompared_failures
+from repro_matrix.results.summary import Row
+from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
+
+LOG_LINES = 4
+MOST_CASES = 8  # so that the end of a run without surprises fits on a screen of 24 lines
+MOST_ATTENTION = 12
+DETAIL, SHORTEST = 38, 24  # columns of what is said of a case, and of its title
+SKIPS = {
+    "gpus": "need more GPUs", "accelerator": "need a GPU", "packages": "need other packages",
+    "stack": "need a stack that is not built", "build": "have an extension that cannot be built",
+    "memory": "need more memory", "weights": "need weights", "same": "equal the unfixed variant here",
+}  # fmt: skip
+
+
+def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:
+    """Yield all about the results. ``everything``: every case and every reason."""
+    if head.measured:
+        yield from wrap(head.measured, width=width)
+        yield ""
+    yield from wrap(" ".join(head.sentences), "", 0, width)
+    shown = head.attention if everything else head.attention[:MOST_ATTENTION]
+    for each in shown:
+        yield from _attention_lines(each, head, width)
+    if len(shown) < len(head.attention):
+        yield f"... and {len(head.attention) - len(shown)} more, on the page"
+    yield from _problem_lines(head.rows, width)
+    yield from _case_lines(head, width, everything)
+    yield from _skipped_lines([row for row in head.rows if not row.attempts and row.reason], width, everything)
+
+
+def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
+    row, variants = each.row, ", ".join(one.variant for one in each.rows)
+    what = "fix" if each.kind == "stopped_working" else "variant"
+    helps = f" ({row.help})" if row.help and len(each.rows) == 1 else ""
+    place = f"{row.case} {row.model}/{row.strategy} on {row.stack.name}"
+    yield ""
+    yield from wrap(f"{ATTENTION[each.kind]}  {place}, {what} {variants}{helps}", "", 4, width)
+    note = f" [{row.note}]" if row.note else ""
+    measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.reason}{note}"
+    yield from wrap(measured, "    ", 3, width)
+    if each.since:
+        yield from wrap(each.since, "    ", 3, width)
+    fixes = next((status.fixes for status in head.cases if status.case == row.case), ())
+    if fixes and each.kind in ("stopped_working", "came_back"):
+        yield from wrap(f"works: {', '.join(fixes)}", "    ", 3, width)
+    printed = [one_line(line) for line in row.errors[0]["log"].splitlines()] if row.errors else []
+    for line in [line for line in printed if line.strip()][-LOG_LINES:]:
+        yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
+    yield f"    $ {one_line(shlex.join(each.command))}"
+
+
+def _problem_lines(rows: Sequence[Row], width: int) -> Iterator[str]:
+    """Yield what gave no answer, what is accepted until a date, and what is new."""
+    failures = uncompared_failures(rows)
+    if failures:
+        meaning = "the unfixed variant fails with an unexpected error, and no variant shows anything else"
+        yield from _title(f"NOT COMPARED: in {counted(len(failures), 'cell')} {meaning}. Run the whole case.", width)
+        for row in failures:
+            reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
+            yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
+    lists: dict[str, list[tuple[str | None, Row]]] = {
+        "NO RESULT: {} ran and gave no evidence": [(row.reason, row) for row in rows if is_unanswered(row)],
+        "QUARANTINED: {}": [(row.quarantine, row) for row in rows if row.state == "quarantined"],
+        "NEW: {} without an expectation. `repro accept` writes expectations": [
+            (f"{row.variant}: {row.verdict}", row) for row in rows
+            if row.attempts and row.verdict and row.state == "no_expectation" and not is_unanswered(row)
+        ],
+    }  # fmt: skip
+    for title, items in lists.items():
+        if items:
+            yield from _title(title.format(counted(len(items), "variant")), width)
+            yield from by_reason(((reason, row.case) for reason, row in items), width)
+
+
+def is_unanswered(row: Row) -> bool:
+    """Whether a variant ran and gave no evidence; what an expectation accepts is left out."""
+    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
+    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
+
+
+def _title(text: str, width: int) -> Iterator[str]:
+    yield ""
+    yield from wrap(text, "", 2, width)
+
+
+def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
+    cases = [each for each in head.cases if each.state not in ("passes", "not_measured") or everything]
+    if not cases:
+        return
+    shown = cases if everything else cases[:MOST_CASES]
+    names, states = max(len(each.case) for each in shown), max(len(CASE_STATES[each.state]) for each in shown)
+    yield ""
+    for each in shown:
+        start = f"  {CASE_STATES[each.state]:<{states}}  {each.case:<{names}}  "
+        room = width - len(start) - DETAIL
+        if room < SHORTEST:
+            yield from wrap(f"{start.rstrip()}  {_case_detail(each)}", "", 4, width)
+        else:
+            yield f"{start}{first_line(each.title, room - 2):<{room}}{first_line(_case_detail(each), DETAIL)}".rstrip()
+    if len(shown) < len(cases):
+        yield f"  ... {len(cases) - len(shown)} more: repro report --format text"
+
+
+def _case_detail(each: CaseStatus) -> str:
+    """Return the fixes that work, as many as there is room for, or what else there is to say."""
+    if each.state != "reproduces":
+        return each.detail
+    for number in range(len(each.fixes), 0, -1):
+        more = f" (+{len(each.fixes) - number})" if number < len(each.fixes) else ""
+        text = f"works: {', '.join(each.fixes[:number])}{more}"
+        if len(text) <= DETAIL or number == 1:
+            break
+    else:
+        text = "no documented fix works"
+    return "; ".join(filter(None, (text, each.detail)))
+
+
+def _skipped_lines(skipped: Sequence[Row], width: int, everything: bool) -> Iterator[str]:
+    if not skipped:
+        return
+    if everything:
+        yield from _title(f"NOT MEASURED: {counted(len(skipped), 'variant')}", width)
+        yield from by_reason(((row.reason, row.case) for row in skipped), width)
+        return
+    counts = Counter(SKIPS.get(row.skip_kind or "", "for another reason") for row in skipped)
+    reasons = ", ".join(f"{count} {text}" for text, count in counts.most_common())
+    yield from _title(f"Not measured: {counted(len(skipped), 'variant')}: {reasons}. Reasons: repro doctor", width)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print a line for every variant of every cell."""
+    table = []
+    for row in rows:
+        flags = " ".join(f"{name}={json.dumps(value)}" for name, value in row.flags.items())
+        seconds = "" if row.wall_s is None else f"{row.wall_s:.1f}s"
+        reason = f"{row.reason} [{row.note}]" if row.note else row.reason
+        table.append([
+            named(row.case, row.simulated), row.model, f"{row.strategy} {flags}".strip(), row.variant,
+            row.verdict or row.outcome, row.state, seconds, reason,
+        ])  # fmt: skip
+    heads = ["case", "model", "strategy", "variant", "verdict", "expected?", "time", "reason"]
+    print_table("", heads, table, narrow=("time", "reason"))
