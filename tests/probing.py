@@ -25,7 +25,16 @@ from test_engine import REPRODUCED, observation
 CASE = "qwen15-fsdp-norm-shard"
 BASE = {"python": "3.11.0", "torch": "2.2.2", "transformers": "4.39.3", "accelerate": "0.29.2", "numpy": "1.26.4"}
 
-# (versions, variant) -> reproduces, clean, hang, infra, anything else: an error that says so
+LAYER_NORM = {  # the same failure by another signature of the case
+    **REPRODUCED,
+    "message": "Expected weight to be of same shape as normalized_shape, but got weight of shape [512]",
+    "frames": [*REPRODUCED["frames"], {
+        "file": "/site-packages/torch/nn/functional.py", "line": 1, "function": "layer_norm", "code": "",
+        "module": "torch.nn.functional", "code_location": "torch.nn.functional",
+    }],
+}  # fmt: skip
+
+# (versions, variant) -> reproduced, layer norm, passed, hang, infra_error, anything else: an error that says so
 History = Callable[[Mapping[str, str], str], str]
 
 
@@ -104,8 +113,9 @@ class World:
 
 
 def answered(attempt: Attempt, how: str) -> dict[str, Any]:
-    if how in ("reproduced", "passed"):
-        return observation(attempt, REPRODUCED if how == "reproduced" else None)
+    errors = {"reproduced": REPRODUCED, "layer norm": LAYER_NORM, "passed": None}
+    if how in errors:
+        return observation(attempt, errors[how])
     if how == "hang":
         found = observation(attempt, None, timed_out=True)
         for rank in found["ranks"]:

@@ -47,6 +47,23 @@ def test_expectations_of_equal_neighbors_are_one_range() -> None:
     assert [[item.place for item in each.members] for each in ranges(found)] == [["4.38.0", "4.38.1", "4.39.0"]]
 
 
+def test_expectations_with_another_error_of_unfixed_are_another_range() -> None:
+    """The verdicts of the fixes are the same: the failure keeps reproducing, with another of its signatures."""
+    line = {"4.38.0": "norm", "4.39.0": "norm", "4.40.0": "layer-norm"}
+    found = []
+    for release, signature in line.items():
+        made = document(release, "FIXED")
+        known = {"case": KNOWN.slug, "signature": signature, "ranks": [0], "kind": "exception", "message": "m"}
+        outcome = {"outcome": "reproduced", "reason": "r", "primary": None, "recognized": [known]}
+        made["variants"]["unfixed"] = {"attempts": [{"outcome": outcome}] * 3}
+        found += measured(KNOWN, made, release)
+    entries = expectations(found, "measured")
+    assert [(entry.versions["transformers"], entry.failure_ids) for entry in entries] == [
+        (">=4.38,<4.40", {"unfixed": f"{KNOWN.slug}/norm"}),
+        (">=4.40,<4.41", {"unfixed": f"{KNOWN.slug}/layer-norm"}),
+    ]
+
+
 def test_expectations_of_other_stacks_and_cells_are_separate() -> None:
     assert len(said(document("4.38.0", "FIXED"), document("4.40.0", "FIXED", torch="2.6.0"))) == 2
     cells = [document("4.38.0", "FIXED"), document("4.38.0", "FIXED", where="other/fsdp")]

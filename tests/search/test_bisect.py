@@ -270,6 +270,18 @@ def test_versions_boundary_has_a_stored_probe_on_each_side(world: World, capsys:
     assert "| root-call | 4.37.0–4.45.0 |" in out and "not probed: " in out
 
 
+def answers(data: dict[str, Any]) -> list[str]:
+    return [segment["answer"] for segment in data["variants"]["unfixed"]["segments"]]
+
+
+def test_versions_another_error_of_the_failure_is_another_range(world: World, capsys: Capsys) -> None:
+    world.history = lambda versions, variant: "reproduced" if before(versions, "4.41") else "layer norm"
+    data = mapped(world, capsys, "--samples", "3")
+    assert answers(data) == [f"reproduced: {CASE}/sharded-norm", f"reproduced: {CASE}/sharded-layer-norm"]
+    (edge,) = data["variants"]["unfixed"]["boundaries"]
+    assert (edge["before"], edge["after"]) == ("4.40.0", "4.41.0")
+
+
 def test_versions_unknown_releases_widen_the_boundary(world: World, capsys: Capsys) -> None:
     world.uninstallable = {("transformers", "4.40.0")}
     world.history = lambda versions, variant: (
@@ -294,7 +306,7 @@ def test_versions_without_the_index_keeps_known_answers(
     monkeypatch.setattr(stacks, "resolve", resolve)
     data = mapped(world, capsys, "--exhaustive", code=3)
     assert data["stopped"] == "no connection to the index" and "4.41.1" in data["unprobed"]
-    assert [s["answer"] for s in data["variants"]["unfixed"]["segments"]] == ["passed", "reproduced"]
+    assert answers(data) == ["passed", f"reproduced: {CASE}/sharded-norm"]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
     def probe(at: int) -> Mapping[str, Label]:
         points[at] = prober.probe(Target(names[at], stacks.with_release(base, package, names[at])))
-        return {variant: answer.label for variant, answer in points[at].variants.items()}
+        return {variant: answer.of_map for variant, answer in points[at].variants.items()}
 
     trail = Trail(probe, max_probes=args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:

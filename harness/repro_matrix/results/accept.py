@@ -302,13 +302,13 @@ def _publish_case(
     every = {**before, **now}
     measured = measured_in_order(case, every)
     line = ranges(measured)
-    # A named stack on which the first variant reproduces stays: stack=reproducing means it.
+    # A named stack is published whole: stacks are compared, and stack=reproducing means those where a failure occurs.
+    named = {key for key, document in every.items() if "+" not in document["stack"]["name"]}
     shown = {key for key, document in every.items() if _shows_failure(document)}
     inner = {item.place for each in line for item in each.members[1:-1]}
     inner -= {item.place for each in line for item in (each.members[0], each.members[-1])}
-    inner -= {key for key in inner & shown if "+" not in every[key]["stack"]["name"]}
     used = {item.place for each in line if each.members[0].verdicts or not each.alone for item in each.members}
-    unneeded = inner | (every.keys() - shown - used)
+    unneeded = (inner | (every.keys() - shown - used)) - named
     found.same += sorted(same)
     found.left_out += sorted(unneeded & now.keys())
     found.dropped += sorted(replaced | (unneeded & before.keys()))

@@ -24,8 +24,9 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.errors import ExitCode
 from repro_matrix.grading.expectations import as_expected, depends_on_capabilities
+from repro_matrix.grading.root_cause import all_failure_ids
 from repro_matrix.records.document import Cell
-from repro_matrix.records.outcome import FailureId
+from repro_matrix.records.outcome import FailureId, Outcome
 from repro_matrix.results.summary import Row
 
 release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is published
@@ -62,6 +63,9 @@ def measured(case: Case, document: Cell, place: str) -> list[Measured]:
         failures = {
             name: tuple(str(FailureId(**each)) for each in stored[name].get("failure_ids", ())) for name in names
         }
+        if names and not own_stack and (unfixed := document["variants"].get("unfixed")):
+            outcomes = [Outcome.from_json(attempt["outcome"]) for attempt in unfixed["attempts"]]
+            failures["unfixed"] = tuple(map(str, all_failure_ids(case.slug, outcomes)))
         needed = {fact for name in names for fact in depends_on_capabilities(case, name)}
         found.append(Measured(
             place, document["params"], document["hardware"]["profile"], upstream(document),

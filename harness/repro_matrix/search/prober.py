@@ -50,6 +50,7 @@ class Answer:
     detail: str
     reproductions: int = 0
     counted: int = 0  # attempts with evidence, of which ``reproductions`` reproduced the failure
+    failure: str = ""  # the failure id that most attempts show
     error_at: str | None = field(default=None, compare=False)  # file:line of the first failure
     infra_error: InfraErrorKind | None = field(default=None, compare=False)
     torchrun: str | None = field(default=None, compare=False)  # the command to run it manually
@@ -64,6 +65,11 @@ class Answer:
     def whole(self) -> str | None:
         """Return label and message, to compare where a change of the message counts too."""
         return self.label if self.label in (None, PASSED) else f"{self.label}: {self.detail}"
+
+    @property
+    def of_map(self) -> str | None:
+        """Return the label with the failure's id: a release may change the error and not whether it occurs."""
+        return f"{self.label}: {self.failure}" if self.label == REPRODUCED else self.label
 
     @property
     def flaky(self) -> bool:
@@ -90,21 +96,22 @@ def answer_of(case: str, variant: Variant | None) -> Answer:
     outcomes = [attempt["outcome"] for attempt in attempts]
     names: list[str] = [outcome["outcome"] for outcome in outcomes]
     counted = sum(name in (REPRODUCED, PASSED, OTHER) for name in names)
+    reproductions = names.count(REPRODUCED)
+    decisive = [each for each in outcomes if each["outcome"] == (REPRODUCED if reproductions else OTHER)]
+    ids = Counter(", ".join(map(str, failure_ids(case, Outcome.from_json(each)))) for each in decisive).most_common(1)
     evidence = Answer(
-        None, failure_text(case, outcomes), names.count(REPRODUCED), counted, error_at(attempts),
+        None, failure_text(case, outcomes), reproductions, counted, ids[0][0] if ids else "", error_at(attempts),
         torchrun=attempts[0]["observation"]["attempt"].get("torchrun"),
     )  # fmt: skip
-    if evidence.reproductions:
+    if reproductions:
         return replace(evidence, label=REPRODUCED)
     for outcome in outcomes:
         if outcome["outcome"] not in (PASSED, OTHER):
             detail = f"{outcome['outcome']}: {outcome['reason']}"
             return replace(evidence, detail=detail, error_at=None, infra_error=outcome.get("infra_error"))
-    failed = [Outcome.from_json(outcome) for outcome in outcomes if outcome["outcome"] == OTHER]
-    if not failed:
+    if not decisive:
         return replace(evidence, label=PASSED, detail=outcomes[0]["reason"], error_at=None)
-    usual = Counter(", ".join(map(str, failure_ids(case, outcome))) for outcome in failed).most_common(1)[0][0]
-    return replace(evidence, label=f"{OTHER}: {usual}")
+    return replace(evidence, label=f"{OTHER}: {evidence.failure}")
 
 
 @dataclass(frozen=True)
