@@ -102,11 +102,14 @@ def test_dry_run_plans_patterns_of_variants_on_a_stack_that_is_not_built(
     assert rows[0]["skipped"] is None and rows[0]["world_size"] == 2
 
 
-def test_show_has_the_command_of_each_variant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_has_the_role_and_the_command_of_each_variant(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "--json")
     shown: dict[str, Any] = json.loads(out)
     assert code == 0 and shown["case"] == "qwen15-fsdp-norm-shard"
     assert all("--nproc-per-node" in variant["torchrun"] for variant in shown["variants"])
+    roles = {variant["variant"]: variant["role"] for variant in shown["variants"]}
+    assert (roles["unfixed"], roles["summon"], roles["no-cache"]) == ("unfixed", "fix", "non_fix")
+    assert json.loads(call(capsys, "list", "case=qwen15-fsdp-norm-shard", "--json")[1])[0]["variants"] == roles
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "variants=[summon]")
     assert code == 0 and "QwenLM/Qwen3#306" in out
     assert "--variant unfixed" in out and "--variant summon" in out and "--variant ddp" not in out
