@@ -1,108 +1,189 @@
-"""`repro upgrade`: what changes between two stacks, and which package and release changed it."""
+"""`repro upgrade`: GO, NO-GO or GO with fixes, from stored results; what was not compared, and why."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from probing import BASE, CASE, World, before, world
-from repro_matrix.analysis.upgrade import Upgrade, compare_stacks
-from results_by_hand import BOOM, HOLDS, REPRODUCED, SETTINGS, SKIPPED, cell, variant
+from observations import document, exception, failed, observation, ok
+from probing import BASE, CASE, World, world
+from repro_matrix.analysis import upgrade
+from repro_matrix.analysis.upgrade import End, Upgrade
+from repro_matrix.cli.main import main
+from repro_matrix.config import catalog, project
+from repro_matrix.config.expectations import Expectation
+from repro_matrix.environment import stacks
+from repro_matrix.results.summary import Row, rows_of
+from repro_matrix.runner.session import ask
 
 __all__ = ["world"]
 
+FAILING = {
+    "passed": observation(ok(0), ok(1)),
+    "reproduced": observation(failed(0), failed(1)),
+    "other_failure": observation(failed(0, exception("ValueError", "boom")), ok(1)),
+}
+CELLS = [cell for cell in ask([f"case={CASE}"]).cells if cell.strategy == "fsdp"][:1]
+FIXES = ("root-call", "summon")
+# A release of torch of which no expectation speaks.
+OLD = {"python": "3.11.7", "torch": "2.99.0", "transformers": "4.39.3", "accelerate": "0.29.2"}
+NEW = {**OLD, "transformers": "9.9.9", "accelerate": "9.9.9"}
 
-def compared(old: dict[str, Any], new: dict[str, Any]) -> Upgrade:
-    return compare_stacks(cell(old, stack="old"), cell(new, stack="new"))
+
+def rows(versions: Mapping[str, str], outcomes: Mapping[str, str], **changes: Any) -> list[Row]:
+    """One attempt of each variant of one cell; "flaky": two that disagree."""
+    names = {name: ["passed", "other_failure"] if how == "flaky" else [how] for name, how in outcomes.items()}
+    content = document(
+        {name: [(how, FAILING[how]) for how in hows] for name, hows in names.items()},
+        {}, case=CASE, cell_id=CELLS[0].key, stack={"name": "x", "python": None, "versions": dict(versions)}, **changes,
+    )  # fmt: skip
+    return rows_of(content, catalog.load().cases)  # type: ignore[arg-type]
+
+
+def compared(stored: list[Row], variants: tuple[str, ...] = FIXES, old: Any = OLD, new: Any = NEW) -> Upgrade:
+    return upgrade.compare(catalog.load(), CELLS, list(variants), None, (End("a", old), End("b", new)), stored)
+
+
+BROKEN = {"unfixed": "reproduced", "root-call": "passed", "summon": "passed"}
+CLEAN = dict.fromkeys(BROKEN, "passed")
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "kinds", "code"),
+    ("old", "new", "verdict", "problems"),
     [
-        ({"unfixed": variant()}, {"unfixed": REPRODUCED}, ["reproduces_now"], 1),
-        ({"unfixed": REPRODUCED}, {"unfixed": variant()}, ["no_longer_reproduces"], 0),
-        ({"unfixed": REPRODUCED}, {"unfixed": replace(REPRODUCED, text="another")}, [], 0),
-        ({"unfixed": variant()}, {"unfixed": BOOM}, ["new_failure"], 1),
-        ({"unfixed": BOOM}, {"unfixed": variant()}, ["failure_gone"], 0),
-        ({"unfixed": REPRODUCED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": REPRODUCED}, ["fix_stopped_working"], 1),
-        ({"unfixed": REPRODUCED, "fix": REPRODUCED}, {"unfixed": REPRODUCED, "fix": HOLDS}, ["fix_works_now"], 0),
-        ({"unfixed": REPRODUCED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": HOLDS}, [], 0),
+        (BROKEN, BROKEN, "GO", []),
+        (BROKEN, CLEAN, "GO", []),
+        (CLEAN, BROKEN, "GO with these fixes", [("new_failure", ("unfixed",), ("root-call", "summon"))]),
+        (CLEAN, dict.fromkeys(CLEAN, "reproduced"), "NO-GO", [("new_failure", ("unfixed",), ())]),
+        (CLEAN, {**CLEAN, "unfixed": "other_failure"}, "GO with these fixes",
+         [("new_failure", ("unfixed",), ("root-call", "summon"))]),
+        (BROKEN, {**BROKEN, "summon": "other_failure"}, "GO with these fixes",
+         [("fix_stopped_working", ("summon",), ("root-call",))]),
+        (BROKEN, {**BROKEN, "summon": "reproduced", "root-call": "reproduced"}, "NO-GO",
+         [("fix_stopped_working", ("root-call", "summon"), ())]),
+        (BROKEN, {**CLEAN, "summon": "other_failure"}, "GO with these fixes",
+         [("fix_stopped_working", ("summon",), ("unfixed", "root-call"))]),
+        (BROKEN, {**BROKEN, "unfixed": "other_failure"}, "GO", []),
     ],
-)
-def test_compare_stacks_gives_kind_and_exit_code(
-    old: dict[str, Any], new: dict[str, Any], kinds: list[str], code: int
+)  # fmt: skip
+def test_verdict_follows_from_what_gets_worse(
+    old: dict[str, str], new: dict[str, str], verdict: str, problems: list[Any]
 ) -> None:
-    result = compared(old, new)
-    assert ([change.kind for change in result.changes], result.exit_code) == (kinds, code)
-    assert result.same == len(old) - len(kinds)
+    result = compared([*rows(OLD, old), *rows(NEW, new)])
+    assert [(each.kind, each.variants, each.fixes) for each in result.problems] == problems
+    assert (result.verdict, result.compared, result.unknown) == (verdict, 3, [])
+    assert result.exit_code == {"GO": 0}.get(verdict, 1) and upgrade.headline(result).startswith(verdict)
+    assert bool(result.gone) == (old["unfixed"] == "reproduced" and new["unfixed"] == "passed" and not problems)
+    json.dumps(upgrade.to_json(result))
 
 
-def test_compare_stacks_variant_without_result_is_unknown() -> None:
-    skipped = compared({"unfixed": SKIPPED, "fix": HOLDS}, {"unfixed": REPRODUCED, "fix": HOLDS})
-    assert [(each.variant, each.declared) for each in skipped.unknown] == [("unfixed", True)]
-    assert (skipped.changes, skipped.same, skipped.exit_code) == ((), 1, 0)
-    lost = compared({"unfixed": variant(kinds={}, text="a GPU failed")}, {"unfixed": REPRODUCED})
-    assert [each.declared for each in lost.unknown] == [False] and lost.exit_code == 3
-    assert compare_stacks([], cell({"unfixed": REPRODUCED})).exit_code == 3
-    two_steps = replace(REPRODUCED, settings={**SETTINGS, "steps": 2})
-    other = compared({"unfixed": variant(settings=SETTINGS)}, {"unfixed": two_steps})
-    assert (other.changes, other.same, len(other.unknown)) == ((), 0, 1)
+def test_other_packages_and_builds_are_the_same_stack_and_text_is_no_difference() -> None:
+    stored = [*rows({**OLD, "torch": "2.99.0+cpu", "accelerate": "1.0"}, BROKEN), *rows(NEW, BROKEN)]
+    assert compared(stored).compared == 3
+    assert compared(stored, old={**OLD, "transformers": "4.40.0"}).compared == 0
+    other = [*rows(OLD, BROKEN), *rows(NEW, BROKEN)]
+    other[-3:] = [row for row in other[-3:] if row.first] + [row for row in other[-3:] if not row.first]
+    assert compared(other).same == 3
 
 
-def upgraded(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
+    only_old = compared(rows(OLD, BROKEN))
+    assert (only_old.verdict, only_old.exit_code) == ("UNDECIDED", 3)
+    assert only_old.missing == {(CELLS[0].key, "b")} and only_old.seconds > 0
+    assert {each.reason for each in only_old.unknown} == {"never measured on b"}
+    flaky = compared([*rows(OLD, BROKEN), *rows(NEW, {**BROKEN, "summon": "flaky"})])
+    assert [(each.variant, each.reason) for each in flaky.unknown] == [("summon", "attempts disagree on b")]
+    assert flaky.verdict == "GO" and not flaky.missing, "measuring it again gives no answer either"
+    unknown = compared(rows(OLD, BROKEN), new={})
+    assert unknown.missing == {(CELLS[0].key, "b")}
+    without = compared(rows(OLD, BROKEN), new={name: v for name, v in NEW.items() if name != "torch"})
+    assert all(each.reason.startswith("b lacks torch") for each in without.unknown) and not without.missing
+
+
+def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(versions: str, verdict: str, *measured: str) -> Expectation:
+        ends = [{"transformers": each, "torch": "2.99.0"} for each in measured]
+        every = {name: verdict for name in FIXES}
+        return Expectation(versions={"transformers": versions}, measured_at=ends, reason="r", verdicts=every)
+
+    known = catalog.load()
+    expect = [entry(">=4.38,<5.1", "NOT_REPRODUCED", "4.38.0", "5.0.0"), entry(">=5.1,<6", "NOT_FIXED", "5.1.0", "5.9.0")]
+    case = known.cases[CASE].model_copy(update={"expect": expect})
+    monkeypatch.setitem(known.cases, CASE, case)
+    ends = End("a", {**OLD, "transformers": "4.39.3"}), End("b", {**OLD, "transformers": "5.5.5"})
+    result = upgrade.compare(known, CELLS, list(FIXES), None, ends, [])
+    (problem,) = result.problems
+    assert result.verdict == "NO-GO" and problem.boundary == ("transformers", "5.1.0", "5.0.0", True)
+    assert upgrade.headline(result).startswith("NO-GO: hold transformers below 5.1.0 because")
+    outside = upgrade.compare(known, CELLS, list(FIXES), None, (ends[0], End("c", {**OLD, "transformers": "6.0"})), [])
+    assert outside.verdict == "UNDECIDED" and outside.compared == 0
+
+
+# -- the command
+
+
+def upgraded(world: World, capsys: pytest.CaptureFixture[str], *words: str, code: int) -> dict[str, Any]:
     actual = world.repro("upgrade", f"case={CASE}", "variants=[root-call,summon]", *words, "--json")
     out = capsys.readouterr()
     assert actual == code, out.err
-    return dict(json.loads(out.out))
+    return dict(json.loads(out.out)) if out.out else {"err": out.err}
 
 
-def newer(world: World) -> None:
-    world.bases["newer"] = {**BASE, "torch": "2.6.0", "transformers": "4.44.0", "accelerate": "1.0.0"}
-    world.releases_of("accelerate", "0.29.2", "0.30.0", "0.31.0", "1.0.0")
+@pytest.fixture
+def two(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    world.bases = {"base": {**BASE, "torch": "2.99.0"}, "newer": {**BASE, "torch": "2.99.0", "transformers": "4.44.0"}}
+    monkeypatch.setattr(project, "published", list)
+    monkeypatch.setattr(stacks, "described", lambda text: world.resolve(text))
+    return world
 
 
-def test_upgrade_names_package_and_release(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    newer(world)
-
-    def history(versions: Mapping[str, str], variant: str) -> str:
-        if variant == "summon":  # the fix stops working with another package
-            return "passed" if before(versions, "0.31", "accelerate") else "no such key"
-        return "reproduced" if variant == "unfixed" and not before(versions, "4.41.0") else "passed"
-
-    world.history = history
-    data = upgraded(world, capsys, "--from", "base", "--to", "newer", "--releases", code=1)
-    changes = {change["variant"]: change for change in data["changes"]}
-    assert {variant: change["change"] for variant, change in changes.items()} == {
-        "unfixed": "reproduces_now", "summon": "new_failure",
-    }  # fmt: skip
-    for name, package, first in (("unfixed", "transformers", "4.41.0"), ("summon", "accelerate", "0.31.0")):
-        cause = changes[name]["cause"]
-        assert cause["packages"] == [package]
-        assert cause["releases"][package]["first"] == f"{package} {first}"
-    launched = len(world.launched)
-    again = upgraded(world, capsys, "--from", "base", "--to", "newer", "--releases", code=1)
-    assert again["changes"] == data["changes"] and len(world.launched) == launched
-    data = upgraded(world, capsys, "--from", "newer", "--to", "base", "--why", "none")
-    assert data["counts"] == {"no_longer_reproduces": 1, "failure_gone": 1}, "improvements: exit code 0"
-    assert all(change["cause"] is None for change in data["changes"])
-
-
-def test_upgrade_interrupted_search_shows_the_changes(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    newer(world)
-    world.interrupt_at = 7  # six for the two stacks, then the search for the package
-    data = upgraded(world, capsys, "--from", "base", "--to", "newer", code=130)
-    assert data["stopped"] == "interrupted" and data["counts"] == {"reproduces_now": 1}
+def test_upgrade_measures_only_if_told_to_and_only_what_is_missing(two: World, capsys: Any) -> None:
+    ends = ("--from", "base", "--to", "newer")
+    assert upgraded(two, capsys, *ends, code=3)["verdict"] == "UNDECIDED" and not two.launched
+    data = upgraded(two, capsys, *ends, "--measure", code=1)
+    assert data["verdict"] == "GO with these fixes" and len(two.launched) == 6
+    assert [(each["kind"], each["fixes"]) for each in data["problems"]] == [("new_failure", list(FIXES))]
+    again = [upgraded(two, capsys, *ends, *more, code=1) for more in ((), ("--measure",))]
+    assert [each["verdict"] for each in again] == [data["verdict"]] * 2 and len(two.launched) == 6
+    data = upgraded(two, capsys, "--from", "newer", "--to", "base", code=0)
+    assert data["fixed"] == [CASE] and len(two.launched) == 6
 
 
 @pytest.mark.parametrize(
     "words",
-    ["--from base", "--from base --to base", "--from base --to bse", "--from base --to newer stack=base",
-     "--from base --to newer relases=true", "--from base --to newer case=nope"],
+    ["--from base", "--from base --to base", "--from base --to newer stack=base", "--from base --to newer relases=true",
+     "--from base --to newer case=nope", "--from base --to newer --releases", "--from base --to newer --script x.py"],
 )  # fmt: skip
-def test_upgrade_bad_input_is_a_usage_error(world: World, words: str) -> None:
-    newer(world)
-    assert world.repro("upgrade", *words.split()) == 2
-    assert world.launched == []
+def test_upgrade_bad_input_is_a_usage_error(two: World, words: str) -> None:
+    assert two.repro("upgrade", *words.split()) == 2
+    assert two.launched == []
+
+
+def test_upgrade_from_lock_files_needs_no_index(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Packages that no index has, in both formats; nothing is resolved."""
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_INDEX", "http://127.0.0.1:9/simple")
+    monkeypatch.setattr(stacks, "resolve", None)
+    monkeypatch.setattr(project, "published", list)
+    (tmp_path / "old.txt").write_text("torch==2.99.0\ntransformers==4.39.3\nno-such-package-anywhere==1.0\n")
+    (tmp_path / "uv.lock").write_text(
+        "".join(f'[[package]]\nname = "{name}"\nversion = "{v}"\n' for name, v in NEW.items() if name != "python")
+    )
+    (tmp_path / "loose.txt").write_text("torch>=2.4\n")
+
+    def run(source: str, target: str) -> tuple[int, str]:
+        ends = [str(tmp_path / name) if name.endswith((".txt", ".lock")) else name for name in (source, target)]
+        code = main(["upgrade", f"case={CASE}", "--from", ends[0], "--to", ends[1], f"results={tmp_path / 'r'}", "--json"])
+        out = capsys.readouterr()
+        return code, out.out + out.err
+
+    code, text = run("old.txt", "uv.lock")
+    assert code == 3 and json.loads(text)["packages"]["transformers"] == ["4.39.3", "9.9.9"]
+    code, text = run("old.txt", "loose.txt")
+    assert code == 3 and json.loads(text)["measure"]["cells"] > 0, "known after it was resolved"
+    assert run("old.txt", "old.txt")[0] == run("old.txt", "none.txt")[0] == 2
+    code, text = run("torch2.6-tf4.52", "old.txt")
+    assert code == 2 and "torch2.6-tf4.51" in text

@@ -1,216 +1,370 @@
-"""What going from one stack to another changes, and which package and release changed it."""
+"""May I upgrade? What stored results and expectations say about two stacks. Pure.
+
+A result counts for a stack with the same releases of torch, transformers and what the case requires; other packages may
+differ. Where nothing was measured, an expectation's ranges of releases may say it. Only passing or failing counts:
+another wording, or another error of what failed before, is no reason not to upgrade.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
-from repro_matrix.analysis.diff import KINDS, RESULTS, Change, compare, describe_row, pair_cells, pair_variants
-from repro_matrix.analysis.inputs import VariantResult
-from repro_matrix.environment.stacks import Stack
-from repro_matrix.records.document import Document
-from repro_matrix.runner.session import Request
-from repro_matrix.search.algorithms import Culprits
-from repro_matrix.search.bisect import Bisector, Roles, changed_packages
-from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, Prober, Target
-from repro_matrix.text import counted
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
-WORSE = ("new_failure", "fix_stopped_working", "reproduces_now")
-NOT_SEARCHED = ("became_flaky", "became_steady")
+from repro_matrix.analysis.releases import STATES, releases_of
+from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import RELEVANT, UPSTREAM
+from repro_matrix.environment.stacks.spec import canonical
+from repro_matrix.grading.expectations import expected, settings_difference
+from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
+from repro_matrix.results.summary import Row
+from repro_matrix.runner.schedule import UNKNOWN_S, recorded
+from repro_matrix.text import counted, first_line
+
+State = Literal["passes", "reproduces", "fails", "flaky"]
+_OF_OUTCOME: Mapping[str, State] = {"passed": "passes", "reproduced": "reproduces"}
+_OF_UNFIXED: Mapping[str, State] = {"absent": "passes", "reproduces": "reproduces", "other_failure": "fails"}
+_OF_VERDICT: Mapping[str, State] = {
+    "FIXED": "passes", "NOT_REPRODUCED": "passes", "PASSED": "passes", "NOT_FIXED": "reproduces",
+    "DIFFERENT_FAILURE": "fails", "FIX_BREAKS": "fails",
+}  # fmt: skip
+EXIT_CODES = {"GO": 0, "GO with these fixes": 1, "NO-GO": 1, "UNDECIDED": 3}
+SHOWN, FIXES = 6, 3  # reasons and cases, and fixes of a problem, that are listed
+
+
+class End(NamedTuple):
+    """One of the two stacks. ``versions``: empty where they are not known before it is built."""
+
+    name: str
+    versions: Mapping[str, str]
+
+
+class Known(NamedTuple):
+    """What a variant shows on a stack. ``settings``: empty where an expectation says it."""
+
+    state: State
+    text: str = ""
+    settings: Mapping[str, Any] = {}
 
 
 class Unknown(NamedTuple):
-    """A variant without a comparable result on both stacks. ``declared``: it was skipped because of a declared need."""
+    """A variant that is not compared. ``ends``: the stacks on which it would have to be measured."""
 
-    cell: str
+    cell: Cell
     variant: str
     reason: str
-    declared: bool = False
+    ends: tuple[str, ...] = ()
+
+
+class Boundary(NamedTuple):
+    """``first``: the first measured release with the failure, ``last``: the last one without it, ``exact``: no release
+    lies between them."""
+
+    package: str
+    first: str
+    last: str
+    exact: bool
+
+    @property
+    def hold(self) -> str:
+        return f"hold {self.package} {f'below {self.first}' if self.exact else f'at {self.last}'}"
 
 
 @dataclass(frozen=True)
-class Upgrade:
-    changes: tuple[Change, ...]
-    unknown: tuple[Unknown, ...]
-    same: int
+class Problem:
+    """What gets worse in a case. ``variants``: those that fail. ``fixes``: variants that pass on the new stack in all
+    these cells."""
 
-    @property
-    def exit_code(self) -> int:
-        """Return 1 where something gets worse; else 3 where a result is missing without a declared need; else 0."""
-        if any(change.kind in WORSE for change in self.changes):
-            return 1
-        missing = any(not each.declared for each in self.unknown) or not (self.changes or self.same)
-        return 3 if missing else 0
+    kind: Literal["new_failure", "fix_stopped_working"]
+    case: Case
+    cells: tuple[Cell, ...]
+    variants: tuple[str, ...]
+    state: State
+    text: str
+    fixes: tuple[str, ...]
+    boundary: Boundary | None
 
-
-def compare_stacks(before: Sequence[VariantResult], after: Sequence[VariantResult]) -> Upgrade:
-    """Compare the same variants of the same cells on two stacks."""
-    diff = compare(before, after)
-    unknown = [Unknown(row.key, row.variant, f"measured with other settings: {why}") for row, why in diff.incomparable]
-    excluded = {(each.cell, each.variant) for each in unknown}
-    older, newer, _ = pair_cells(before, after)
-    measured = 0
-    for old, new in pair_variants(older, newer):
-        if old is None or new is None:
-            continue
-        if old.measured and new.measured:
-            measured += (new.key, new.variant) not in excluded
-            continue
-        sides = [f"{side}: {describe_row(row)}" for side, row in (("from", old), ("to", new)) if not row.measured]
-        unknown.append(Unknown(new.key, new.variant, "; ".join(sides), bool(old.skipped or new.skipped)))
-    changes = tuple(diff.select(RESULTS))
-    return Upgrade(changes, tuple(sorted(unknown)), measured - len(changes))
-
-
-def kind_of(before: Answer, after: Answer) -> str | None:
-    """Return the kind of change between two answers of a script; None: no change, or one of them is unknown."""
-    if before.label is None or after.label is None or before.label == after.label:
-        return None
-    if REPRODUCED in (before.label, after.label):
-        return "reproduces_now" if after.label == REPRODUCED else "no_longer_reproduces"
-    if PASSED in (before.label, after.label):
-        return "failure_gone" if after.label == PASSED else "new_failure"
-    return "different_failure"
-
-
-def compare_answers(
-    name: str, variant: str, before: Answer, after: Answer, cause: Any
-) -> tuple[list[dict[str, Any]], list[Unknown]]:
-    """Return the change of a script's answer as ``changes_to_json`` does, and why the answers cannot be compared."""
-    reasons = [answer.detail for answer in (before, after) if answer.label is None]
-    kind = kind_of(before, after)
-    place = {"case": name, "cell": name, "variant": variant, "error_at": [before.error_at, after.error_at]}
-    texts = {"before": before.whole, "after": after.whole, "documents": [None, None]}
-    changes = [{"change": kind, **place, **texts, "cause": cause}] if kind else []
-    return changes, [Unknown(name, variant, "; ".join(reasons))] if reasons else []
+    def bisect(self, source: str, target: str) -> str:
+        """Return the command that searches for the release."""
+        words = ["repro", "bisect", self.case.slug, "--good", source, "--bad", target, "--variant", self.variants[0]]
+        return shlex.join([*words, *axes(self.cells[0]), *(["--any-change"] if self.state == "fails" else [])])
 
 
 @dataclass
-class CauseSearch:
-    """Find the packages (and their releases) that caused each change. ``request``: None for a user's script."""
+class Upgrade:
+    """``gone``: cases whose failure no longer occurs. ``same``: of the ``compared`` results. ``seconds``: to measure
+    what is missing."""
 
-    request: Request | None
-    specs: tuple[str, str]
-    ends: tuple[Stack, Stack]
-    stop: threading.Event
-    with_releases: bool
-    budget: int | None
-    log: Callable[[str], None]
-    causes: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # (cell, variant) -> cause
+    source: End
+    target: End
+    problems: list[Problem] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    compared: int = 0
+    same: int = 0
+    unknown: list[Unknown] = field(default_factory=list)
+    seconds: float = 0.0
 
-    def run(self, changes: Iterable[Change], documents: Iterable[Document]) -> None:
-        """Search all changes, cell by cell. Raises Stopped; the causes found until then are kept."""
-        cells = {document["cell_id"]: document for document in documents}
-        by_cell: dict[str, list[Change]] = {}
-        for change in changes:
-            if change.kind not in NOT_SEARCHED:
-                by_cell.setdefault(change.row.key, []).append(change)
-        assert self.request is not None
-        for key, group in by_cell.items():
-            variants = [change.variant for change in group]  # a probe measures every variant that is searched
-            with Prober(_one_cell(cells[key], self.request), self.log, self.stop, variants=variants) as prober:
-                for change in group:
-                    self.log(f"{key} {change.variant} {change.kind}: which package?")
-                    self.causes[key, change.variant] = self.cause(Bisector(prober, change.variant))
+    @property
+    def missing(self) -> set[tuple[str, str]]:
+        """The cells to measure: (key, stack)."""
+        return {(each.cell.key, end) for each in self.unknown for end in each.ends}
 
-    def cause(self, bisector: Bisector) -> dict[str, Any]:
-        """Search the packages that carry the second stack's answer into the first."""
-        before, after = (bisector.ask(Target(spec, spec)).variants[bisector.variant] for spec in self.specs)
-        good, bad = before.label, after.label
-        if good is None or bad is None or good == bad:
-            return {"packages": None, "note": "measured alone, the two stacks did not differ in this way again"}
-        roles = Roles(good, bad)
-        found = bisector.culprits(roles, self.specs[0], *self.ends)
-        cause: dict[str, Any] = {
-            "packages": list(found.members) if found.members is not None else None,
-            "unproven": list(found.unproven),
-            "note": "" if found.members else "; ".join(found.notes) or "no set of packages carries the change",
-            "tried": [list(item) for item in found.tried],
-        }
-        if self.with_releases:
-            cause["releases"] = {name: self._release(bisector, roles, found, name) for name in found.members or ()}
-        return cause
+    @property
+    def verdict(self) -> str:
+        if self.problems:
+            return "GO with these fixes" if all(each.fixes for each in self.problems) else "NO-GO"
+        missing = sum(bool(each.ends) for each in self.unknown)
+        return "GO" if self.compared and self.compared >= missing else "UNDECIDED"
 
-    def _release(self, bisector: Bisector, roles: Roles, found: Culprits, package: str) -> dict[str, Any]:
-        result = bisector.release_of(roles, self.specs[0], found, package, self.budget)
-        if isinstance(result, str):
-            return {"first": None, "last": None, "exact": False, "text": result}
-        if result.stopped:
-            raise result.stopped
-        first, last = result.bad.target.name, result.good.target.name  # ``first`` is like --to, ``last`` like --from
-        unknown = len(result.unknown) + len(result.unprobed)
-        text = f"{first} (not yet {last})" if result.exact else f"between {last} and {first} ({unknown} unknown)"
-        return {"first": first, "last": last, "exact": result.exact, "text": text}
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
 
 
-def _one_cell(document: Document, request: Request) -> Request:
-    """Return the request for one cell, with the run's other settings."""
-    rest = request.without(
-        lambda key: key in ("case", "model", "strategy", "variants", "ranks") or key.startswith("flags.")
-    )
-    axes: dict[str, Any] = {"case": document["case"], "model": document["model"], "strategy": document["strategy"]}
-    if request.selections[0].ranks:
-        axes["ranks"] = document["ranks"]
-    return rest.with_values({**axes, **{f"flags.{name}": value for name, value in document["flags"].items()}})
+def axes(cell: Cell) -> list[str]:
+    """Return the arguments that select the cell among those of its case."""
+    flags = (f"flags.{name}={json.dumps(value)}" for name, value in cell.flags)
+    return [f"model={cell.model}", f"strategy={cell.strategy}", *flags, *cell.overrides]
 
 
-def to_json(
-    specs: tuple[str, str], ends: tuple[Stack, Stack], changes: Sequence[dict[str, Any]],
-    unknown: Iterable[Unknown], same: int,
-) -> dict[str, Any]:  # fmt: skip
+def compare(
+    catalogue: Catalogue, cells: Sequence[Cell], variants: list[str] | None, repeat: int | None, ends: tuple[End, End],
+    rows: Sequence[Row],
+) -> Upgrade:  # fmt: skip
+    """Compare what is known of two stacks. ``variants``: only these. ``repeat``: attempts of what is not measured."""
+    result, sides = Upgrade(*ends), [_Side(catalogue, end, rows) for end in ends]
+    hardware = sorted({row.hardware.profile for row in rows} | {"cpu"}, key=lambda name: name != "cpu")
+    pairs: dict[str, dict[tuple[Cell, str], tuple[Known, Known]]] = defaultdict(dict)
+    took = recorded(rows)
+    for cell in cells:
+        case = catalogue.cases[cell.case]
+        chosen = [name for name in variants_of(case, variants) if not case.variants[name].stack]
+        for variant in chosen:
+            tried = [_pair(sides, cell, variant, name) for name in hardware]
+            pair = next((each for each in tried if not isinstance(each, Unknown)), None)
+            if pair:
+                pairs[case.slug][cell, variant] = pair
+            else:
+                result.unknown.append(next(each for each in tried if isinstance(each, Unknown)))
+        missing = {end for each in result.unknown if each.cell == cell for end in each.ends}
+        times = [known.seconds if (known := took.get((cell.key, name))) else UNKNOWN_S for name in chosen]
+        result.seconds += len(missing) * sum(times) * (repeat or case.repeat)
+    for slug, found in pairs.items():
+        result.compared += len(found)
+        result.same += sum(old.state == new.state for old, new in found.values())
+        result.problems += _problems(catalogue.cases[slug], found, ends)
+        first = next(iter(catalogue.cases[slug].variants))
+        if any(name == first and old.state != "passes" == new.state for (_, name), (old, new) in found.items()):
+            result.gone.append(slug)
+    result.gone = [slug for slug in result.gone if slug not in {each.case.slug for each in result.problems}]
+    return result
+
+
+def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tuple[Known, Known] | Unknown:
+    found = [side.known(cell, variant, hardware) for side in sides]
+    never = tuple(side.end.name for side, each in zip(sides, found) if each is None)
+    reasons = [each for each in found if isinstance(each, str)]
+    if reasons:
+        return Unknown(cell, variant, reasons[0])
+    if never:
+        return Unknown(cell, variant, f"never measured on {' or '.join(never)}", never)
+    old, new = (each for each in found if isinstance(each, Known))
+    difference = settings_difference(old.settings, new.settings)  # type: ignore[arg-type]
+    if difference:
+        return Unknown(cell, variant, f"measured with other settings: {difference}", tuple(s.end.name for s in sides))
+    return old, new
+
+
+class _Side:
+    """What is known of one stack: its newest results, else what expectations say."""
+
+    def __init__(self, catalogue: Catalogue, end: End, rows: Iterable[Row]) -> None:
+        self.catalogue, self.end = catalogue, end
+        self.rows: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+        for row in sorted(rows, key=lambda row: row.started, reverse=True):
+            if row.evidence_attempts and not row.stack.changed:
+                self.rows[row.cell_id, row.variant, row.hardware.profile].append(row)
+        self.expecting: dict[tuple[str, frozenset[str]], Case] = {}
+
+    def known(self, cell: Cell, variant: str, hardware: str) -> Known | str | None:
+        """Return what is known, or why it cannot be; None: it was not measured."""
+        case, versions = self.catalogue.cases[cell.case], self.end.versions
+        if not versions:
+            return None
+        strategies = {cell.strategy, case.variants[variant].strategy or cell.strategy}
+        needs = [*case.requires.packages, *case.variants[variant].requires]
+        needs += [item for name in strategies for item in self.catalogue.strategies[name].requires]
+        unmet = next(filter(None, (unmet_requirement(item, versions) for item in needs)), None)
+        if unmet:
+            return f"{self.end.name} lacks {unmet}"
+        deciding = frozenset({"torch", "transformers", *(canonical(Requirement(item).name) for item in needs)})
+        for row in self.rows[cell.key, variant, hardware]:
+            if all(_same(row.stack.versions.get(name), versions.get(name)) for name in deciding.intersection(UPSTREAM)):
+                failed = [each for each in row.evidence_attempts if each.outcome != "passed"]
+                outcomes = {each.outcome for each in row.evidence_attempts}
+                if len(outcomes) > 1:
+                    return f"attempts disagree on {self.end.name}"
+                text = first_line(failed[0].reason) if failed else ""
+                return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings)
+        return self._expected(case, cell, variant, hardware, deciding)
+
+    def _expected(
+        self, case: Case, cell: Cell, variant: str, hardware: str, deciding: frozenset[str]
+    ) -> Known | None:  # fmt: skip
+        trimmed = self.expecting.get((case.slug, deciding))
+        if trimmed is None:
+            kept = [{name: each.versions[name] for name in each.versions if name in deciding} for each in case.expect]
+            entries = [each.model_copy(update={"versions": only}) for each, only in zip(case.expect, kept)]
+            trimmed = self.expecting[case.slug, deciding] = case.model_copy(update={"expect": entries})
+        unfixed = variant == "unfixed"
+        for name in case.variants if unfixed else [variant]:
+            entry = expected(trimmed, cell.where, name, self.end.versions, hardware)
+            verdict = entry.verdicts[name] if entry else ""
+            state = _OF_UNFIXED.get(STATES.get(verdict, "")) if unfixed else _OF_VERDICT.get(verdict)
+            if entry and state:
+                listed = [] if unfixed else entry.failure_ids_of(name) or []
+                return Known(state, " or ".join(listed))
+        return None
+
+
+def _same(one: str | None, other: str | None) -> bool:
+    """Whether two versions are the same release, whatever was built of it (2.6.0 and 2.6.0+cpu)."""
+    try:
+        return Version(one or "").public == Version(other or "").public
+    except InvalidVersion:
+        return one == other
+
+
+def _problems(
+    case: Case, found: Mapping[tuple[Cell, str], tuple[Known, Known]], ends: tuple[End, End]
+) -> Iterator[Problem]:
+    first = next(iter(case.variants))
+    offered = [name for name, each in case.variants.items() if name == first or getattr(each, "role", "fix") == "fix"]
+    worse = {key: new for key, (old, new) in found.items() if key[1] in offered and old.state == "passes" != new.state}
+    newly = {key: new for key, new in worse.items() if key[1] == first}
+    lost = {key: new for key, new in worse.items() if (key[0], first) not in newly}
+    for kind, group in (("new_failure", newly), ("fix_stopped_working", lost)):
+        if group:
+            cells = tuple(dict.fromkeys(cell for cell, _ in group))
+            now = [[pair[1].state for cell in cells if (pair := found.get((cell, name)))] for name in offered]
+            fixes = tuple(name for name, states in zip(offered, now) if set(states) == {"passes"})
+            variants, known = tuple(dict.fromkeys(name for _, name in group)), next(iter(group.values()))
+            boundary = _boundary(case, ends) if group is newly else None
+            yield Problem(kind, case, cells, variants, known.state, known.text, fixes, boundary)  # type: ignore[arg-type]
+
+
+def _boundary(case: Case, ends: tuple[End, End]) -> Boundary | None:
+    """Return where the failure begins between the two stacks, if measured releases of a package show it."""
+    found = releases_of(case)
+    old, new = (each.versions.get(found.package, "") for each in ends)
+    for before, after in pairwise(found.ranges) if old and new else ():
+        begins = after.state != "absent" == before.state
+        if begins and Version(old) < Version(after.first) <= Version(new):
+            return Boundary(found.package, after.first, before.last, after.follows)
+    return None
+
+
+# -- as text and as JSON
+
+
+def headline(upgrade: Upgrade) -> str:
+    """Return the verdict and its reason in a sentence."""
+    verdict, source, problems = upgrade.verdict, upgrade.source.name, upgrade.problems
+    if verdict == "GO with these fixes":
+        fixes = "; ".join(f"{each.case.slug}: {_fix(each.case, each.fixes[0])}" for each in problems)
+        return f"{verdict}: {fixes}"
+    if verdict == "NO-GO":
+        unfixed = [each for each in problems if not each.fixes]
+        lowest: dict[str, Boundary] = {}
+        for boundary in (each.boundary for each in unfixed if each.boundary):
+            other = lowest.setdefault(boundary.package, boundary)
+            lowest[boundary.package] = min(other, boundary, key=lambda each: Version(each.first))
+        hold = " and ".join(each.hold for each in lowest.values())
+        if not all(each.boundary for each in unfixed):
+            hold = f"stay on {source}" + (f", at least {hold}," if hold else "")
+        more = f" (and {counted(len(unfixed) - 1, 'more problem')})" if unfixed[1:] else ""
+        return f"NO-GO: {hold} because {_what(unfixed[0])}{more}"
+    if verdict == "GO":
+        return f"GO: no new failure, and every fix that works still works ({upgrade.compared} results compared)"
+    total = upgrade.compared + len(upgrade.unknown)
+    worse = ": nothing gets worse in these" if upgrade.compared else ""
+    return f"UNDECIDED: only {upgrade.compared} of {total} results can be compared{worse}"
+
+
+def _what(problem: Problem) -> str:
+    if problem.kind == "new_failure":
+        return f"{problem.case.slug} begins to fail: {problem.case.title}"
+    return f"{problem.case.slug} has no fix left that works: {problem.case.title}"
+
+
+def _fix(case: Case, variant: str) -> str:
+    if variant == next(iter(case.variants)):
+        return f"no fix ({variant} passes)"
+    return f"{variant} ({case.variants[variant].help})"
+
+
+def describe(upgrade: Upgrade) -> Iterator[str]:
+    """Yield the verdict, then its details."""
+    source, target = upgrade.source.name, upgrade.target.name
+    yield headline(upgrade)
+    for each in upgrade.problems:
+        failing = "" if each.kind == "new_failure" else f" (variant {', '.join(each.variants)})"
+        yield from ("", f"{each.kind.replace('_', ' ')}: {each.case.slug}{failing}: {each.case.title}")
+        yield f"  in {', '.join(cell.where for cell in each.cells)}: {each.text or each.state}"
+        if each.boundary:
+            nearest = "" if each.boundary.exact else f"; {each.boundary.last} does not have it"
+            yield f"  from {each.boundary.package} {each.boundary.first}{nearest}"
+        else:
+            yield f"  the release is not known; search: {each.bisect(source, target)}"
+        more = f"; {len(each.fixes) - FIXES} more" if each.fixes[FIXES:] else ""
+        yield f"  works there: {'; '.join(_fix(each.case, name) for name in each.fixes[:FIXES]) or 'nothing'}{more}"
+    yield ""
+    if upgrade.gone:
+        names = ", ".join(upgrade.gone[:SHOWN]) + (", ..." if len(upgrade.gone) > SHOWN else "")
+        yield f"Fixed by the upgrade: {counted(len(upgrade.gone), 'known failure')} ({names})."
+    other = upgrade.compared - upgrade.same
+    yield f"Compared: {counted(upgrade.compared, 'result')}, {upgrade.same} unchanged, {other} changed."
+    reasons = Counter(each.reason for each in upgrade.unknown).most_common()
+    if reasons:
+        yield f"Not compared: {counted(len(upgrade.unknown), 'result')}."
+    yield from (f"  {count} {reason}" for reason, count in reasons[:SHOWN])
+    if reasons[SHOWN:]:
+        yield f"  {sum(count for _, count in reasons[SHOWN:])} for other reasons: --json"
+    if upgrade.missing:
+        cells = counted(len({key for key, _ in upgrade.missing}), "cell")
+        minutes = f"about {max(1, round(upgrade.seconds / 60))} min"
+        yield f"To measure these {cells}: --measure ({minutes}, and building {source} or {target} if they are missing)."
+
+
+def to_json(upgrade: Upgrade) -> dict[str, Any]:
+    """Return the answer under stable keys."""
+    source, target = upgrade.source, upgrade.target
+    changed = {name for name in source.versions.keys() & target.versions if name in RELEVANT}
     return {
-        "from": specs[0], "to": specs[1],
-        "packages": {name: list(pair) for name, pair in changed_packages(*ends).items()},
-        "changes": changes, "same": same, "counts": dict(Counter(change["change"] for change in changes)),
-        "unknown": [{"cell": each.cell, "variant": each.variant, "reason": each.reason} for each in unknown],
+        "schema": 1, "from": source.name, "to": target.name, "verdict": upgrade.verdict, "headline": headline(upgrade),
+        "packages": {
+            name: [source.versions[name], target.versions[name]]
+            for name in RELEVANT if name in changed and source.versions[name] != target.versions[name]
+        },
+        "problems": [
+            {"kind": each.kind, "case": each.case.slug, "title": each.case.title, "variants": list(each.variants),
+             "cells": [cell.key for cell in each.cells], "text": each.text, "fixes": list(each.fixes),
+             "boundary": each.boundary and each.boundary._asdict(), "bisect": each.bisect(source.name, target.name)}
+            for each in upgrade.problems
+        ],
+        "fixed": upgrade.gone, "compared": upgrade.compared, "unchanged": upgrade.same,
+        "not_compared": [
+            {"cell": each.cell.key, "variant": each.variant, "reason": each.reason, "measure_on": list(each.ends)}
+            for each in upgrade.unknown
+        ],
+        "measure": {"cells": len({key for key, _ in upgrade.missing}), "seconds": round(upgrade.seconds)},
+        "exit_code": upgrade.exit_code,
     }  # fmt: skip
-
-
-def changes_to_json(changes: Iterable[Change], causes: Mapping[tuple[str, str], Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "change": c.kind,
-            "case": c.row.case,
-            "cell": c.row.key,
-            "variant": c.variant,
-            "before": describe_row(c.before),
-            "after": describe_row(c.after),
-            "error_at": [row.error_at if row else None for row in (c.before, c.after)],
-            "documents": [row.path or None if row else None for row in (c.before, c.after)],
-            "cause": causes.get((c.row.key, c.variant)),
-        }
-        for c in changes
-    ]
-
-
-COLUMNS = ("change", "cell", "variant", "cause", "results")
-
-
-def describe(data: Mapping[str, Any]) -> tuple[list[list[str]], list[str]]:
-    """Return the rows of a table and the lines below it."""
-    table = [
-        [c["change"], c["cell"], c["variant"], _describe_cause(c["cause"]), f"{c['before']}  =>  {c['after']}"]
-        for c in data["changes"]
-    ]
-    lines = [f"{kind} ({count}): {KINDS[kind]}" for kind, count in data["counts"].items()]
-    reasons: dict[str, list[str]] = {}
-    for item in data["unknown"]:
-        reasons.setdefault(item["reason"], []).append(f"{item['cell']} {item['variant']}")
-    for reason, variants in reasons.items():
-        lines.append(
-            f"unknown: {reason}: {', '.join(variants[:4])}" + (f" and {len(variants) - 4} more" if variants[4:] else "")
-        )
-    lines.append(f"{counted(len(table), 'variant')} changed, {data['same']} unchanged, {len(data['unknown'])} unknown")
-    return table, lines
-
-
-def _describe_cause(cause: Mapping[str, Any] | None) -> str:
-    if cause is None:
-        return ""
-    if not cause["packages"]:
-        return f"not found: {cause['note']}"
-    releases = cause.get("releases", {})
-    return "; ".join(releases[name]["text"] if name in releases else name for name in cause["packages"])

@@ -171,6 +171,20 @@ def measured_rows(settings: RunSettings | None = None, published: list[Row] | No
     return [*(published or ()), *(row for cells in stored for rows in cells.values() for row in rows)]
 
 
+def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path) -> list[Row]:
+    """Return the stored rows, published and of all runs and searches, of stacks with one of these sets of versions of
+    torch and transformers. ``folder``: another one to read."""
+    pins = ("torch", "transformers")
+    wanted = [[f'"{n}":"{each[n].partition("+")[0]}'.encode() for n in pins if n in each] for each in stacks]
+    folders = [*project.published(), *(run.folder for run in listed(scratch())), scratch() / SEARCHES, folder]
+
+    def of_stacks(line: bytes) -> bool:  # most lines are of others, and reading a row takes time
+        return any(all(pin in line for pin in each) for each in wanted)
+
+    found = [stored_rows(each, [], of_stacks) for each in dict.fromkeys(map(Path.resolve, folders))]
+    return [row for cells in found for rows in cells.values() for row in rows]
+
+
 def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
     """Return cell id -> what ``verdict.judge`` reads of measurements on other stacks."""
     found: dict[str, list[Document]] = defaultdict(list)

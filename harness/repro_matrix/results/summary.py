@@ -13,7 +13,7 @@ import os
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -241,9 +241,11 @@ def load_rows(
     return result
 
 
-def stored_rows(folder: Path, notes: list[str]) -> dict[str, list[Row]]:
+def stored_rows(
+    folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
+) -> dict[str, list[Row]]:  # fmt: skip
     """Read evidence -> rows as they are stored, fresh or not. The last rows of a cell win; lines that cannot be read
-    count as missing."""
+    count as missing. ``wanted``: of which lines."""
     found: dict[str, list[Row]] = {}
     for path in (folder / SUMMARY, *sorted(folder.glob(f"*/{COMPRESSED}"))):
         try:
@@ -253,7 +255,7 @@ def stored_rows(folder: Path, notes: list[str]) -> dict[str, list[Row]]:
         except (OSError, zstandard.ZstdError) as error:
             notes.append(f"{path}: cannot be read: {error}. Its rows are computed from their evidence.")
             continue
-        for line in filter(None, content.split(b"\n")):
+        for line in filter(wanted, filter(None, content.split(b"\n"))):
             with suppress(ValueError):
                 row = adapter().validate_json(line)
                 found[row.evidence] = [*([] if row.first else found.get(row.evidence, [])), row]

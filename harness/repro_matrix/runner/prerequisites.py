@@ -27,8 +27,8 @@ from repro_matrix.environment.stacks import (
     StackError,
     check,
     defined_stacks,
+    described,
     is_existing,
-    not_built,
     resolve,
     spec,
 )
@@ -113,8 +113,8 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
         # What conf/stack does not list (a file, a swap) is built already or not: only resolving it tells.
         unlisted = state is None and states.get(spec.parse(name).base, "here") in ("here", "built", "floating")
         if not there and not (name in named if build else unlisted):
-            if session.as_locked and name in named and (described := not_built(name)):
-                session.to_build[name] = described
+            if session.as_locked and name in named and (stack := described(name)):
+                session.to_build[name] = stack
             else:
                 session.unavailable[name] = f"it is not built here: `repro stack build {name}`"
             continue

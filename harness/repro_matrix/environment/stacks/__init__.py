@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 __all__ = [
-    "Stack", "StackError", "cached_stacks", "check", "defined_stacks", "differences",
-    "is_existing", "make_lock", "not_built", "prune", "resolve", "resolve_compatible", "with_release",
+    "Stack", "StackError", "cached_stacks", "check", "defined_stacks", "described", "differences",
+    "is_existing", "make_lock", "prune", "resolve", "resolve_compatible", "with_release",
 ]  # fmt: skip
 
 
@@ -87,18 +87,26 @@ def check(text: str) -> None:
         spec.find_definition(requested.base)
 
 
-def not_built(text: str) -> Stack | None:
-    """Return a stack of conf/stack as its lock describes it, for plans; None without a lock."""
+def described(text: str) -> Stack | None:
+    """Return a stack as its files describe it, for plans and answers from stored results: nothing is resolved,
+    downloaded or built. None where only resolving it tells its versions. Raises StackError."""
     requested = spec.parse(text)
-    definition = None if requested.python or requested.file else spec.definitions().get(requested.base)
-    if definition is None or definition.kind != "lock" or definition.floating:
-        return None
-    try:
-        lock = locks.committed(definition, spec.lock_path(definition.slug))
-    except StackError:
-        return None
-    replaced = {canonical(swap.name): str(swap.specifier).removeprefix("==") for swap in requested.swaps}
-    return Stack(text, "", {**lock.pins, **replaced, "python": lock.python})
+    if requested.file:
+        versions: Mapping[str, str] = locks.pinned(requested.file)
+    elif requested.base == "current" or requested.python:
+        versions = existing(requested.base, requested.python or sys.executable).versions
+    else:
+        definition = spec.find_definition(requested.base)
+        if definition.kind != "lock":
+            base = "current" if definition.kind == "current" else f"python:{definition.python}"
+            return described(text.replace(requested.base, base, 1))
+        path = locks.floating_path(definition) if definition.floating else spec.lock_path(definition.slug)
+        if not path.exists():
+            return None
+        lock = locks.read(path) if definition.floating else locks.committed(definition, path)
+        versions = {**lock.pins, "python": lock.python}
+    replaced = {canonical(swap.name): swap.url or str(swap.specifier).removeprefix("==") for swap in requested.swaps}
+    return Stack(text, "", {**versions, **replaced}) if versions else None
 
 
 def is_existing(text: str) -> bool:

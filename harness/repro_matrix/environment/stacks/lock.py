@@ -39,6 +39,7 @@ DEFAULT_PYTHON = "3.11"  # for a definition without `python:`; has wheels from t
 HOUR_S, DAY_S = 3600, 24 * 3600
 PYPI = "https://pypi.org/simple/"
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?==([^\s;\\]+)[ \t]*(?:;[ \t]*([^\\\n]+?))?[ \t]*\\?$", re.M)
+_UV_LOCK = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.M)
 _INCLUDE = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[ =]+(\S+)", re.M)
 _COMPILE = [
     "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-header", "--no-annotate",
@@ -195,6 +196,18 @@ def lock_file(path: Path) -> Lock:
     if not cached.exists():
         write(cached, resolve_file(path))
     return read(cached)
+
+
+def pinned(path: Path) -> Mapping[str, str]:
+    """Return the releases of a user's file: of its lock in the cache, else as it pins them; {} where it pins no torch.
+    Nothing is resolved."""
+    cached = file_lock_path(path)
+    text = _read_source(cached if cached.exists() else path)
+    if path.name == "uv.lock" and not cached.exists():
+        return {canonical(name): version for name, version in _UV_LOCK.findall(text)}
+    python = _header(text, "python") or DEFAULT_PYTHON
+    pins = Lock(text, python).pins
+    return {**pins, "python": python} if "torch" in pins else {}
 
 
 def file_lock_path(path: Path) -> Path:
