@@ -247,7 +247,7 @@ def _problems(
     case: Case, found: Mapping[tuple[Cell, str], tuple[Known, Known]], ends: tuple[End, End]
 ) -> Iterator[Problem]:
     first = next(iter(case.variants))
-    offered = [name for name, each in case.variants.items() if name == first or getattr(each, "role", "fix") == "fix"]
+    offered = [name for name, each in case.variants.items() if name == first or each.role == "fix"]
     worse = {key: new for key, (old, new) in found.items() if key[1] in offered and old.state == "passes" != new.state}
     newly = {key: new for key, new in worse.items() if key[1] == first}
     lost = {key: new for key, new in worse.items() if (key[0], first) not in newly}
