@@ -1,61 +1,145 @@
-"""The script of the page in a headless chromium: filters in the address hide cells, a link opens what it leads to."""
+"""The page in a headless Chromium: accessible, searchable, nothing hidden, on a screen, a phone and paper."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
-from report_cells import cell
+from report_cells import HOSTILE, cell, head, skipped_cell
+from repro_matrix.analysis.claims import ClaimRow
+from repro_matrix.analysis.history import make_run
+from repro_matrix.analysis.inputs import from_row
+from repro_matrix.paths import ROOT
 from repro_matrix.report.load import render_file
 from repro_matrix.report.page_model import build_page
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"), pytest.mark.xdist_group("browser")]
+from bench import chromium
+from bench.chromium import Chromium
+
+AXE = Path(os.environ.get("AXE") or ROOT / ".venv" / "axe-core" / "package" / "axe.min.js")
+WIDTHS = (390, 1000, 1920)
+pytestmark = [
+    pytest.mark.skipif(chromium.PATH is None, reason="no chromium here"),
+    pytest.mark.xdist_group("browser"),
+]
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Path:
-    cells = [cell(case="one"), cell("NOT_FIXED", "unexpected", case="two", model="special")]
-    path = tmp_path / "page.html"
-    path.write_text(render_file(build_page(cells, "a title", "created now", {})), encoding="utf-8")
-    return path
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
 
 
-def dump(page: Path, anchor: str, profile: Path) -> str:
-    """Return the page's elements after its script has run."""
-    command = [
-        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
-        "--virtual-time-budget=5000", f"--user-data-dir={profile}", f"file://{page}#{anchor}",
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    cells = [
+        cell("NOT_FIXED", "unexpected", "size mismatch 32 for lm_head", case="broken", title="A fix stopped working"),
+        *(cell(case=f"case-{number}", title=f"Failure number {number}", model="special") for number in range(12)),
+        *(cell(case="old", stack={"name": name, "python": "3", "versions": {"torch": "2.1", "transformers": name}})
+          for name in ("5.0", "5.1")),
+        cell("PASSED", case="healthy", kind="control"), cell(case="hostile", title=HOSTILE, error=HOSTILE),
+        skipped_cell(case="elsewhere"),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    runs = [make_run(f"night {n}", [from_row(row) for one in cells[:n] for row in one.rows]) for n in (1, 8)]
+    claims = [ClaimRow("old", "1a", "the lock is the cause", "a/b#1", "supported", "2 measurements")]
+    page = build_page(cells, head(cells), "a title", "created now", {}, ["a note"], claims, runs)
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(render_file(page), encoding="utf-8", errors="replace")
+    return path.as_uri()
 
 
-def cells_of_dom(dom: str) -> dict[str, str]:
-    """Case -> the attributes of its cell."""
-    tags = re.findall(r'<details class="cell"[^>]*>', dom)
-    return {re.findall(r'data-case="([^"]+)"', tag)[0]: tag for tag in tags}
+@pytest.mark.skipif(not AXE.exists(), reason="no axe-core here: make page-check fetches it")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_axe_finds_no_violation(browser: Chromium, address: str, width: int, dark: bool) -> None:
+    browser.open(address, width, dark=dark)
+    browser.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    browser.evaluate(AXE.read_text(encoding="utf-8"))
+    found = browser.evaluate("axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes[0].html]))")
+    assert found == []
+
+
+VISIBLE = "[...document.querySelectorAll('section.case')].filter((one) => one.checkVisibility()).map((one) => one.id)"
+
+
+def search(browser: Chromium, text: str) -> Any:
+    browser.evaluate(f"q = document.querySelector('[type=search]'), q.value = {json.dumps(text)}, "
+                     "q.dispatchEvent(new Event('input', {bubbles: true}))")  # fmt: skip
+    return browser.evaluate(VISIBLE)
 
 
 @pytest.mark.parametrize(
-    ("anchor", "hidden", "text"),
-    [("", set(), "2 of 2 cells"), ("q=special", {"one"}, "1 of 2 cells"), ("compared=unexpected", {"one"}, "1 of 2"),
-     ("verdict=FIXED", {"two"}, "1 of 2 cells"), ("q=nothing+like+it", {"one", "two"}, "0 of 2 cells")],
+    ("text", "found"),
+    [("size mismatch", ["broken"]), ("Size  MISMATCH for", ["broken"]), ("number 11", ["case-11"]),
+     ("size mismatch 77 for /home/me/x.py", ["broken"]),  # a number and a path of one's own
+     ("transformers 5.1", ["old"]), ("lock is the cause", ["old"]), ("flags.call inner", 16), ("no such thing", [])],
 )  # fmt: skip
-def test_filters_of_the_address_hide_cells(
-    page: Path, tmp_path: Path, anchor: str, hidden: set[str], text: str
+def test_search_finds_errors_titles_releases_claims_and_settings(
+    browser: Chromium, address: str, text: str, found: Any
 ) -> None:
-    dom = dump(page, anchor, tmp_path / "profile")
-    assert {case for case, tag in cells_of_dom(dom).items() if re.search(r"\shidden", tag)} == hidden
-    assert text in dom
+    browser.open(address)
+    shown = search(browser, text)
+    assert (len(shown) if isinstance(found, int) else shown) == found
+    rows = browser.evaluate(
+        "[...document.querySelectorAll('tr[data-case]')].filter((one) => one.checkVisibility()).length"
+    )
+    assert rows == len(shown)
+    assert browser.evaluate("document.getElementById('empty').checkVisibility()") is (not shown)
+    assert search(browser, "") == browser.evaluate(VISIBLE) and len(search(browser, "")) == 17
 
 
-def test_link_to_a_cell_opens_it(page: Path, tmp_path: Path) -> None:
-    tag = cells_of_dom(page.read_text(encoding="utf-8"))["two"]
-    (name,) = re.findall(r' id="([^"]+)"', tag)
-    cells = cells_of_dom(dump(page, name, tmp_path / "profile"))
-    assert " open" in cells["two"] and " open" not in cells["one"]
+def test_search_of_the_address(browser: Chromium, address: str) -> None:
+    browser.open(f"{address}#q={quote('size mismatch')}")
+    assert browser.evaluate(VISIBLE) == ["broken"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_anchor_is_below_the_sticky_bar(browser: Chromium, address: str, width: int) -> None:
+    browser.open(f"{address}#case-5", width)
+    top, bottom = browser.evaluate(
+        "[document.querySelector('#case-5 h2').getBoundingClientRect().top,"
+        " document.getElementById('bar').getBoundingClientRect().bottom]"
+    )
+    assert bottom <= top < bottom + 200
+
+
+def test_find_in_page_opens_what_is_folded(browser: Chromium, address: str) -> None:
+    browser.open(f"{address}#:~:text={quote('again: repro run healthy')}")  # a link to a text searches as Ctrl-F does
+    opened = browser.evaluate(
+        "new Promise((done) => { const look = (left) => { const found = document.querySelector('details[open]');"
+        " found || !left ? done(found && found.closest('section').id) : setTimeout(look, 50, left - 1); };"
+        " look(100); })"
+    )
+    assert opened == "healthy"
+
+
+def test_link_to_a_cell_opens_it(browser: Chromium, address: str) -> None:
+    browser.open(address)
+    name = browser.evaluate("document.querySelector('#healthy pre[id]').id")
+    browser.open(f"{address}#{name}")
+    assert browser.evaluate(f"document.getElementById('{name}').checkVisibility()")
+
+
+def test_phone_shows_every_column(browser: Chromium, address: str) -> None:
+    browser.open(address, 390)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    cells = "[...document.querySelectorAll('.matrix :is(td, th), .chip')]"
+    right = f"Math.max(...{cells}.map((one) => one.getBoundingClientRect().right))"
+    assert browser.evaluate(right) <= 390
+    assert browser.evaluate("document.querySelector('.matrix td.s').checkVisibility()")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_print_is_black_on_white_without_the_bar(browser: Chromium, address: str, dark: bool) -> None:
+    browser.open(address, media="print", dark=dark)
+    assert not browser.evaluate("document.getElementById('bar').checkVisibility()")
+    style = browser.evaluate(
+        "(({color, backgroundColor}) => [color, backgroundColor])(getComputedStyle(document.body))"
+    )
+    assert style == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
+    assert browser.pdf().count(b"/Type /Page\n") > 2

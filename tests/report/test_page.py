@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok
-from report_cells import HOSTILE, cell, rows, skipped_cell
+from report_cells import HOSTILE, cell, head, rows, skipped_cell
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
@@ -57,7 +57,7 @@ class Document(HTMLParser):
 
 
 def page(*cells: Cell, **more: Any) -> Page:
-    return build_page(cells, "a title", "created now", {}, **more)
+    return build_page(cells, head(cells), "a title", "created now", {}, **more)
 
 
 def shown(*cells: Cell, **more: Any) -> Document:
@@ -81,33 +81,63 @@ def test_page_escapes_every_text(text: str) -> None:
 def test_page_of_hostile_evidence_is_well_formed() -> None:
     names = {name: HOSTILE for name in ("title", "model", "simulated")}
     parsed = shown(cell("DIFFERENT_FAILURE", "unexpected", HOSTILE, **names), skipped_cell(HOSTILE), notes=[HOSTILE])
-    assert len(parsed.find("details", class_="cell")) == 2
+    assert len(parsed.find("section", class_="case")) == 1  # of two cells
     assert not [text for _, _, found in parsed.elements for text in found if "\x1b" in text or "\u202e" in text]
 
 
-def test_page_lists_what_needs_attention_first_with_error_and_command() -> None:
-    parsed = shown(cell(case="quiet"), cell("NOT_FIXED", "unexpected", case="loud"),
-                   cell("SIGNATURE_MISMATCH", "differs_from_cpu", case="news"))  # fmt: skip
-    first, second = (text for text in parsed.find("li") if "the whole cell" in text)
-    assert "differs from expectation loud m/fsdp" in first and "RuntimeError: boom" in first
-    assert "repro run loud model=m strategy=fsdp variants=fix" in first and "differs from CPU news" in second
+def symbols(parsed: Document) -> dict[str, list[str]]:
+    """Case -> its symbols, by strategy."""
+    found: dict[str, list[str]] = {}
+    for tag, attrs, text in parsed.elements:
+        if tag == "tr" and attrs.get("data-case"):
+            found[str(attrs["data-case"])] = []
+        elif tag == "td" and str(attrs.get("class")).startswith("s "):
+            list(found.values())[-1].append("".join(text))
+    return found
+
+
+def test_page_lists_what_needs_attention_first_with_error_fixes_and_commands() -> None:
+    loud = cell("NOT_FIXED", "unexpected", case="loud")
+    parsed = shown(cell(case="quiet"), loud, cell("SIGNATURE_MISMATCH", "differs_from_cpu", case="news"))
+    first, second = parsed.find("div", class_="news")
+    assert "STOPPED WORKING" in first and "loud" in first and "RuntimeError: boom" in first
+    assert "repro run loud model=m strategy=fsdp variants=fix" in first and "repro bisect loud --variant fix" in first
+    assert "DIFFERENT FROM THE CPU" in second and "news" in second
     sections = [attrs["id"] for tag, attrs, _ in parsed.elements if tag == "section" and attrs.get("class") == "case"]
     assert sections[-1] == "quiet"
+    assert symbols(parsed) == {"loud": ["!"], "news": ["!"], "quiet": ["R"]}
+
+
+def test_only_what_needs_attention_is_red() -> None:
+    calm = shown(cell("NOT_FIXED"), cell("DIFFERENT_FAILURE", case="two"), cell("FIX_BREAKS", case="three"))
+    assert not [
+        attrs for _, attrs, _ in calm.elements if {"bad", "attention", "fails"} & {*str(attrs.get("class")).split()}
+    ]
+    loud = shown(cell("NOT_FIXED", "unexpected"))
+    assert {"STOPPED WORKING", "the same failure"} <= {*loud.find("b", class_="bad"), *loud.find("span", class_="bad")}
+
+
+(CONTROL,) = cells_of(
+    rows(document({"control": [("passed", observation(ok(0)))]}, {"control": "PASSED"}, kind="control"))
+)
 
 
 @pytest.mark.parametrize(
-    ("cells", "text"),
+    ("cells", "texts", "symbol"),
     [
-        ((), "Nothing was measured"),
-        ((cell(),), "Nothing differs from its expectation."),
-        ((cell(), cell(model="n")), "1 known failure occurs on the newest stack"),
-        ((cell("SIGNATURE_MISMATCH", "no_expectation"),), "1 measured variant has no expectation yet"),
-        ((skipped_cell(),), "needs 2 GPUs"),
+        ((), ["Nothing was measured."], None),
+        ((cell(),), ["1 reproduces", "1 of 1 documented fix work", "0 stopped working"], "R"),
+        ((cell(), cell(model="n")), ["1 reproduces"], "R"),
+        ((CONTROL,), ["1 control passes"], "✓"),
+        ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 without an expectation"], "R"),
+        ((skipped_cell(),), ["Nothing was measured.", "needs 2 GPUs"], "–"),
     ],
 )
-def test_page_headline(cells: tuple[Cell, ...], text: str) -> None:
-    (section,) = shown(*cells).find("section", **{"aria-labelledby": "attention"})
-    assert text in section
+def test_page_headline(cells: tuple[Cell, ...], texts: list[str], symbol: str | None) -> None:
+    parsed = shown(*cells)
+    (text,) = parsed.find("body")
+    assert not [one for one in texts if one not in text]
+    assert list(symbols(parsed).values()) == ([[symbol]] if symbol else [])
 
 
 def test_page_is_self_contained() -> None:
@@ -117,16 +147,16 @@ def test_page_is_self_contained() -> None:
     assert "default-src 'none'" in written and "@import" not in written and "url(" not in written
 
 
-def test_case_shows_claims_and_its_cell_changes_checks_error_and_evidence() -> None:
+def test_case_shows_symptom_fixes_claims_and_proof() -> None:
     claim = ClaimRow("some-case", "1a", "it helps", "a/b#1", "supported", "2 measurements")
-    parsed = shown(cell(), claims=[claim])
-    (text,) = parsed.find("details", class_="claims")
-    assert "supported it helps" in text and "repro claims 1a" in text
-    (text,) = parsed.find("details", class_="cell")
-    for part in ("flags.call: inner → root", "logits passed: actual 0, expected 0, tolerance 0.0001", "ranks 0, 1",
-                 "RuntimeError: boom", "cpu/stack/cell.json",
-                 "repro run some-case", "transformers 5.23.0"):  # fmt: skip
-        assert part in text
+    error = "the same error " * 20
+    parsed = shown(cell(error=error), cell(error=error, model="n"), claims=[claim])
+    (text,) = parsed.find("section", class_="case")
+    for part in ("RuntimeError: the same error", "What helps", "flags.call: inner → root",
+                 "works in all 2 cells", "supported: it helps", "logits 0 (as expected, tolerance 0.0001)",
+                 "ranks 0, 1", "cpu/stack/cell.json", "again: repro run some-case", "n"):  # fmt: skip
+        assert part in text, part
+    assert text.count(error.strip()) == 2  # the symptom and the errors; each cell has its beginning
 
 
 def test_every_link_of_the_page_and_the_site_has_a_target() -> None:
@@ -140,18 +170,23 @@ def test_every_link_of_the_page_and_the_site_has_a_target() -> None:
             assert (file or name) in files and (not anchor or (file or name, anchor) in ids), (name, address)
 
 
-def test_case_status_is_of_the_newest_stack() -> None:
+def test_symbol_is_of_the_newest_stack() -> None:
     stacks = [{"name": v, "python": "3", "versions": {"torch": "2.13.0", "transformers": v}} for v in ("4.9", "4.36")]
-    old, new = cell(stack=stacks[0]), cell("NOT_REPRODUCED", stack=stacks[1])
     passed = document({"unfixed": [("passed", observation(ok(0)))], "fix": [("passed", observation(ok(0)))]},
                       {"fix": "NOT_REPRODUCED"}, stack=stacks[1])  # fmt: skip
-    (case,) = page(old, new).cases
-    assert case.label.name == "reproduced" and "4.36" in case.status
-    (case,) = page(old, *cells_of(rows(passed))).cases
-    assert case.label.name == "NOT_REPRODUCED" and case.fixes == ()
-    (case,) = page(old).cases
-    assert case.fixes == ("fix",)
-    assert [(one.name, n) for one, n in case.by_strategy["fsdp"]] == [("reproduced", 1), ("FIXED", 1)]
+    fixed = cells_of(rows(passed))
+    assert symbols(shown(cell(stack=stacks[0]), *fixed)) == {"some-case": ["o"]}
+    assert symbols(shown(cell(stack=stacks[0]))) == {"some-case": ["R"]}
+    assert symbols(shown(cell(strategy="ddp", stack=stacks[0]), *fixed)) == {"some-case": ["–", "o"]}
+
+
+def test_what_helps_counts_only_where_the_failure_reproduces() -> None:
+    absent = cell("NOT_REPRODUCED", model="other")
+    (case,) = page(cell(), absent).cases
+    ((label, count, places),) = case.variants["fix"][0].results
+    assert (label.name, count, places) == ("FIXED", 1, ("m",))
+    (case,) = page(cell("NOT_FIXED"), absent).cases
+    assert case.variants["non_fix"][0].name == "fix" and "fix" not in case.variants
 
 
 def test_release_axis_names_the_release_that_changed_the_result() -> None:
@@ -161,23 +196,26 @@ def test_release_axis_names_the_release_that_changed_the_result() -> None:
 
     (axis,) = release_axes([at("4.44.0", "FIXED"), at("4.9.0", "NOT_FIXED"), at("4.40.0", "NOT_FIXED")])
     assert axis.columns == ("transformers 4.9.0", "transformers 4.40.0", "transformers 4.44.0") and axis.steady == 1
-    (((earlier, before, later, after), variants),) = axis.changes.items()
-    assert (earlier, before.name) == ("transformers 4.40.0", "NOT_FIXED")
-    assert (later, after.name) == ("transformers 4.44.0", "FIXED") and variants == ["fix"]
+    (strip,) = axis.strips
+    spans = [(label and label.name, count) for label, count in strip.spans]
+    assert strip.variants == ("fix",) and spans == [("NOT_FIXED", 2), ("FIXED", 1)]
 
 
-def test_history_lists_variants_that_changed_and_counts_steady_ones() -> None:
+def test_history_shows_each_case_and_the_variants_that_changed() -> None:
     names = ["FIXED", "INCONCLUSIVE", "NOT_FIXED"]
     new = [cell(model="new", cell_id="some-case/new")]
     runs = []
     for number, name in enumerate(names):
         cells = [cell(name), *(new if number else [])]
         runs.append(make_run(f"run {number}", [from_row(row) for one in cells for row in one.rows]))
-    past = page(cell(), runs=runs).history
+    shown_page = page(cell(), runs=runs)
+    past = shown_page.history
     assert past and past.columns == ("run 0", "run 1", "run 2") and past.steady == 3
     (strip,) = past.strips
-    assert [entry and entry[0].name for entry in strip.entries] == names
-    assert "1 variant changed" in " ".join(shown(cell(), runs=runs).find("section"))
+    assert [label and label.name for label, _ in strip.spans] == names
+    assert [state for _, state in shown_page.cases[0].past] == ["reproduces"] * 3
+    parsed = Document(render_file(shown_page))
+    assert "1 variant changed" in " ".join(parsed.find("summary")) and parsed.find("td", class_="more runs") == ["RRR"]
 
 
 def test_verdicts_differ_in_symbol_or_text() -> None:

@@ -223,10 +223,10 @@ def _are(number: int) -> str:
 
 def age(row: Row) -> tuple[Version, ...]:
     """Return the releases of torch and transformers, to sort stacks by."""
-    return tuple(_release(row.stack.versions.get(name, "0")) for name in ("torch", "transformers"))
+    return tuple(release(row.stack.versions.get(name, "0")) for name in ("torch", "transformers"))
 
 
-def _release(text: str) -> Version:
+def release(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:

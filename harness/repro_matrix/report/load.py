@@ -11,7 +11,7 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
@@ -31,10 +31,10 @@ from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE, write_bytes
 from repro_matrix.report import formats
 from repro_matrix.report.formats import Remarks
-from repro_matrix.report.headline import Headline, headline
-from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, link
+from repro_matrix.report.headline import ATTENTION, Headline, headline
+from repro_matrix.report.page_model import SYMBOLS, Cell, Page, build_page, cells_of
 from repro_matrix.report.result_lines import result_lines
-from repro_matrix.report.terminal import LABELS, columns, label
+from repro_matrix.report.terminal import Label, columns, label
 from repro_matrix.results import quarantine, runs
 from repro_matrix.results.summary import Row, load_rows
 from repro_matrix.text import block, counted, line, list_ranks, log
@@ -95,7 +95,7 @@ def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
 
 
 def page(loaded: Results, folders: Sequence[Path], history: Path | None = None) -> Page:
-    """Build the page of loaded results. ``history``: a folder with nights.jsonl. Raises ResultsError."""
+    """Build the page of loaded results. ``history``: a folder with nights.jsonl; Raises ResultsError."""
     notes = loaded.remarks.all
     past = []
     if history is not None:
@@ -103,8 +103,8 @@ def page(loaded: Results, folders: Sequence[Path], history: Path | None = None) 
             raise ResultsError(f"{history}: no such folder")
         rows = [from_row(row) for cell in loaded.cells for row in cell.rows]
         past = [*load_history(history, notes), make_run("these results", rows)]
-    return build_page(loaded.cells, title(folders), created_line(folders), loaded.catalog.cases, notes=notes,
-                      claims=loaded.claims, runs=past)  # fmt: skip
+    return build_page(loaded.cells, headline_of(loaded, folders, history), title(folders), created_line(folders),
+                      loaded.catalog.cases, notes=notes, claims=loaded.claims, runs=past)  # fmt: skip
 
 
 def headline_of(loaded: Results, folders: Sequence[Path], history: Path | None = None) -> Headline:
@@ -117,6 +117,8 @@ def headline_of(loaded: Results, folders: Sequence[Path], history: Path | None =
 
 def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | None = None) -> str:
     """Return loaded results in a format: html, text, junit, markdown or json."""
+    if form == "html":
+        return render_file(page(loaded, folders, history))
     head = headline_of(loaded, folders, history)
     if form == "json":
         names = [str(folder) for folder in folders]
@@ -125,9 +127,7 @@ def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | 
         return formats.to_junit(loaded.cells, head, loaded.remarks)
     if form == "markdown":
         return formats.to_markdown(head, title(folders), loaded.remarks)
-    if form == "text":
-        return "\n".join([*loaded.remarks.all, *result_lines(head, columns(), everything=True)]) + "\n"
-    return render_file(page(loaded, folders, history))
+    return "\n".join([*loaded.remarks.all, *result_lines(head, columns(), everything=True)]) + "\n"
 
 
 def title(folders: Sequence[Path]) -> str:
@@ -215,10 +215,15 @@ def _environment() -> Environment:
         loader=PackageLoader("repro_matrix.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined, finalize=_harmless,
     )  # fmt: skip
-    environment.globals |= {"labels": LABELS, "link": link}
+    environment.globals |= {
+        "symbols": SYMBOLS,
+        "kinds": ATTENTION,
+        "states": {"absent": "fixed"} | {name: name for name in SYMBOLS},
+    }
     environment.filters |= {
-        "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "value": format_value,
-        "ranks": list_ranks, "counted": counted, "shell": shlex.join, "time": format_time,
+        "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "proof": proof,
+        "setting": lambda value: "not set" if value is None else format_value(value),
+        "ranks": list_ranks, "counted": counted, "shell": shlex.join,
     }  # fmt: skip
     return environment
 
@@ -237,9 +242,45 @@ def format_value(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else line(json.dumps(value, default=str), 80)
 
 
-def format_time(seconds: float) -> str:
-    """Return a moment in UTC."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
+def proof(cell: Cell) -> Markup:
+    """Return the attempts and checks of a cell's variants, and what repeats them, as lines."""
+    lines = [part for row, one in cell.variants for part in _proof(row, one)]
+    command = shlex.join(cell.row.command[:-1])
+    lines += [f"again: {command} variants=NAME", f"evidence: {cell.row.evidence}"]
+    return Markup(escape("\n".join(block(text, TEXT) for text in lines)))
+
+
+def _proof(row: Row, one: Label) -> Iterator[str]:
+    """Yield the lines of one variant."""
+    if not row.attempts:
+        yield f"{row.variant}: not measured: {row.reason}"
+        return
+    agree = len(row.counts) == 1
+    share = (
+        "" if agree or not row.interval else f", passed {row.interval[0]:.0%} to {row.interval[1]:.0%} (95 % interval)"
+    )
+    outcome = "" if agree else f" ({row.outcome}{share})"
+    yield f"{row.variant}: {one.text}{outcome}, {counted(len(row.attempts), 'attempt')}, {row.wall_s:.1f} s"
+    if row.counts["passed"] < len(row.attempts):
+        yield f"    {line(row.reason, 160)}"
+    for note in filter(None, (row.note, row.quarantine and f"quarantined: {row.quarantine}")):
+        yield f"    {note}"
+    passed = [check for check in row.checks if check["state"] == "passed"]
+    for check in row.checks:
+        if check not in passed:
+            yield f"    {check['state']}: {_check(check)} {line(check['subject'], 160)} {list_ranks(check['ranks'])}"
+    if passed:
+        yield f"    passed: {', '.join(map(_check, passed))}"
+
+
+def _check(check: Mapping[str, Any]) -> str:
+    """Return a check with its numbers: ``loss 7.1 (expected 7.2, tolerance 1e-6)``."""
+    actual, expected, tolerance = (format_value(check[name]) for name in ("actual", "expected", "tolerance"))
+    parts = [
+        f"expected {expected}" if expected != actual else "as expected",
+        f"tolerance {tolerance}" if tolerance else "",
+    ]
+    return f"{check['name']} {line(actual, 60)} ({line(', '.join(filter(None, parts)), 80)})"
 
 
 def _policy(css: str, script: str) -> str:

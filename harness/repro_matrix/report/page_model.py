@@ -1,40 +1,46 @@
-"""Summary rows -> what the page shows: cells, cases, results by release and over time, what needs attention. Pure."""
+"""Summary rows -> what the page shows: a row and a section for each case, results by release and over time. Pure."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING
-
-from packaging.version import InvalidVersion, Version
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.report.terminal import LABELS, TONES, Label, count_labels, label
-from repro_matrix.results.summary import Row
+from repro_matrix.report.headline import CaseStatus, Headline, age, case_status, release
+from repro_matrix.report.terminal import LABELS, Label, label
+from repro_matrix.results.summary import Row, comparable_text
+from repro_matrix.text import counted
 
 if TYPE_CHECKING:
     from repro_matrix.analysis.history import NightlyRun
 
-ATTENTION = ("unexpected", "differs_from_cpu")
 MOST_RUNS, MOST_STRIPS = 40, 200  # columns and rows of the history
+MOST_ERRORS = 40  # of a case
 NO_ANSWER = ("skipped", "absent", "infra_error", "INCONCLUSIVE")  # neither a change nor the end of one
+ABSENT = (*NO_ANSWER, "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")  # say nothing of what helps
+WORDS = {"FIXED": "works", "NOT_FIXED": "the same failure", "DIFFERENT_FAILURE": "another failure"}  # of a variant
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
-
-
-def parse_version(text: str) -> Version:
-    """Return the release; 0 for what is no version."""
-    try:
-        return Version(text)
-    except InvalidVersion:
-        return Version("0")
+# The state of a case -> its symbol and what it means, in the order of the table. Only the first needs somebody to act.
+SYMBOLS: Mapping[str, tuple[str, str, str]] = {  # symbol, meaning, and that in the plural
+    "attention": ("!", "needs attention", "need attention"),
+    "fails": ("!", "control fails", "controls fail"),
+    "reproduces": ("R", "reproduces", "known failures reproduce"),
+    "fixed": ("f", "fixed upstream", "fixed upstream"),
+    "absent": ("o", "not reproduced here", "not reproduced here"),
+    "other_failure": ("e", "fails with another error", "fail with another error"),
+    "unclear": ("?", "unclear", "unclear"),
+    "passes": ("✓", "control passes", "controls pass"),
+    "not_measured": ("–", "not measured", "not measured"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,47 +77,38 @@ class Cell:
         return list(zip(self.rows, self.labels))
 
     @cached_property
-    def groups(self) -> list[tuple[Label, list[str]]]:
-        """Names of variants by label, the worst first."""
-        found: dict[Label, list[str]] = defaultdict(list)
-        for row, one in self.variants:
-            found[one].append(row.variant)
-        return sorted(found.items(), key=lambda item: TONES.index(item[0].tone))
-
-    @cached_property
     def attention(self) -> list[Row]:
-        return [row for row in self.rows if row.state in ATTENTION]
+        return [row for row in self.rows if row.state in ("unexpected", "differs_from_cpu")]
 
     @cached_property
-    def age(self) -> tuple[tuple[int, ...], ...]:
-        """The releases of torch and transformers, for sorting."""
-        versions = self.row.stack.versions
-        return tuple(parse_version(versions.get(name, "0")).release for name in ("torch", "transformers"))
-
-    @property
-    def states(self) -> str:
-        return "|".join(dict.fromkeys(row.state for row in self.rows if row.state))
+    def place(self) -> tuple[str, ...]:
+        """All that tells it from the other cells of its case."""
+        row = self.row
+        ranks = counted(row.ranks, "rank")
+        return row.model, row.strategy, self.flags, ranks, row.stack.name, row.hardware.profile, self.source
 
 
 @dataclass(frozen=True)
 class Strip:
-    """One variant of one cell over the columns of an axis. ``entries``: a label, and the anchor of its cell."""
+    """Variants with the same results over the columns of an axis. ``spans``: a label and its number of columns."""
 
     where: str
-    variant: str
-    entries: tuple[tuple[Label, str] | None, ...]
+    variants: tuple[str, ...]
+    spans: tuple[tuple[Label | None, int], ...]
 
 
 @dataclass(frozen=True)
 class Axis:
     """Results over stacks or nightly runs, the oldest first, of the variants that changed. ``steady``: the number of
-    the others. ``changes``, over stacks: the column and the label before and after, and the variants that changed."""
+    the others."""
 
     title: str
     columns: tuple[str, ...]
     strips: tuple[Strip, ...]
     steady: int
-    changes: Mapping[tuple[str, Label, str, Label], Sequence[str]] = field(default_factory=dict)
+
+
+Results = dict[tuple[str, str], list[Label | None]]  # a cell and a variant -> a label for each column
 
 
 def release_axes(cells: Iterable[Cell]) -> Iterator[Axis]:
@@ -129,7 +126,7 @@ def release_axes(cells: Iterable[Cell]) -> Iterator[Axis]:
 
 def _axis(title: str, cells: Sequence[Cell]) -> Axis:
     """Build an axis. A column is the release of the only package that differs, else a stack."""
-    versions = {cell: [parse_version(cell.row.stack.versions.get(name, "0")) for name in UPSTREAM] for cell in cells}
+    versions = {cell: [release(cell.row.stack.versions.get(name, "0")) for name in UPSTREAM] for cell in cells}
     differing = [name for index, name in enumerate(UPSTREAM) if len({found[index] for found in versions.values()}) > 1]
 
     def column(cell: Cell) -> str:
@@ -138,62 +135,90 @@ def _axis(title: str, cells: Sequence[Cell]) -> Axis:
 
     ordered = sorted(cells, key=lambda cell: versions[cell])
     columns = list(dict.fromkeys(map(column, ordered)))
-    found: dict[tuple[str, str], list[tuple[Label, str] | None]] = defaultdict(lambda: [None] * len(columns))
+    found: Results = defaultdict(lambda: [None] * len(columns))
     for cell in ordered:
         for row, one in cell.variants:
             if one.name not in NO_ANSWER:
-                found[" ".join(row.axes), row.variant][columns.index(column(cell))] = (one, cell.id)
-    strips, steady = [], 0
-    changes: dict[tuple[str, Label, str, Label], list[str]] = defaultdict(list)
-    for (where, variant), entries in found.items():
-        known = [(name, entry[0]) for name, entry in zip(columns, entries) if entry]
-        changed = [(*a, *b) for a, b in pairwise(known) if as_expected(a[1].name) != as_expected(b[1].name)]
-        for change in changed:
-            changes[change].append(variant)
-        if changed:
-            strips.append(Strip(where, variant, tuple(entries)))
-        steady += len(known) > 1 and not changed
-    return Axis(title, tuple(columns), tuple(strips), steady, changes)
+                found[" ".join(row.axes), row.variant][columns.index(column(cell))] = one
+    return _strips(title, columns, found)
+
+
+def _strips(title: str, columns: Sequence[str], results: Results) -> Axis:
+    """Build an axis: the variants that changed, those with the same results together, the latest change first."""
+    alike: dict[tuple[str, tuple[Label | None, ...]], list[str]] = defaultdict(list)
+    steady = 0
+    for (where, variant), entries in results.items():
+        names = {as_expected(one.name) for one in entries if one and one.name not in NO_ANSWER}
+        if len(names) > 1:
+            alike[where, tuple(entries)].append(variant)
+        else:
+            steady += bool(names)
+    strips = [
+        Strip(where, tuple(variants), tuple((one, len(list(same))) for one, same in groupby(entries)))
+        for (where, entries), variants in alike.items()
+    ]
+    strips.sort(key=lambda strip: strip.spans[-1][1])
+    return Axis(title, tuple(columns), tuple(strips[:MOST_STRIPS]), steady)
 
 
 def history(runs: Sequence[NightlyRun]) -> Axis:
     """Return the newest runs with the variants that changed, the latest change first."""
     runs = runs[-MOST_RUNS:]
-    Result = tuple[str, tuple[str, ...]]  # a verdict or outcome, and failure ids
-    found: dict[tuple[str, str], list[Result]] = defaultdict(lambda: [("absent", ())] * len(runs))
+    found: Results = defaultdict(lambda: [None] * len(runs))
     for index, run in enumerate(runs):
         for row in run.rows:
             usual = max(row.kinds, key=lambda kind: row.kinds[kind], default="skipped")
             where = f"{row.case} {' '.join(row.axes)}, {row.hardware}, {row.stack}"
-            found[where, row.variant][index] = as_expected(row.verdict or usual), row.failure_ids
-    strips: list[tuple[int, Strip]] = []
-    for (where, variant), results in found.items():
-        known = [(index, result) for index, result in enumerate(results) if result[0] not in NO_ANSWER]
-        changed = [index for (_, before), (index, after) in pairwise(known) if before != after]
-        if changed:
-            strips.append((changed[-1], Strip(where, variant, tuple((LABELS[name], "") for name, _ in results))))
-    strips.sort(key=lambda item: -item[0])
-    shown = tuple(strip for _, strip in strips[:MOST_STRIPS])
-    return Axis("History", tuple(run.run_id for run in runs), shown, len(found) - len(strips))
+            found[where, row.variant][index] = label(as_expected(row.verdict or usual))
+    return _strips("History", [run.run_id for run in runs], found)
+
+
+@dataclass(frozen=True)
+class VariantView:
+    """One variant over all cells. ``changes``: setting, before and after. ``results``: a label, and the number and the
+    places of the cells that have it; where the failure does not reproduce, nothing can help."""
+
+    name: str
+    help: str
+    role: str
+    changes: tuple[tuple[str, Any, Any], ...]
+    results: tuple[tuple[Label, int, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error text that rows of a case share. ``row``: the first of them."""
+
+    row: Row
+    variants: tuple[str, ...]
+    count: int
 
 
 @dataclass(frozen=True)
 class CaseView:
-    slug: str
-    title: str
+    """``state``: that of the status, or "attention". ``symbols``: strategy -> state on the newest stack. ``places``:
+    what tells a cell from the others. ``past``: (id, state) of earlier runs."""
+
+    status: CaseStatus
     summary: str
+    symptom: str  # the known failure's text
     references: tuple[tuple[str, str], ...]  # text, address
     cells: tuple[Cell, ...]  # those that need attention first, then those of the newest stack
-    status: str  # one sentence: what happens on the newest stack that was measured
-    label: Label
-    fixes: tuple[str, ...]  # that work in every cell of that stack
-    by_strategy: Mapping[str, list[tuple[Label, int]]]  # numbers of variants
+    places: Mapping[Cell, str]
+    symbols: Mapping[str, str]
+    variants: Mapping[str, Sequence[VariantView]]  # by role; a fix that works nowhere is a non_fix
+    failures: tuple[Failure, ...]  # that of the newest unfixed variant first
     axes: tuple[Axis, ...]
     claims: tuple[ClaimRow, ...] = ()
+    past: tuple[tuple[str, str], ...] = ()
 
     @property
-    def attention(self) -> int:
-        return sum(len(cell.attention) for cell in self.cells)
+    def slug(self) -> str:
+        return self.status.case
+
+    @property
+    def state(self) -> str:
+        return "attention" if any(cell.attention for cell in self.cells) else self.status.state
 
     @property
     def simulated(self) -> str:
@@ -206,32 +231,31 @@ class Page:
 
     title: str
     created: str
+    headline: Headline
     cases: tuple[CaseView, ...]
     notes: tuple[str, ...] = ()
     history: Axis | None = None
-    filters: Mapping[str, list[str]] = field(default_factory=dict)
 
     @cached_property
-    def cells(self) -> list[Cell]:
-        return [cell for case in self.cases for cell in case.cells]
-
-    @cached_property
-    def rows(self) -> list[Row]:
-        return [row for cell in self.cells for row in cell.rows]
-
-    @cached_property
-    def attention(self) -> list[tuple[Cell, Row]]:
-        """Variants that differ from their expectation, then those that differ from a CPU."""
-        found = [(cell, row) for cell in self.cells for row in cell.attention]
-        return sorted(found, key=lambda item: ATTENTION.index(str(item[1].state)))
-
-    @cached_property
-    def counts(self) -> list[tuple[Label, int]]:
-        return count_labels(one for cell in self.cells for one in cell.labels)
+    def groups(self) -> dict[str, list[CaseView]]:
+        """State -> cases, what needs attention first."""
+        found: dict[str, list[CaseView]] = defaultdict(list)
+        for case in self.cases:
+            found[case.state].append(case)
+        return {state: found[state] for state in SYMBOLS if state in found}
 
     @cached_property
     def strategies(self) -> list[str]:
-        return sorted({name for case in self.cases for name in case.by_strategy})
+        return sorted({name for case in self.cases for name in case.symbols})
+
+    @cached_property
+    def skipped(self) -> list[tuple[str, list[Row]]]:
+        """The rows that were not measured by reason, the most frequent first."""
+        found: dict[str, list[Row]] = defaultdict(list)
+        for row in self.headline.rows:
+            if not row.attempts:
+                found[row.reason or "not run"].append(row)
+        return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
 def row_label(row: Row) -> Label:
@@ -253,7 +277,7 @@ def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
 
 
 def build_page(
-    cells: Iterable[Cell], title: str, created: str, cases: Mapping[str, Case],
+    cells: Iterable[Cell], head: Headline, title: str, created: str, cases: Mapping[str, Case],
     notes: Sequence[str] = (), claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (),
 ) -> Page:  # fmt: skip
     """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one, the oldest
@@ -261,72 +285,127 @@ def build_page(
     by_case: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         by_case[cell.row.case].append(cell)
-    views = [
-        case_view(members, cases.get(slug), [claim for claim in claims if claim.case == slug])
-        for slug, members in by_case.items()
-    ]
-    views.sort(key=lambda view: (-view.attention, view.cells[0].row.kind == "control", bool(view.simulated), view.slug))
-    shown = [cell for view in views for cell in view.cells]
-    past = history(runs) if len(runs) > 1 else None
-    return Page(title, created, tuple(views), tuple(notes), past, filters(shown))
+    about: dict[str, list[ClaimRow]] = defaultdict(list)
+    for claim in claims:
+        about[claim.case].append(claim)
+    views = [case_view(by_case[one.case], one, cases.get(one.case), about[one.case], runs) for one in head.cases]
+    views.sort(key=lambda view: (list(SYMBOLS).index(view.state), bool(view.simulated)))
+    return Page(title, created, head, tuple(views), tuple(notes), history(runs) if len(runs) > 1 else None)
 
 
-def case_view(cells: Sequence[Cell], case: Case | None, claims: Sequence[ClaimRow] = ()) -> CaseView:
+def case_view(
+    cells: Sequence[Cell], status: CaseStatus, case: Case | None,
+    claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (),
+) -> CaseView:  # fmt: skip
     """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalog."""
     ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
-    ordered = sorted(ordered, key=lambda cell: cell.age, reverse=True)
-    newest = [cell for cell in ordered if cell.age == ordered[0].age]
-    by_strategy: dict[str, list[Label]] = defaultdict(list)
+    ordered = sorted(ordered, key=lambda cell: age(cell.row), reverse=True)
+    varying = [len(set(values)) > 1 for values in zip(*(cell.place for cell in cells))]
+    places = {
+        cell: " ".join(part for part, varies in zip(cell.place, varying) if varies and part) or cell.row.stack.name
+        for cell in ordered
+    }
+    by_strategy: dict[str, list[Cell]] = defaultdict(list)
     for cell in ordered:
-        by_strategy[cell.row.strategy] += cell.labels
-    status, shown, fixes = _status(newest)
-    first = cells[0].row
-    return CaseView(
-        first.case, case.title if case else first.title, case.summary if case else "",
-        tuple(map(link, case.references if case else first.references)),
-        tuple(sorted(ordered, key=lambda cell: -len(cell.attention))), status, shown, fixes,
-        {name: count_labels(found) for name, found in by_strategy.items()}, tuple(release_axes(cells)), tuple(claims),
-    )  # fmt: skip
-
-
-def _status(cells: Sequence[Cell]) -> tuple[str, Label, tuple[str, ...]]:
-    """What happens on the newest stack: a sentence, its label, and the fixes that work in all of these cells."""
-    versions = cells[0].row.stack.versions
-    names = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
-    on = f" with {', '.join(names)}" if names else ""
-    measured = [row for cell in cells for row in cell.rows if row.attempts]
-    if cells[0].row.kind == "control":
-        passed = sum(row.verdict == "PASSED" for row in measured)
-        name = "skipped" if not measured else "PASSED" if passed == len(measured) else "FAILED"
-        return f"{passed} of {len(measured)} cells pass{on}", LABELS[name], ()
-    unfixed = [row for row in measured if row.first]
-    verdicts: dict[str, set[str | None]] = defaultdict(set)
-    for row in measured:
-        if not row.first:
-            verdicts[row.variant].add(row.verdict)
-    fixes = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
-    if not unfixed:
-        return f"not measured{on}", LABELS["skipped"], ()
-    reproduced = sum(row.counts.most_common(1)[0][0] == "reproduced" for row in unfixed)
-    if not reproduced:
-        usual = Counter(map(row_label, unfixed)).most_common(1)[0][0]
-        if usual.name == "passed":
-            return f"does not occur{on}", LABELS["NOT_REPRODUCED"], ()
-        return f"does not occur ({usual.text}){on}", usual, ()
-    where = "" if reproduced == len(unfixed) else f" in {reproduced} of {len(unfixed)} cells"
-    return f"occurs{where}{on}; {len(fixes)} of {len(verdicts)} other variants work", LABELS["reproduced"], fixes
-
-
-def filters(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return the choices of each filter that has more than one."""
-    found = {
-        "case": {cell.row.case for cell in cells}, "model": {cell.row.model for cell in cells},
-        "strategy": {cell.row.strategy for cell in cells}, "stack": {cell.row.stack.name for cell in cells},
-        "hardware": {cell.row.hardware.profile for cell in cells}, "results": {cell.source for cell in cells},
-        "verdict": {one.name for cell in cells for one in cell.labels},
-        "compared": {row.state for cell in cells for row in cell.rows if row.state},
+        if age(cell.row) == age(ordered[0].row):
+            by_strategy[cell.row.strategy].append(cell)
+    symbols = dict.fromkeys((cell.row.strategy for cell in cells), "not_measured") | {
+        name: "attention" if any(cell.attention for cell in members) else
+        case_status([row for cell in members for row in cell.rows], case).state
+        for name, members in by_strategy.items()
     }  # fmt: skip
-    return {name: sorted(values) for name, values in found.items() if len(values) > 1}
+    variants: dict[str, list[VariantView]] = defaultdict(list)
+    for view in _variants(ordered, places):
+        works = any(one.name == "FIXED" for one, _, _ in view.results)
+        variants["non_fix" if view.role == "fix" and not works else view.role].append(view)
+    failures = tuple(_failures(ordered))
+    return CaseView(
+        status=status,
+        summary=case.summary if case else "",
+        symptom=_symptom(failures, case),
+        references=tuple(map(link, case.references if case else ordered[0].row.references)),
+        cells=tuple(sorted(ordered, key=lambda cell: -len(cell.attention))),
+        places=places,
+        symbols=symbols,
+        variants=variants,
+        failures=failures,
+        axes=tuple(release_axes(cells)),
+        claims=tuple(claims),
+        past=tuple(_past(status.case, runs)),
+    )
+
+
+def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[VariantView]:
+    found: dict[str, list[tuple[Cell, Row]]] = defaultdict(list)
+    for cell in cells:
+        for row in cell.rows[1:]:
+            found[row.variant].append((cell, row))
+    for name, members in found.items():
+        decided = [item for item in members if (item[1].verdict or "skipped") not in ABSENT]
+        results: dict[Label, list[str]] = defaultdict(list)
+        for cell, row in decided or members:
+            one = row_label(row)
+            tone = "bad" if row.state == "unexpected" else "good" if row.verdict == "FIXED" else "none"
+            text = WORDS.get(one.name, one.text) if row.role == "fix" or one.name != "FIXED" else "passes"
+            results[replace(one, tone=tone, text=text)].append(places[cell])
+        cell, row = (decided or members)[0]
+        ordered = sorted(results.items(), key=lambda item: -len(item[1]))
+        changes = tuple(_changes(cell.row, row))
+        yield VariantView(name, row.help, row.role, changes,
+                          tuple((one, len(where), tuple(dict.fromkeys(where))) for one, where in ordered))  # fmt: skip
+
+
+def _changes(first: Row, row: Row) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each setting in which a variant differs from the first one, before and after."""
+
+    def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+        strategy = settings.get("strategy", {})
+        groups = {"flags": settings.get("flags", {}), "options": strategy.get("options", {})}
+        found = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
+        found |= {name: settings.get(name) for name in ("world_size", "tp_size", "steps", "seed")}
+        return found | {"model": settings.get("model", {}).get("slug"), "strategy": strategy.get("slug")}
+
+    before, after = flat(first.settings), flat(row.settings)
+    if row.own_stack:
+        before["stack"], after["stack"] = first.stack.name, row.own_stack
+    for name in dict.fromkeys((*before, *after)):
+        if before.get(name) != after.get(name):
+            yield name, before.get(name), after.get(name)
+
+
+def _failures(cells: Iterable[Cell]) -> Iterator[Failure]:
+    """Yield the distinct failures, that of an unfixed variant that reproduces first."""
+    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    rows = [row for cell in cells for row in cell.rows]
+    for row in sorted(rows, key=lambda row: (not row.first, not row.counts["reproduced"])):
+        if row.attempts and row.counts["passed"] < len(row.attempts):
+            error = next((error for error in row.errors if error["type"]), None)
+            text = error["message"] if error else row.reason
+            found[error["type"] if error else "", comparable_text(text)].append(row)
+    for members in list(found.values())[:MOST_ERRORS]:
+        yield Failure(members[0], tuple(dict.fromkeys(row.variant for row in members)), len(members))
+
+
+def _symptom(failures: Sequence[Failure], case: Case | None) -> str:
+    """Return the known failure's text as it was measured, else as its signature has it."""
+    row = failures[0].row if failures else None
+    if row and row.first and (row.counts["reproduced"] or not case):
+        return next((f"{error['type']}: {error['message']}" for error in row.errors if error["type"]), row.reason)
+    known = case.signatures[0] if case and case.signatures else None
+    if known is None:
+        return ""
+    text = re.sub(r"\\(?=\W)", "", known.message or known.check or known.signal or "")
+    return ": ".join(filter(None, (known.type or known.kind, text)))
+
+
+def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:
+    """Yield the id and the state of the newest runs: "" where the case was not measured."""
+    for run in runs[-MOST_RUNS:]:
+        rows = [row for row in run.rows if row.case == case and row.measured]
+        kinds = {kind for row in rows if row.first for kind in row.kinds}
+        control = any(row.control for row in rows)
+        state = "passes" if control else "reproduces" if "reproduced" in kinds else "absent" if kinds else ""
+        yield run.run_id, "attention" if any(row.expected == "unexpected" for row in rows) else state
 
 
 def link(reference: str) -> tuple[str, str]:

@@ -1,61 +1,42 @@
-// Search and filters: they hide cells, and live in the address (#q=...&case=...). The page is complete without them.
+// Search: hides cases that lack a word, and lives in the address (#q=...). The page is complete without it.
 "use strict";
 (() => {
-  const form = document.getElementById("filters");
-  const output = document.getElementById("shown");
-  const cells = [...document.querySelectorAll("details.cell")];
+  const form = document.getElementById("bar");
+  const cases = [...document.querySelectorAll("section.case")];
+  const others = document.querySelectorAll("main > section:not(.case):not([aria-labelledby=matrix])");
   const texts = new Map();
-  const text = (cell) => {
-    if (!texts.has(cell)) texts.set(cell, `${cell.dataset.case} ${cell.textContent}`.toLowerCase());
-    return texts.get(cell);
+  const has = (one, words) => {
+    if (!texts.has(one)) texts.set(one, one.textContent.toLowerCase());
+    return words.every((word) => texts.get(one).includes(word));
   };
-
-  function matches(cell, words, chosen) {
-    return chosen.every(([name, value]) => (cell.dataset[name] || "").split("|").includes(value))
-      && words.every((word) => text(cell).includes(word));
-  }
-
   function apply() {
-    const values = [...new FormData(form)].filter(([, value]) => value);
-    const words = (form.elements.q.value || "").toLowerCase().split(/\s+/).filter(Boolean);
-    const chosen = values.filter(([name]) => name !== "q");
-    let shown = 0;
-    for (const cell of cells) {
-      cell.hidden = !matches(cell, words, chosen);
-      shown += !cell.hidden;
+    const words = form.elements.q.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let found = cases.filter((one) => has(one, words));
+    if (!found.length) { // a pasted error has numbers and addresses of its own
+      const known = words.filter((word) => !/\d|\//.test(word));
+      if (known.length) found = cases.filter((one) => has(one, known));
     }
-    for (const section of document.querySelectorAll("section.case")) {
-      section.hidden = values.length > 0 && !section.querySelector("details.cell:not([hidden])");
+    const shown = new Set(found);
+    for (const one of cases) one.hidden = !shown.has(one);
+    const names = new Set(found.map((one) => one.id));
+    for (const row of document.querySelectorAll("tr[data-case]")) row.hidden = !names.has(row.dataset.case);
+    for (const body of document.querySelectorAll("tbody[id]")) body.hidden = !body.querySelector("tr[data-case]:not([hidden])");
+    for (const one of others) one.hidden = words.length > 0;
+    document.getElementById("empty").hidden = found.length > 0 || !words.length;
+    document.getElementById("shown").textContent = words.length ? `${found.length} of ${cases.length} cases` : "";
+    if (words.length || location.hash.startsWith("#q=")) {
+      history.replaceState(null, "", words.length ? `#q=${encodeURIComponent(form.elements.q.value)}` : location.pathname);
     }
-    output.textContent = `${shown} of ${cells.length} cells`;
-    const address = values.length ? `#${new URLSearchParams(values)}` : location.pathname + location.search;
-    if (values.length || location.hash.includes("=")) history.replaceState(null, "", address);
   }
-
-  function followAddress() {
-    const hash = decodeURIComponent(location.hash.slice(1));
-    if (form && hash.includes("=")) {
-      for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
-        if (form.elements[name]) form.elements[name].value = value;
-      }
-      apply();
-      return;
-    }
-    const target = hash && document.getElementById(hash);
-    for (let one = target; one; one = one.parentElement) if (one.tagName === "DETAILS") one.open = true;
-    if (target) target.scrollIntoView();
+  function follow() {
+    if (!location.hash.startsWith("#q=")) return;
+    form.elements.q.value = decodeURIComponent(location.hash.slice(3));
+    apply();
   }
-
-  if (form) {
-    form.hidden = false;
-    form.addEventListener("submit", (event) => event.preventDefault());
-    form.addEventListener("input", apply);
-    form.addEventListener("reset", () => setTimeout(apply));
-    document.getElementById("open").addEventListener("click", () => {
-      for (const cell of cells) if (!cell.hidden) cell.open = true;
-    });
-    if (!location.hash.includes("=")) apply();
-  }
-  addEventListener("hashchange", followAddress);
-  followAddress();
+  if (cases.length < 2) return;
+  form.hidden = false;
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", apply);
+  addEventListener("hashchange", follow);
+  follow();
 })();
