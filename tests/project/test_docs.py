@@ -88,6 +88,17 @@ def test_every_guide_and_concept_is_in_the_readme() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 130
 
 
+def test_answer_in_the_readme_is_what_the_published_results_show(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["report", "--baseline", "stack=current", "--format", "text"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    block = TEXTS["README.md"].partition("with the command's -->\n")[2].partition("\n\nIf ")[0]
+    shown = [line[4:] for line in block.splitlines()]
+    assert len(shown) > 8 and [line for line in printed if line in shown and line] == [line for line in shown if line]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with --strict: a dead link, a wrong anchor or a page outside the navigation is an error."""
