@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from repro_matrix.config import catalog
+from repro_matrix.environment.stacks import lock, spec
+from repro_matrix.errors import ConfigError
+from repro_matrix.external import lockfiles
 from repro_matrix.external.log_match import recognize
 from repro_matrix.external.log_scan import Catalogue, lines, scan
-from repro_matrix.report.terminal import log_json, log_lines, print_json, print_notes
+from repro_matrix.report.logs import Versions, log_json, log_lines
+from repro_matrix.report.terminal import print_json, print_notes
 
 EPILOG = """\
+The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
+
 exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log);
 3 no failure. For several logs, the lowest of their codes.
 """
@@ -17,6 +24,9 @@ exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", nargs="*", metavar="LOG", help="a training log, also gzip or UTF-16; - or none: stdin")
+    parser.add_argument(
+        "--versions", metavar="FILE", help="what is installed: pip freeze > FILE, or a uv.lock; or stack=NAME"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys instead of text")
 
 
@@ -24,16 +34,33 @@ def main(args: argparse.Namespace) -> int:
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
     known = Catalogue(cases.cases)
+    stack = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
+    given = _versions([*stack, *([args.versions] if args.versions else [])])
     found = []
     codes = set()
-    for path in args.logs or ["-"]:
+    for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
         seen = scan(lines(path), known)
         answer = recognize(seen, known)
-        codes.add(0 if answer.names else 1 if answer.failures or seen.endings else 3)
+        codes.add(answer.exit_code)
         if args.json:
-            found.append(log_json(path, seen, answer, cases.cases))
+            found.append(log_json(path, seen, answer, cases.cases, given))
         else:
-            print("\n".join(log_lines(path, seen, answer, cases.cases)))
+            print("\n".join(log_lines(path, seen, answer, cases.cases, given)))
     if args.json:
         print_json(found)
     return min(codes)
+
+
+def _versions(texts: list[str]) -> Versions | None:
+    """Return the versions of a stack's lock, of this environment (``current``), or of a file. Raises ConfigError."""
+    if len(texts) > 1:
+        raise ConfigError(f"{', '.join(texts)}: give one stack or one file of versions")
+    if not texts:
+        return None
+    (text,) = texts
+    if text == "current":
+        return spec.own_versions(), "stack current"
+    if Path(text).is_file():
+        return lockfiles.read(Path(text)).pins, f"from {text}"
+    spec.find_definition(text)
+    return lock.read(spec.lock_path(text)).pins, f"stack {text}"

@@ -4,7 +4,8 @@ Every error becomes what a rank would have recorded, in the order of the log, so
 (signature.py) and which errors only follow from another rank's (root_cause.py). A signature is *recognized* where all
 that it requires is in the log. It is *possible* where nothing in the log contradicts and something is missing: what was
 cut off, or the way to tell it from another cause (a signature's ``ambiguous_with``; two cases that show the same).
-Numbers that are wrong without an error, and hangs, are in no log.
+What is no case is classified by config/failure_rules.yaml, and a collective that timed out by collectives.py. Numbers
+that are wrong without an error are in no log.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from repro_matrix.config.expectations import Expectation
-from repro_matrix.config.schema import AmbiguousWith, Case, Signature
+from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
+from repro_matrix.config.schema import AmbiguousWith, Signature
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.external.log_scan import Catalogue, Note, Scanned
+from repro_matrix.external.collectives import Hang, cases_like, hang_of
+from repro_matrix.external.log_scan import Catalogue, Finding, Note, Scanned
 from repro_matrix.external.tracebacks import Error
 from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names, origin_of
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
@@ -72,6 +72,7 @@ class Failure:
     known: tuple[Known, ...] = ()
     perhaps: tuple[Known, ...] = ()
     echo: bool = False  # it only follows from another process's failure
+    rule: FailureRule | None = None  # the kind of failure that its message shows
 
 
 @dataclass
@@ -79,6 +80,9 @@ class Answer:
     failures: list[Failure] = field(default_factory=list)  # the first cause first, echoes last
     remarks: list[Known] = field(default_factory=list)  # warnings that are a known failure's
     evidence: dict[int, str] = field(default_factory=dict)  # the lines of remarks
+    hang: Hang | None = None
+    like: list[str] = field(default_factory=list)  # known hangs whose ranks wait in the same kinds of collectives
+    findings: list[Finding] = field(default_factory=list)  # other lines: causes, then how processes ended, then peers
 
     @property
     def names(self) -> list[str]:
@@ -90,10 +94,24 @@ class Answer:
     def causes(self) -> list[Failure]:
         return [failure for failure in self.failures if not failure.echo]
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of failures that are no case, the first cause's first."""
+        causes = [(each.error.line, each.rule.name) for each in self.causes if each.rule and not each.known]
+        causes += [(each.line, each.kind) for each in self.findings if rules()[each.kind].shows == "cause"]
+        others = [each.kind for each in self.findings]
+        others += [each.rule.name for each in self.failures if each.rule and each.echo]
+        hang = [self.hang.kind] if self.hang else []
+        return list(dict.fromkeys([*(name for _, name in sorted(causes)), *hang, *others]))
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.names else 1 if self.failures or self.findings or self.hang else 3
+
 
 def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     """Return the known failures that a log shows."""
-    launchers = [error for error in seen.errors if _LAUNCHERS.fullmatch(error.type)]
+    launchers = [error for error in seen.errors if _LAUNCHERS.fullmatch(error.type) and "ninja" not in error.message]
     raised = [error for error in seen.errors if error not in launchers]
     attempt = _attempt([_rank(index, error) for index, error in enumerate(raised)])
     # An error that only a lost peer explains is an echo, also where the log does not hold what it echoes.
@@ -105,9 +123,23 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         for index, error in enumerate(raised)
     ]
     found += [Failure(error, where(error), echo=True) for error in launchers]
-    # What was cut off before its type comes after what is known.
+    found = [replace(each, rule=rule_of(f"{each.error.type}: {each.error.message}")) for each in found]
+    if not any(each.error.type and not each.echo for each in found):
+        # Ranks that do not find each other raise what a lost peer raises, too.
+        found = [replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause")) for each in found]
+    # What was cut off before its type comes after what is known, and one line alone says nothing beside its traceback.
     found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
-    answer = Answer(found)
+    framed = {each.case for failure in found if failure.error.places for each in (*failure.known, *failure.perhaps)}
+    found = [each for each in found if each.error.places or not framed & {item.case for item in each.perhaps}]
+    answer = Answer(found, hang=hang_of(seen.waits))
+    answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
+    lines = {each.error.line for each in found if not each.echo}
+    kinds = {each.rule.name for each in found if each.rule and not each.echo}
+    order = ["cause", "end", "peer"]
+    answer.findings = sorted(
+        (each for each in seen.findings if each.line not in lines and each.kind not in kinds),
+        key=lambda each: (order.index(rules()[each.kind].shows), each.kind == "ended-without-error", each.line),
+    )
     for case, signature in catalogue.remarks:
         note = next((each for each in seen.notes if _is_remark(signature, each)), None)
         if note is not None:
@@ -167,6 +199,7 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
         elif ambiguous_with and not _ruled_out(ambiguous_with, error, seen):
             missing = (*missing, f"it may as well be {ambiguous_with.cause}")
         (perhaps if missing else known).append(Known(case.slug, signature.name, error.line, missing))
+    perhaps.sort(key=lambda item: bool(catalogue.simulated & {item.case}))
     names = list(dict.fromkeys(item.case for item in known))
     if len(names) > 1:
         perhaps[:0] = [
@@ -189,9 +222,13 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
         if error.record and not matches(signature, replace(error, record=_located(error.record))):
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
+    unframed = signature.model_copy(update={"frames": []})
+    if signature.package == "torch" and error.places and not signature.ambiguous_with and not signature.frames:
+        copied = signature.model_copy(update={"package": None})
+        if matches(copied, error):
+            return (f"raised in {module_of(error)}, not in {signature.package}: perhaps a copy of its code",)
     if error.whole and not error.mixed:
         return None
-    unframed = signature.model_copy(update={"frames": []})
     if signature.kind == "exception" and not error.places:
         location = f"{signature.package}.unknown"
         frame = {"file": "", "line": None, "function": "", "module": "", "code_location": location}
@@ -237,6 +274,12 @@ def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bo
     return any(re.search(ambiguous_with.ruled_out_by, text) for text in (*texts, *(note.text for note in seen.notes)))
 
 
+def module_of(error: Error) -> str:
+    """Return the module that raised an error, else its file."""
+    names = module_names(error.places[-1]["file"])
+    return names[0] if len(names) == 1 else str(error.places[-1]["file"])
+
+
 def where(error: Error) -> str:
     """Return what raised an error: module, function, file and line."""
     place = error.places[-1] if error.places else None
@@ -267,36 +310,35 @@ def normalised(message: str) -> str:
     return _NUMBERS.sub("N", _PATHS.sub("PATH", first))[:300]
 
 
-# --- stored measurements
-
-NEAREST = 2
-
-
-@dataclass(frozen=True)
-class VersionRange:
-    """What was measured of a case over a range of releases."""
-
-    cells: tuple[str, ...]
-    hardware: str
-    versions: Mapping[str, str]  # package -> range
-    unnamed: tuple[str, ...]  # packages of the range that the log does not name
-    outside: tuple[str, ...]  # packages whose release in the log lies outside
-    verdicts: Mapping[str, str]
+_BYTES = {"bytes": 1 / 1024**3, "KiB": 1 / 1024**2, "MiB": 1 / 1024, "GiB": 1.0}
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_MEMORY = {
+    "wanted": rf"Tried to allocate {_SIZE}",
+    "total": rf"(?:total capac(?:i?)ty of {_SIZE}|{_SIZE} total capacity)",
+    "free": rf"(?:of which {_SIZE} is free|{_SIZE} free)",
+    "allocated": rf"(?:{_SIZE} is allocated by PyTorch|{_SIZE} already allocated)",
+    "reserved": rf"{_SIZE} reserved in total",
+    "unused": rf"{_SIZE} is reserved by PyTorch but unallocated",
+}
 
 
-def stored(case: Case, versions: Mapping[str, str]) -> dict[str, list[VersionRange]]:
-    """Return a case's stored measurements (results/expected) on these releases as ``fits``. Where there is none,
-    ``nearest`` has those with the fewest releases outside."""
-    every = [_version_range(entry, versions) for entry in case.expect]
-    fits = [each for each in every if not each.outside and len(each.unnamed) < len(each.versions)]
-    nearest = [] if fits else sorted(every, key=lambda each: len(each.outside))[:NEAREST]
-    return {"fits": fits, "nearest": nearest}
-
-
-def _version_range(entry: Expectation, versions: Mapping[str, str]) -> VersionRange:
-    def outside(name: str, bounds: str) -> bool:
-        return name in versions and not SpecifierSet(bounds, prereleases=True).contains(versions[name])
-
-    unnamed = tuple(name for name in entry.versions if name not in versions)
-    beyond = tuple(name for name, bounds in entry.versions.items() if outside(name, bounds))
-    return VersionRange(tuple(entry.cells), entry.hardware, dict(entry.versions), unnamed, beyond, dict(entry.verdicts))
+def memory_of(message: str) -> str:
+    """Describe an error of the GPU's memory: what was wanted and free, and whether fragmentation is the cause."""
+    gib: dict[str, float] = {}
+    for name, pattern in _MEMORY.items():
+        found = re.search(pattern, message)
+        if found:
+            number, unit = (each for each in found.groups() if each)
+            gib[name] = float(number) * _BYTES[unit]
+    if not {"wanted", "free"} <= gib.keys():
+        return ""
+    unused = gib.get("unused", gib.get("reserved", 0.0) - gib.get("allocated", 0.0))
+    text = f"It wanted {gib['wanted']:.2f} GiB; {gib['free']:.2f} GiB were free"
+    text += f" of {gib['total']:.2f} GiB" if "total" in gib else ""
+    if unused + gib["free"] >= gib["wanted"]:
+        text += f", and {unused:.2f} GiB reserved but unused: fragmentation"
+        return f"{text}. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+    others = gib.get("total", 0.0) - gib["free"] - gib.get("allocated", 0.0) - max(0.0, unused)
+    if others > 0.2 * gib.get("total", 0.0):
+        return f"{text}. About {others:.1f} GiB belong to other processes: look at nvidia-smi."
+    return f"{text}. It is no fragmentation: {max(0.0, unused):.2f} GiB were reserved but unused."

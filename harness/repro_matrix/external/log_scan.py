@@ -1,7 +1,7 @@
 """Read a log, and scan it for what can be judged in it: tracebacks, versions, texts of signatures.
 
 Constant memory, and a few seconds for 100 MB: only lines with one of a few words, and those that follow them while a
-traceback is open, are parsed.
+traceback is open, are parsed. Lines that differ in their digits only are asked for words once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from packaging.version import Version
 
-from repro_matrix.config.schema import Case
+from repro_matrix.config.failure_rules import rule_of, rules
+from repro_matrix.config.schema import Case, Signature
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.errors import ReproError
+from repro_matrix.external.collectives import WORDS as WAIT_WORDS
+from repro_matrix.external.collectives import Waits
 from repro_matrix.external.tracebacks import HEADER, Error, Errors, Labels, Line
 
 MAX_LINE = 1 << 16  # characters of one line that are read
@@ -134,46 +138,33 @@ class Summary:
                 self.root, self._root_next = self.rank, False
 
 
-# --- processes that ended without a traceback
+# --- lines that show a kind of failure (config/failure_rules.yaml)
 
-_ENDING = re.compile(
-    r"(?P<collective_timeout>Watchdog caught collective operation timeout|Some NCCL operations have failed or timed out"
-    r"|Heartbeat monitor timed out)"
-    r"|(?P<out_of_memory>(?i:(?:slurmstepd|srun): error: .*(?:oom.kill|out of memory)|out of memory: killed process))"
-    r"|(?P<signal>^terminate called after throwing|\(core dumped\)|\bexited on signal \d|\bexitcode *:? *-\d"
-    r"|(?:^srun: error: .*|: line \d+: +\d+ )"  # Slurm, a shell
-    r"(?:Aborted|Bus error|Floating point exception|Illegal instruction|Segmentation fault)|^srun: error: .*: Killed)"
-    r"|(?P<SIGKILL_or_out_of_memory>: line \d+: +\d+ Killed\b)"
-    r"|(?P<time_limit>\bCANCELLED .*DUE TO TIME LIMIT)"
-    r"|(?P<CUDA_assertion>\bthread: \[[\d, ]+\] Assertion .* failed)"
-    r"|(?P<GPU_error>\bNVRM: Xid \()"
-    r"|(?P<exit_code>\bexitcode *:? *[1-9]|^srun: error: .*: Exited with exit code|^\S+\.py FAILED$"
-    r"|\bmake(?:\[\d+\])?: \*\*\* .*\bError \d)"
-)
-_ENDED_RANK = re.compile(r"\[Rank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)")
-MAX_ENDINGS = 300
+_STATED = re.compile(r"\b[Rr]ank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(local_rank: \d+)")
+MAX_FINDINGS = 300
 
 
 @dataclass(frozen=True)
-class Ending:
-    """A line that reports the end of a process, not its cause."""
+class Finding:
+    """A line that shows a kind of failure, outside of a traceback; the first of each rank and kind."""
 
     line: int
     rank: int | None
-    kind: str  # the name of a group of _ENDING: "collective timeout", "out of memory", "signal" ...
+    kind: str  # the name of the rule
+    text: str
+    place: str = ""  # "local rank 5"
 
 
 # --- the scan
 
-# A line with one of these may belong to an error, a launcher's summary or an environment.
-_NAMES = (*UPSTREAM, *TRAINERS, "DeepSpeed", "PEFT")
-WORDS = (
-    HEADER, '", line ', "Error", "Exception", "Fatal Python error", "Root Cause", "exitcode", "rank  ", "traceback :",
-    "Watchdog caught", "NCCL operations", "Heartbeat monitor", "terminate called", "core dumped", "on signal",
-    "FAILED", "srun: error", "slurmstepd: error", "illed process", ": line ",
-    "TIME LIMIT", "thread: [", "NVRM: Xid", "/lib/python3", "Python 3.", "Python version",
-    *(word for name in _NAMES for word in {name, name.capitalize()}),
+# A line with one of these, in lower case, may belong to an error, a launcher's summary or an environment.
+_TRACEBACKS = (
+    HEADER.lower(), '", line ', "error", "exception", "root cause", "exitcode", "rank    ", "exit code", "exit status",
+    "exited with", "return code", "/lib/python3", "python 3.", "python version", *UPSTREAM, *TRAINERS,
 )  # fmt: skip
+LINES = 4096  # that are read together
+SHAPES = 100_000  # lines without their digits that are remembered
+_DIGITS = b"0123456789"
 
 
 @dataclass(frozen=True)
@@ -197,32 +188,62 @@ class Scanned:
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
     summary: Summary = field(default_factory=Summary)
-    endings: list[Ending] = field(default_factory=list)  # the first of each rank and kind
+    findings: list[Finding] = field(default_factory=list)
+    waits: Waits = field(default_factory=Waits)
 
 
 class Catalogue:
     """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom a backend."""
 
     def __init__(self, cases: Mapping[str, Case]) -> None:
-        every = [(case, signature) for case in cases.values() for signature in case.signatures]
+        self.cases = list(cases.values())
+        self.simulated = {case.slug for case in self.cases if case.simulated}
+        every = [(case, signature) for case in self.cases for signature in case.signatures]
         self.remarks = [item for item in every if item[1].kind == "log"]
         kinds = ("exception", "signal")
         self.failures = [(case, s.model_copy(update={"ranks": "any"})) for case, s in every if s.kind in kinds]
         patterns = {s.message for _, s in self.remarks}
         patterns |= {s.ambiguous_with.ruled_out_by for _, s in every if s.ambiguous_with}
         self.patterns = [(re.compile(pattern), words_of(pattern)) for pattern in sorted(filter(None, patterns))]
-        self.words = tuple(dict.fromkeys((*WORDS, *(word for _, words in self.patterns for word in words))))
+        self.messages = [
+            (re.compile(text), words_of(text), signature)
+            for _, signature in self.failures
+            for text in (signature.message, *signature.messages.values())
+            if text
+        ]
+        listed = [words for _, words in self.patterns] + [words for _, words, _ in self.messages]
+        listed += [words_of(rule.text) for rule in rules().values()]
+        every_word = {word for words in listed for word in words}.union(_TRACEBACKS, WAIT_WORDS)
+        # A word that holds another one need not be asked for.
+        least = [word for word in every_word if not any(o != word and o in word for o in every_word)]
+        self.words = [word.encode().translate(None, _DIGITS) for word in least]
 
     def in_line(self, text: str) -> bool:
         """Whether a line holds a text that a signature, or what rules out another cause of it, looks for."""
-        return any(any(word in text for word in words) and pattern.search(text) for pattern, words in self.patterns)
+        low = text.lower()
+        return any(any(word in low for word in words) and pattern.search(text) for pattern, words in self.patterns)
+
+    def message_in(self, text: str) -> tuple[Signature, str] | None:
+        """Return the exception whose message a line holds, outside of a traceback, and the message. A text that has
+        other causes, too, must stand at the line's beginning or after the exception's type."""
+        low = text.lower()
+        for pattern, words, signature in self.messages:
+            found = pattern.search(text) if any(word in low for word in words) else None
+            if found and (
+                not signature.ambiguous_with
+                or str(signature.type) in text[: found.start()]
+                or not re.search(r"\w", text[: found.start()])
+            ):
+                return signature, text[found.start() :]
+        return None
 
 
 def words_of(pattern: str) -> list[str]:
-    """Return words of which every line that matches has one: of each alternative the longest; [""] if unknown."""
-    bare = re.sub(r"\\.|\[[^]]*\]|.[?*{]", "\n", pattern)
-    words = [max(re.findall(r"[^\n.+^$]+", part), key=len, default="") for part in bare.split("|")]
-    return [""] if "(" in bare else words
+    """Return words, in lower case, of which every line that matches has one: of each alternative the longest."""
+    bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^)][?*]", "\n", pattern)
+    while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
+        bare = inner
+    return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
 
 
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
@@ -231,36 +252,63 @@ _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 def scan(log: Iterable[str], known: Catalogue) -> Scanned:
     """Scan the lines of a log."""
     found, errors, labels = Scanned(), Errors(), Labels()
-    for number, raw in enumerate(log, 1):
-        found.lines = number
-        has_word = any(word in raw for word in known.words)
-        if has_word or errors.busy:
-            line = labels.split(raw, number)
-            errors.read(line)
-            if has_word:
-                _note(found, line, known)
+    remaining, has_word = iter(log), dict[bytes, bool]()
+    while batch := list(islice(remaining, LINES)):
+        text = "\n".join(map(str.rstrip, batch)).lower().encode("utf-8", "replace")
+        shapes = text.translate(None, _DIGITS).split(b"\n")
+        _ask(set(shapes), known.words, has_word)
+        for raw, shape in zip(batch, shapes):
+            found.lines += 1
+            if has_word[shape] or errors.busy:
+                line = labels.split(raw, found.lines)
+                taken = errors.read(line)
+                if has_word[shape]:
+                    # On one line with a traceback's beginning stands what the launcher wrote before it.
+                    before = raw.partition(HEADER)[0] if HEADER in raw else line.text
+                    _note(found, replace(line, text=before), known, errors, taken)
     errors.end()
     found.errors, found.more = list(errors.found.values()), errors.more
     return found
 
 
-def _note(found: Scanned, line: Line, known: Catalogue) -> None:
+def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> None:
+    """Find out which lines have one of the words."""
+    if len(answers) > SHAPES:
+        answers.clear()
+    shapes -= answers.keys()
+    text = b"\n".join(shapes)
+    present = [word for word in words if word in text]
+    for shape in shapes:
+        answers[shape] = any(word in shape for word in present)
+
+
+def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: bool) -> None:
     text = line.text
     found.versions.read_python(text)
-    if '", line ' in text or HEADER in text:
+    if text.lstrip("[>^~ ").startswith('File "'):
         return
     found.summary.read(text)
-    ending = _ENDING.search(text)
-    if ending and len(found.endings) < MAX_ENDINGS:
-        stated = _ENDED_RANK.search(text)
-        rank = int(stated[stated.lastindex or 1]) if stated else line.rank
-        if rank is None and _SUMMARY.match(text):
-            rank = found.summary.rank
-        kind = str(ending.lastgroup).replace("_", " ")
-        if not any((each.rank, each.kind) == (rank, kind) for each in found.endings):
-            found.endings.append(Ending(line.number, rank, kind))
+    found.waits.read(text, line.number, line.rank)
+    message = None if taken or text.startswith("│") else known.message_in(text)
+    if message:
+        errors.add_message(line, str(message[0].type), message[1])
+    elif (rule := rule_of(text)) and (not taken or rule.shows == "end"):
+        _find(found, line, rule.name)
     found.versions.read(text, line.number)
     if len(found.notes) < MAX_NOTES and known.in_line(text):
         warning = _WARNING.match(text)
-        file, message = (warning["file"], warning["message"]) if warning else ("", text)
-        found.notes.append(Note(line.number, line.label, line.rank, message[:MAX_NOTE], file))
+        file, message_text = (warning["file"], warning["message"]) if warning else ("", text)
+        found.notes.append(Note(line.number, line.label, line.rank, message_text[:MAX_NOTE], file))
+
+
+def _find(found: Scanned, line: Line, kind: str) -> None:
+    stated = _STATED.search(line.text)
+    named = stated[stated.lastindex or 1] if stated else ""
+    rank = int(named) if named.isdigit() else line.rank
+    if rank is None and _SUMMARY.match(line.text):
+        rank = found.summary.rank
+    place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
+    if len(found.findings) < MAX_FINDINGS and not any(
+        (each.rank, each.kind, each.place) == (rank, kind, place) for each in found.findings
+    ):
+        found.findings.append(Finding(line.number, rank, kind, line.text[:MAX_NOTE], place))

@@ -31,7 +31,10 @@ _LABEL = re.compile(
     r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
     r"|[\w.-]*\w {1,20}\| "  # docker compose
 )
-_LEARNED = re.compile(r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?")
+_LEARNED = re.compile(
+    r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?"
+    r"|[\[(<][^\[\]<>]{1,80}[\])>]:? ?|(?:> ?)+|[\w.-]+ \[std(?:err|out)\] ?"  # a job's own, a quotation, milabench
+)
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 MAX_PREFIXES = 512  # that are learned
 
@@ -136,7 +139,11 @@ _IPYTHON = re.compile(r"^(?:File )?(?P<file>[~/][^\s:]*\.py)(?::(?P<line>\d+))?,
 _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*(?:\([\w.]+\))?)(?:: ?(?P<message>.*))?$")
 _NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeout|Failure|Fault)$")
 # Without a traceback only a line that looks like the end of one is an error.
-_BARE = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)): (?P<message>\S.*)$")
+_BARE = re.compile(
+    r"^(?:[\[(<][^\[\]<>]{1,80}[\])>]:? ?|[>`\"'* ]*[>`\"'*] ?)*"  # a job's prefix, a quotation
+    r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault))(?:: (?P<message>\S.*)|\s*)$"
+)
+_TWICE = re.compile(r"^(?P<type>[\w.]*?[A-Z]\w*?(?:Error|Exception))(?P=type)+")  # of two ranks on one line
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
@@ -185,7 +192,18 @@ class Errors:
         """Whether the next line may belong to an error whatever it is."""
         return bool(self._open)
 
-    def read(self, line: Line) -> None:
+    def read(self, line: Line) -> bool:
+        """Read a line; return whether it belongs to an error."""
+        self._read(line)
+        now = self._open.get(line.label)
+        return now is not None and now.number == line.number
+
+    def add_message(self, line: Line, kind: str, message: str) -> None:
+        """Add an error of which one line is in the log, without its type."""
+        now = _Open(line, line.number, type=kind, message=[message])
+        self._add(Error(line.number, line.label, line.rank, now.exception, whole=False))
+
+    def _read(self, line: Line) -> None:
         text, now = line.text, self._open.get(line.label)
         if now and line.number - now.number > PATIENCE:
             self._finish(line.label)
@@ -207,10 +225,10 @@ class Errors:
             self._frame(line, frame, now)
         elif not (now and self._in_traceback(line, now)):
             self._finish(line.label, closed=True)
-            bare = _BARE.match(text)
+            bare = _BARE.match(_TWICE.sub(r"\g<type>", text))
             if bare:
                 found = self._begin(line, whole=False)
-                found.type, found.message = bare["type"], [bare["message"]]
+                found.type, found.message = bare["type"], [(bare["message"] or "").lstrip(": ")]
 
     def end(self) -> None:
         for label in list(self._open):
@@ -257,7 +275,7 @@ class Errors:
         if now.type:
             return _continues(now, line)
         depth = len(text) - len(text.lstrip())
-        error = _ERROR.match(text[depth:]) if depth in (0, now.indent) else None
+        error = _ERROR.match(_TWICE.sub(r"\g<type>", text[depth:])) if depth in (0, now.indent) else None
         if error and self._ends(line, error, now):
             return True
         if depth >= 4 and now.wants_code:
@@ -274,7 +292,7 @@ class Errors:
             near = line.number - now.number <= 2 and not now.wants_code
             if not near or not kind.rpartition(".")[2][:1].isupper() or _LOGGED.match(line.text):
                 return False
-        now.type, now.message, now.number = error["type"], [error["message"] or ""], line.number
+        now.type, now.message, now.number = error["type"], [(error["message"] or "").lstrip(": ")], line.number
         rank = now.begun.rank if line.rank is None else line.rank
         now.begun = replace(now.begun, number=line.number, rank=rank)
         return True

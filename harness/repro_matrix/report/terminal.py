@@ -13,21 +13,17 @@ import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from repro_matrix.text import WIDTH, counted, first_line, list_ranks, one_line, wrap
+from repro_matrix.text import WIDTH, counted, one_line, wrap
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from repro_matrix.analysis.claims import ClaimRow
-    from repro_matrix.config.schema import Case
-    from repro_matrix.external.log_match import Answer, Failure
-    from repro_matrix.external.log_scan import Scanned
 
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
-MOST_FAILURES = 8  # of a log that are listed; --json has all
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
 DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}
@@ -270,123 +266,3 @@ def doctor_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]
     skipped += [(reason, f"{row['case']}/{name}") for row in rows for name, reason in row["skipped_variants"].items()]
     if skipped:
         yield from ("", "These cells, or variants of cells, cannot run here:", *by_reason(skipped, width))
-
-
-# Training logs
-
-
-def log_json(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case]) -> dict[str, Any]:
-    """Return what is known of one log, with stable keys."""
-    from repro_matrix.external.log_match import stored  # not for `repro list`
-
-    versions = seen.versions
-    found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names, "not_listed": seen.more}
-    found["failures"] = [_failure_json(failure) for failure in answer.failures]
-    found["remarks"] = [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks]
-    found |= {"versions": versions.known, "python": versions.python, "versions_unclear": versions.unclear}
-    found |= {"root_cause_rank": seen.summary.root, "endings": [asdict(ending) for ending in seen.endings]}
-    measured = {name: stored(cases[name], versions.known).items() for name in answer.names}
-    found["stored"] = {name: {key: list(map(asdict, each)) for key, each in items} for name, items in measured.items()}
-    return found
-
-
-def _failure_json(failure: Failure) -> dict[str, Any]:
-    from repro_matrix.external.log_match import normalised
-
-    error, names = failure.error, ("line", "type", "message", "ranks", "count", "whole", "mixed")
-    found = {name: getattr(error, name) for name in names}
-    found |= {name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")}
-    return found | {"normalised": normalised(error.message), "raised_in": failure.where, "echo": failure.echo}
-
-
-def log_lines(path: str, seen: Scanned, answer: Answer, cases: Mapping[str, Case], width: int = WIDTH) -> list[str]:
-    """Return the lines that describe one log: its versions, its failures, and what the launcher reports."""
-    known = [f"{name} {version}" for name, version in seen.versions.known.items()]
-    known += [f"{name} {' or '.join(found)}" for name, found in seen.versions.unclear.items()]
-    known += [f"Python {seen.versions.python}"] if seen.versions.python else []
-    name = "standard input" if path == "-" else path
-    out = wrap(f"{name}: {counted(seen.lines, 'line')}; {', '.join(known) or 'no versions named'}", width=width)
-    for remark in answer.remarks:
-        case = cases[remark.case]
-        out += wrap(f"line {remark.line}: a warning of {case.title} ({case.slug})", "  ", 4, width)
-        out += wrap(first_line(answer.evidence[remark.line]), "    ", 2, width)
-        out += _stored_lines(case, seen, width)
-    causes = [failure for failure in answer.failures if not failure.echo]
-    for failure in causes[:MOST_FAILURES]:
-        out += _failure_lines(failure, seen, cases, width)
-    if len(causes) > MOST_FAILURES or seen.more:
-        out.append(f"  {max(0, len(causes) - MOST_FAILURES) + seen.more} more errors: --json lists them")
-    echoes = sorted({f"{each.error.type} (line {each.error.line})" for each in answer.failures if each.echo})
-    if echoes:
-        more = f" and {len(echoes) - 4} more" if len(echoes) > 4 else ""
-        out += wrap(f"Follow from another process's failure: {', '.join(echoes[:4])}{more}", "  ", 4, width)
-        out += [] if causes or seen.endings else ["  That failure is not in this log: see the logs of the other ranks."]
-    if seen.endings and not causes:
-        stated = {each.kind for each in seen.endings if each.rank is not None}
-        kinds = stated | {"exit code"} if stated else stated  # a launcher repeats it without the rank
-        shown = [each for each in seen.endings if each.rank is not None or each.kind not in kinds][:MOST_FAILURES]
-        ranks = ["unknown rank" if each.rank is None else f"rank {each.rank}" for each in shown]
-        endings = [f"{rank}: {each.kind} (line {each.line})" for rank, each in zip(ranks, shown)]
-        out += wrap(f"The log shows a failure, but not its cause: {', '.join(endings)}", "  ", 4, width)
-    elif not answer.failures and not answer.remarks:
-        out.append("  no failure in this log" if seen.lines else "  this log is empty")
-    return out
-
-
-def _failure_lines(failure: Failure, seen: Scanned, cases: Mapping[str, Case], width: int) -> Iterator[str]:
-    error, case = failure.error, cases[failure.known[0].case] if failure.known else None
-    possible = {item.case: f"{item.case} ({'; '.join(item.missing)})" for item in reversed(failure.perhaps)}
-    if case:
-        meaning = f"{case.title} ({case.slug})"
-    elif possible:
-        meaning = f"not recognized for certain. It may be {' or '.join(reversed(possible.values()))}"
-    else:
-        meaning = "not a known failure" if error.type else "cut off before its error"
-    yield from wrap(f"{_who(failure, seen)}, line {error.line}: {meaning}", "  ", 4, width)
-    if error.type:
-        yield from wrap(first_line(f"{error.type}: {error.message}"), "    ", 2, width)
-    if failure.where:
-        yield f"    raised in {one_line(failure.where)}"
-    if error.mixed:
-        yield from wrap("No prefix names the rank, and tracebacks are mixed: frames are uncertain.", "    ", 2, width)
-    if case:
-        yield from _stored_lines(case, seen, width)
-
-
-def _who(failure: Failure, seen: Scanned) -> str:
-    """Return the rank that failed first, and the others; if no line names its rank, the one that torchrun reports."""
-    error = failure.error
-    others = [rank for rank in error.ranks if rank != error.rank]
-    if error.rank is not None:
-        also = f" (also {list_ranks(others[:MOST_FAILURES])}{' ...' * (len(others) > MOST_FAILURES)})" if others else ""
-        return f"rank {error.rank}{also}"
-    if seen.summary.root is not None:
-        return f"rank {seen.summary.root} (ended first, torchrun reports)"
-    return error.label or "unknown rank"
-
-
-def _stored_lines(case: Case, seen: Scanned, width: int) -> Iterator[str]:
-    """Yield what was measured on the versions of the log, else on the nearest ones."""
-    from repro_matrix.external.log_match import stored
-
-    found = stored(case, seen.versions.known)
-    if not found["fits"]:
-        named = bool(seen.versions.known or seen.versions.unclear)
-        text = "Not measured on the versions of this log" if named else "The log names no versions to compare with"
-        nearest = "; the nearest ones:" if named else "; some that were measured:"
-        yield f"    {text}{nearest if found['nearest'] else '.'}"
-    for each in found["fits"] or found["nearest"]:
-        measured = ", ".join(f"{name} {bounds}" for name, bounds in each.versions.items())
-        unnamed = f"; not in the log: {', '.join(each.unnamed)}" if each.unnamed else ""
-        where = ", ".join([each.hardware, *each.cells])
-        yield from wrap(f"Measured on {measured} ({where}){unnamed}", "    ", 2, width)
-        helps = [variant for variant, verdict in each.verdicts.items() if verdict == "FIXED"]
-        yield "      What helps:" + ("" if helps else " nothing")
-        for variant in helps:
-            text = case.variants[variant].help if variant in case.variants else ""
-            yield from wrap(f"{variant}{': ' if text else ''}{text}", "        ", 2, width)
-        others = ", ".join(f"{name} ({verdict})" for name, verdict in each.verdicts.items() if name not in helps)
-        yield from wrap(f"What doesn't: {others}", "      ", 2, width) if others else ()
-    references = f" ({', '.join(case.references)})" if case.references else ""
-    simulated = " [simulated]" if case.simulated else ""
-    yield f"    More: repro show {case.slug}{simulated}{references}"

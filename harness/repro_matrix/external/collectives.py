@@ -1,0 +1,174 @@
+"""What NCCL's watchdog and torch's collective checks write into a log: which rank waited where. Pure.
+
+A collective that times out is a hang: the ranks that report it wait for one that is elsewhere. Where their operations
+or sequence numbers differ, the log shows who; else the ranks that report nothing are the ones to look at. torch writes
+the sequence number and operation from 2.0 on, the process group and the last enqueued work from 2.3 on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from repro_matrix.config.schema import Case
+from repro_matrix.grading.hangs import collective_kind
+from repro_matrix.text import list_ranks
+
+# What a line about a collective has, in lower case: one of these.
+WORDS = ("workncclseqnum", "worknccl(", "nccl work", "enqueued work", "processgroupnccl", "nccl operations",
+         "heartbeat monitor", "collectivefingerprint", "monitoredbarrier", "ncclcommwatchdog", "for recv operation",
+         "collective timeout")  # fmt: skip
+_RANK = re.compile(r"\b[Rr]ank:? ?(\d+)\]|^\[[Rr]ank ?(\d+)\]|global rank (\d+)")
+_GROUP = re.compile(r"\[PG (?:ID )?(\w+)")
+_WORK = re.compile(r"Work\w*\((?:SeqNum=(?P<sequence>\d+), )?OpType=(?P<op>\w+)(?:.*?Timeout\(ms\)=(?P<limit>\d+))?")
+_AT_WORK = re.compile(r"(?:at work|Timeout at NCCL work|at work sequence id): ?(\d+)")
+_LAST = re.compile(r"last enqueued (?:NCCL )?work: ?(\d+)(?:, last completed (?:NCCL )?work: ?(-?\d+))?", re.IGNORECASE)
+_FINGERPRINT = re.compile(
+    r"[Rr]ank (\d+)\]? (?:is running|Running|running) collective: "
+    r"CollectiveFingerPrint\((?:SequenceNumber=(\d+), )?OpType=(\w+)"
+)
+_BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+_HANG = re.compile(
+    r"collective (?:operation )?timeout|NCCL operations have failed or timed out|Heartbeat monitor timed out"
+    r"|ncclCommWatchdog|Timeout at NCCL work|timed out in blocking wait|Timed out waiting \d+ ?ms for (?:send|recv)"
+    r"|detected by watchdog at work|Detected mismatch between collectives|failed to pass monitoredBarrier"
+)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A collective in which a rank waited; ``op`` "" and ``sequence`` None where the log does not say."""
+
+    line: int
+    rank: int | None
+    group: str
+    sequence: int | None
+    op: str = ""
+    limit_s: float | None = None
+    enqueued: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.op or 'a collective'}{'' if self.sequence is None else f' #{self.sequence}'}"
+
+
+@dataclass
+class Waits:
+    """Collects what the lines of a log say."""
+
+    line: int = 0  # the first that reports a hang
+    waits: list[Wait] = field(default_factory=list)
+    absent: tuple[int, ...] = ()  # ranks that monitoredBarrier names
+    fingerprints: dict[int, Wait] = field(default_factory=dict)
+
+    def read(self, text: str, number: int, rank: int | None) -> None:
+        """Read a line."""
+        low = text.lower()
+        if not any(word in low for word in WORDS):
+            return
+        if _HANG.search(text):
+            self.line = self.line or number
+        for found in _FINGERPRINT.finditer(text):
+            entered = int(found[2]) if found[2] else None
+            self.fingerprints[int(found[1])] = Wait(number, int(found[1]), "", entered, found[3])
+        if barrier := _BARRIER.search(text):
+            self.absent = tuple(int(each) for each in re.findall(r"\d+", barrier[1]))
+        work, at, last = _WORK.search(text), _AT_WORK.search(text), _LAST.search(text)
+        if not (work or at or last) or len(self.waits) > 100_000:
+            return
+        stated, group = _RANK.search(text), _GROUP.search(text)
+        sequence = (work and work["sequence"]) or (at and at[1])
+        self.waits.append(Wait(
+            number, int(stated[stated.lastindex or 1]) if stated else rank, group[1] if group else "",
+            int(sequence) if sequence else None, work["op"] if work else "",
+            int(work["limit"]) / 1000 if work and work["limit"] else None, int(last[1]) if last else None,
+        ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The ranks that waited in a collective, and what the log shows of the others."""
+
+    line: int
+    waits: Mapping[int, Wait]  # the earliest collective of each rank, of one process group
+    unknown: tuple[Wait, ...] = ()  # of ranks that the log does not name
+    absent: tuple[int, ...] = ()  # ranks that did not enter it, as the log says
+
+    @property
+    def kind(self) -> str:
+        return "collective-timeout" if self.line else "collective-mismatch"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        found = {collective_kind(wait.op) for wait in (*self.waits.values(), *self.unknown)} - {""}
+        return tuple(sorted(found))
+
+    @property
+    def differing(self) -> bool:
+        """Whether ranks waited in different collectives."""
+        return len({(wait.op, wait.sequence) for wait in self.waits.values()}) > 1
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Ranks below the highest that reported, which reported nothing."""
+        return tuple(sorted({*range(max(self.waits, default=-1) + 1)} - set(self.waits))) if len(self.waits) > 1 else ()
+
+    def __str__(self) -> str:
+        limit = next((each.limit_s for each in (*self.waits.values(), *self.unknown) if each.limit_s), None)
+        waited = f"waited {limit:g} s" if limit else "waited"
+        places: dict[str, list[int]] = defaultdict(list)
+        for rank, wait in sorted(self.waits.items()):
+            places[str(wait)].append(rank)
+        first, *others = places.items() or [(str(self.unknown[0]) if self.unknown else "a collective", [])]
+        who = list_ranks(first[1]) if first[1] else "a rank that is not named"
+        text = f"{who} {waited} in {first[0]}"
+        if others:
+            text += f" while {', '.join(f'{list_ranks(ranks)} waited in {place}' for place, ranks in others)}"
+        if len({collective_kind(wait.op) for wait in self.waits.values() if wait.op}) > 1:
+            return f"{text}: the ranks took different paths"
+        if others:
+            behind = min(self.waits.values(), key=lambda wait: (wait.sequence is None, wait.sequence or 0))
+            return f"{text}: rank {behind.rank} is behind, or the numbers are of different process groups"
+        if self.absent:
+            return f"{text}; {list_ranks(self.absent)} did not enter it"
+        if self.silent:
+            return f"{text}; no line of {list_ranks(self.silent)} reports it: look there first"
+        return f"{text}: a rank that reports nothing did not enter it, or the network or a GPU stalled"
+
+
+def hang_of(found: Waits) -> Hang | None:
+    """Return what the collected lines show together; None where none reports a hang."""
+    mismatch = {wait.op for wait in found.fingerprints.values()}
+    if not found.line and len(mismatch) < 2 and len({each.sequence for each in found.fingerprints.values()}) < 2:
+        return None
+    ops = {(wait.rank, wait.sequence): wait for wait in reversed(found.waits) if wait.op}
+    groups = {(wait.rank, wait.sequence): wait.group for wait in found.waits if wait.group}
+    first: str | None = None
+    waits: dict[int, Wait] = dict(found.fingerprints) if len(found.fingerprints) > 1 else {}
+    unknown = []
+    for wait in found.waits:
+        known = ops.get((wait.rank, wait.sequence), wait)
+        group = wait.group or groups.get((wait.rank, wait.sequence), "")
+        if wait.sequence is None and not wait.op:
+            continue
+        if wait.rank is None:
+            unknown.append(known)
+            continue
+        first = first or group
+        if group and group != first:
+            continue
+        old = waits.get(wait.rank)
+        if old is None or (wait.sequence or 0) < (old.sequence or 0):
+            waits[wait.rank] = known
+    return Hang(found.line, waits, tuple(unknown), found.absent)
+
+
+def cases_like(hang: Hang, cases: Iterable[Case]) -> list[str]:
+    """Return the known hangs whose ranks wait in the same kinds of collectives."""
+    wanted = {case.slug: [each.collective.kinds for each in case.signatures if each.collective] for case in cases}
+    return [
+        slug
+        for slug, listed in wanted.items()
+        if any(all(any(re.fullmatch(kind, each) for each in hang.kinds) for kind in kinds) for kinds in listed)
+    ]
