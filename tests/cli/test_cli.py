@@ -110,9 +110,30 @@ def test_show_has_the_role_and_the_command_of_each_variant(capsys: pytest.Captur
     roles = {variant["variant"]: variant["role"] for variant in shown["variants"]}
     assert (roles["unfixed"], roles["summon"], roles["no-cache"]) == ("unfixed", "fix", "non_fix")
     assert json.loads(call(capsys, "list", "case=qwen15-fsdp-norm-shard", "--json")[1])[0]["variants"] == roles
-    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "variants=[summon]")
-    assert code == 0 and "QwenLM/Qwen3#306" in out
+    assert shown["symptom"].startswith("RuntimeError: ") and "reproduces in " in shown["releases"]
+    assert "supported" in {claim["status"] for claim in shown["claims"]}
+
+
+def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
+    assert code == 0 and "QwenLM/Qwen3#306" in out and "torchrun" not in out
+    assert out.index("Symptom") < out.index("Cause") < out.index("layer-wrap ") < out.index("supported: ")
+    code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "summon")
+    assert code == 0 and call(capsys, "show", "qwen15-fsdp-norm-shard", "variants=[summon]")[1] == out
     assert "--variant unfixed" in out and "--variant summon" in out and "--variant ddp" not in out
+    assert "--variant ddp" in call(capsys, "show", "qwen15-fsdp-norm-shard", "--commands")[1]
+
+
+def test_statuses_that_show_prints_are_those_of_claims(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = json.loads(call(capsys, "show", "fsdp-generate", "--json")[1])["claims"]
+    every = json.loads(call(capsys, "claims", "case=fsdp-generate", "--json")[1])
+    assert [(each["id"], each["status"]) for each in shown] == [(each["id"], each["status"]) for each in every]
+
+
+def test_claims_that_are_piped_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, "claims")
+    ids = {claim["id"] for claim in json.loads(call(capsys, "claims", "--json")[1])}
+    assert not [line for line in out.splitlines() if line.endswith((" ...", "…"))] and all(each in out for each in ids)
 
 
 def test_claims_and_accept_of_an_empty_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ test_wheel, the nightly job by test_nightly_jobs.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,8 +18,9 @@ import pytest
 import yaml
 from repro_matrix.cli import main as cli
 from repro_matrix.config import schema
-from repro_matrix.errors import ReproError
+from repro_matrix.errors import ExitCode, ReproError
 from repro_matrix.paths import ROOT
+from repro_matrix.report.terminal import VERDICTS
 from repro_matrix.runner import session
 
 DOCS = ROOT / "docs"
@@ -97,6 +99,20 @@ def test_answer_in_the_readme_is_what_the_published_results_show(
     block = TEXTS["README.md"].partition("with the command's -->\n")[2].partition("\n\nIf ")[0]
     shown = [line[4:] for line in block.splitlines()]
     assert len(shown) > 8 and [line for line in printed if line in shown and line] == [line for line in shown if line]
+
+
+def test_figures_and_names_of_the_readme_are_those_of_the_code() -> None:
+    readme = TEXTS["README.md"]
+    assert set(re.findall(r"`([A-Z_]{5,})`", readme.split("| verdict |")[1].split("\n\n")[0])) == VERDICTS
+    codes = re.findall(r"\b(\d+) ", readme.split("Exit codes: ")[1].split("<!--")[0])
+    assert set(map(int, codes)) == set(ExitCode)
+    python = re.search(r"Python (3\.\d+) or newer", readme)
+    assert python and f'requires-python = ">={python[1]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    minutes = re.search(r"about (\d+) minutes on (\d+) cores", readme)
+    bench = json.loads((ROOT / "bench" / "catalogue.json").read_text(encoding="utf-8"))
+    took = [run["wall_s"] for each in bench["rounds"] for run in each["runs"] if run["launcher"] == "forkserver"]
+    assert minutes and int(minutes[2]) == bench["machine"]["cores"]
+    assert min(took) / 60 - 1 <= int(minutes[1]) <= max(took) / 60 + 1
 
 
 @pytest.fixture(scope="module")

@@ -1,42 +1,53 @@
-"""`repro show CASE`: what its file says, what is expected of each variant, and the command that runs it by hand."""
+"""`repro show CASE`: its symptom, cause and releases, what each variant changes and shows, and what is claimed of it.
+
+Commands are printed on request: they are long.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.analysis.claims import ClaimRow, ledger
+from repro_matrix.analysis.releases import releases_of
 from repro_matrix.cli import options
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
-from repro_matrix.environment.stacks import spec
+from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expectations import depends_on_capabilities, expected
 from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
-from repro_matrix.planning.plan import CellPlan
-from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped
+from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.report.terminal import label, print_json, print_notes, print_table, print_wrapped
+from repro_matrix.results import runs
+from repro_matrix.results.summary import Row
 from repro_matrix.runner import prerequisites
-from repro_matrix.runner.attempts import recipe
 from repro_matrix.runner.session import Request, Session, ask
-from repro_matrix.text import counted
+from repro_matrix.text import counted, first_line
 
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.case(parser)
-    options.overrides(parser)
+    text = "variants, whose commands are shown; or overrides, such as model=llama-2-7b stack=torch2.2-tf4.39"
+    parser.add_argument("overrides", nargs="*", metavar="VARIANT|OVERRIDE", help=text)
+    parser.add_argument("--commands", action="store_true", help="show the command of each variant, to run it by hand")
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
 def main(args: argparse.Namespace) -> int:
     options.one_case(args.case, args.overrides)
-    request = ask(args.overrides)
+    named = [word for word in args.overrides if "=" not in word]
+    texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{','.join(named)}]"] if named else [])
+    request = ask(texts)
     names = expand("case", [args.case], request.catalogue.cases)
     if len(names) > 1:
         raise ConfigError(f"{args.case}: `repro show` takes one case, and these are {len(names)}: {', '.join(names)}")
@@ -44,33 +55,62 @@ def main(args: argparse.Namespace) -> int:
     print_notes(request.left_out)
     case = request.catalogue.cases[names[0]]
     prepared, plan = _plan_first_cell(request, case)
-    variants = list(_variants(prepared, plan, case))
+    commands = args.commands or bool(prepared.settings.variants)
+    variants = list(_variants(prepared, plan, case, commands or args.json))
+    predicted = {prediction.case for claim in case.claims for prediction in claim.predictions if prediction.case}
+    rows = runs.rows_of_cases({case.slug, *predicted})
+    claims = ledger([case], rows, request.catalogue.strategies)
+    symptom, reproduced = _symptom(case, rows), releases_of(case)
     script = request.catalogue.script(case)
     place = f"repros/{script.name}" if script.parent == REPROS else str(script)
     if args.json:
-        fields = case.model_dump(mode="json", exclude={"slug"})
-        print_json({"case": case.slug, **fields, "script": place, "variants": variants})
+        fields = case.model_dump(mode="json", exclude={"slug", "claims"})
+        print_json({"case": case.slug, **fields, "symptom": symptom, "releases": reproduced.sentence, "script": place,
+                    "variants": variants, "claims": [claim.to_json() for claim in claims]})  # fmt: skip
         return 0
-    print_wrapped(*_head(case), f"script: {place}", "")
+    about = {"SIMULATED": case.simulated, "Symptom": symptom, "Cause": case.summary, "Releases": reproduced.sentence}
+    print_wrapped(f"{case.slug}: {case.title}", *(f"{name}: {text}" for name, text in about.items() if text), "")
     more = f" (the first of {len(request.cells)} cells; choose with model=, strategy=)" if request.cells[1:] else ""
-    title = f"Expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
+    title = f"Variants, as expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
-        title = f"Nothing is expected: no results/expected/{case.slug}.yaml. `repro accept` writes it."
-    heads = ["variant", "role", "expected", "what it changes", "help"]
-    rows = [
-        [v["variant"], v["role"], v["expected"], _changes(case.variants[v["variant"]]), v["help"]] for v in variants
+        title = f"Variants. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
+    heads = ["variant", "what it changes", "role", "verdict", "help"]
+    table = [
+        [v["variant"], _changes(case.variants[v["variant"]]), v["role"], v["expected"], v["help"]] for v in variants
     ]
-    print_table(title, heads, rows, narrow=heads[3:])
-    for each in variants if prepared.settings.variants else variants[:1]:
+    print_table(title, heads, table, narrow=(heads[1], heads[-1]))
+    for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
-        print(f"\n{each['variant']}{skipped}, by hand:\n  {each['torchrun']}")
-    if not prepared.settings.variants:
-        print_wrapped("", f"The command of another variant: repro show {case.slug} variants=NAME")
-    if case.claims:
-        print()
-        rows = [[claim.id, claim.source, claim.text] for claim in case.claims]
-        print_table("", ["claim", "source", "text"], rows, narrow=("text",))
+        print(f"\n{each['variant']}{skipped}:\n  {each['torchrun']}")
+    print_wrapped(*_claim_lines(claims), "", *_details(case), f"script: {place}", "", f"Run it: repro run {case.slug}")
+    if not commands:
+        print(f"Commands, to run variants by hand: repro show {case.slug} --commands, or name variants")
     return 0
+
+
+def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> str:
+    from repro_matrix.runner.attempts import recipe  # a tenth of the time of `repro show`
+
+    return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
+
+
+def _symptom(case: Case, rows: Sequence[Row]) -> str:
+    """Return the error as it was measured last, else what the signature names."""
+    measured = [row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]]
+    for row in sorted(measured, key=lambda row: -row.started)[:1]:
+        error = next((each for each in row.errors if each["type"]), None)
+        return f"{error['type']}: {first_line(error['message'])}" if error else row.reason
+    named = (f"{one.type or one.kind} {one.message or one.check or one.signal or ''}" for one in case.signatures[:1])
+    return next(named, "").strip()
+
+
+def _claim_lines(claims: Sequence[ClaimRow]) -> Iterator[str]:
+    yield from (
+        ["", "Claims of the threads, and what stored measurements show (`repro claims ID` has them)"] if claims else []
+    )
+    for claim in claims:
+        source = f" ({claim.source})" if claim.source else ""
+        yield f"  {label(claim.status).text}: {claim.text}{source}. {claim.brief or claim.detail} [{claim.id}]"
 
 
 def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
@@ -86,7 +126,7 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     return prepared, prepared.plans[0]
 
 
-def _variants(prepared: Session, plan: CellPlan, case: Case) -> Iterator[dict[str, Any]]:
+def _variants(prepared: Session, plan: CellPlan, case: Case, commands: bool) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
         name, settings, stack = variant.variant, variant.settings, prepared.stacks.get(variant.stack)
         declared = case.variants[name]
@@ -98,16 +138,12 @@ def _variants(prepared: Session, plan: CellPlan, case: Case) -> Iterator[dict[st
             "strategy": settings["strategy"]["slug"], "stack": variant.stack, "world_size": variant.world_size,
             "skipped": variant.skipped,
             "expected": f"by {', '.join(needed)}" if needed else entry.verdicts[name] if entry else "",
-            "torchrun": torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show"))),
+            "torchrun": _torchrun(prepared, variant, stack) if commands else "",
         }  # fmt: skip
 
 
-def _head(case: Case) -> Iterator[str]:
-    yield f"{case.slug}: {case.title}"
-    if case.simulated:
-        yield f"SIMULATED: {case.simulated}"
+def _details(case: Case) -> Iterator[str]:
     yield f"references: {', '.join(case.references) or 'none'}"
-    yield from [case.summary] if case.summary else []
     needs = [*case.requires.packages, *([counted(case.requires.gpus, "GPU")] if case.requires.gpus else [])]
     if needs or case.requires.stack:
         yield f"needs: {', '.join(needs) or 'nothing special'}; reproduces on: {case.requires.stack or 'current'}"

@@ -223,8 +223,8 @@ def claim_lines(rows: Sequence[ClaimRow], width: int, simulated: Sequence[str] =
         yield named(case, case in simulated)
         for row in rows:
             if row.case == case:
-                yield from wrap(f"{label(row.status).text:<9}  {row.id}: {row.text}", "  ", 11, width)
-                yield from wrap(row.brief or row.detail, " " * 13, 0, width)
+                yield from wrap(f"{label(row.status).text:<9}  {row.id}: {row.text}", "  ", 11, width, None)
+                yield from wrap(row.brief or row.detail, " " * 13, 0, width, None)
         yield ""
     counts = Counter(str(row.status) for row in rows)
     parts = ", ".join(f"{counts[name]} {label(name).text}" for name in STATUSES if counts[name])
@@ -234,14 +234,16 @@ def claim_lines(rows: Sequence[ClaimRow], width: int, simulated: Sequence[str] =
 def evidence_lines(row: ClaimRow, width: int) -> Iterator[str]:
     """Yield one claim with its measurements, those that decide it first."""
     yield from wrap(f"{row.id}: {row.text}", width=width)
-    yield from wrap(f"case {row.case}; source: {row.source or 'none, tried beside the other variants'}", "  ", 2, width)
-    yield from wrap(f"{label(row.status).text}: {row.detail}", "  ", 2, width)
+    yield from wrap(
+        f"case {row.case}; source: {row.source or 'none, tried beside the other variants'}", "  ", 2, width, None
+    )
+    yield from wrap(f"{label(row.status).text}: {row.detail}", "  ", 2, width, None)
     for decision, title in DECISIONS.items():
         for item in (item for item in row.evidence if item.holds is decision):
             when = f" ({item.when})" if item.when else ""
             place = f"{item.variant}{when}: {item.model}/{item.strategy}, {item.ranks}, {item.hardware}, {item.stack}"
             predicted = "" if decision is None else f" (predicted: {item.predicted})"
-            yield from wrap(f"- {title}: {place}: {item.measured}{predicted}", "  ", 4, width)
+            yield from wrap(f"- {title}: {place}: {item.measured}{predicted}", "  ", 4, width, None)
             yield f"    {one_line(item.document)}"  # in one piece, to be copied
 
 

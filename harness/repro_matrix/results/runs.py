@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,15 @@ def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path) -> list[Ro
         return any(all(pin in line for pin in each) for each in wanted)
 
     found = [stored_rows(each, [], of_stacks) for each in dict.fromkeys(map(Path.resolve, folders))]
+    return [row for cells in found for rows in cells.values() for row in rows]
+
+
+def rows_of_cases(slugs: Collection[str]) -> list[Row]:
+    """Return the stored rows of these cases and of all controls, with the grading that they were stored with: of the
+    last run, of searches and the published ones. Other rows are not parsed."""
+    wanted = [f'"case":"{slug}"'.encode() for slug in slugs] + [b'"kind":"control"']
+    folders = dict.fromkeys((of(scratch()), scratch() / SEARCHES, *project.published()))
+    found = [stored_rows(folder, [], lambda line: any(each in line for each in wanted)) for folder in folders]
     return [row for cells in found for rows in cells.values() for row in rows]
 
 

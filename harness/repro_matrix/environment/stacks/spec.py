@@ -255,8 +255,11 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
 def own_versions() -> Mapping[str, str]:
     """Return the packages of this process's environment, as ``inspect_python`` does, without another process."""
     versions: dict[str, str] = {}
-    for package in importlib.metadata.distributions():
-        versions.setdefault(canonical(package.name), package.version)
+    for package in importlib.metadata.distributions():  # their own parser of the whole text takes 1 ms each
+        text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
+        found = dict(re.findall(r"^(Name|Version): *(.+?) *$", text, re.MULTILINE)[:2])
+        if len(found) == 2:
+            versions.setdefault(canonical(found["Name"]), found["Version"])
     return {"python": ".".join(map(str, sys.version_info[:3])), **dict(sorted(versions.items()))}
 
 
