@@ -152,7 +152,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         reason = f"{row.reason} [{row.note}]" if row.note else row.reason
         table.append([
             named(row.case, row.simulated), row.model, f"{row.strategy} {flags}".strip(), row.variant,
-            row.verdict or row.outcome, row.state, seconds, reason,
+            row.role, row.verdict or row.outcome, row.state, seconds, reason,
         ])  # fmt: skip
-    heads = ["case", "model", "strategy", "variant", "verdict", "expected?", "time", "reason"]
+    heads = ["case", "model", "strategy", "variant", "role", "verdict", "expected?", "time", "reason"]
     print_table("", heads, table, narrow=("time", "reason"))
