@@ -14,6 +14,7 @@ from repro_matrix.analysis.diff import compare as between
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError
+from repro_matrix.results import runs
 from results_by_hand import BOOM, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
 
 Rows = list[VariantResult]
@@ -47,6 +48,7 @@ def test_compare_counts_every_cell_once_and_one_result_change_per_variant(one: R
 
 OTHER_CHECK = variant("other_failure", 3, "check x")
 LATE_HANG = variant(kinds={"passed": 2, "hang": 1}, failure_ids=("x",))
+EITHER = variant("other_failure", 3, "x", verdict="DIFFERENT_FAILURE", expected="expected")  # or "y", both reviewed
 FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
 
 
@@ -61,10 +63,21 @@ FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
         ("new", None, HOLDS, "newly_measured", 0),
         ("new", None, SKIPPED, None, 0),
         ("control", variant(), BOOM, "new_failure", 1),
-        ("control", variant(), LATE_HANG, "new_failure", 1),
+        ("control", variant(), LATE_HANG, None, 0),  # 3 of 3 and 2 of 3: their intervals overlap
+        ("control", variant("passed", 20), replace(LATE_HANG, kinds={"passed": 8, "hang": 12}), "new_failure", 1),
+        ("control", variant(), replace(LATE_HANG, kinds={"other_failure": 2, "hang": 1}), "new_failure", 1),
         ("control", BOOM, OTHER_CHECK, "different_failure", 1),
         ("control", BOOM, replace(BOOM, text="another"), None, 0),
-        ("control", BOOM, FLAKY, "became_flaky", 1),
+        ("control", BOOM, FLAKY, None, 0),
+        (
+            "control",
+            variant("other_failure", 20, "x"),
+            variant(kinds={"passed": 12, "other_failure": 8}, failure_ids=("x",)),
+            "became_flaky",
+            1,
+        ),
+        ("fix", EITHER, replace(EITHER, failure_ids=("y",)), None, 0),
+        ("fix", EITHER, replace(EITHER, failure_ids=("z",), expected="unexpected"), "different_failure", 1),
         ("control", variant(), SKIPPED, "not_measured", 3),
     ],
 )
@@ -122,6 +135,13 @@ def test_diff_command_gives_documented_exit_codes(results: Path, capsys: pytest.
     write(other, {"unfixed": FIRED})
     write(one, {"unfixed": FIRED}, cell_id="some-case/n-fsdp", model="n")
     assert diff(one, other) == 3 and diff(one, other, "model=m") == diff(one, other, "--agreement") == 0
+    at = {"case": "ddp-ready-once", "cell_id": "ddp-ready-once/qwen1.5-0.5b-ddp"}
+    generate = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
+    subset = write(results / "subset", {"unfixed": FIRED}, **at)
+    both = write(write(results / "both", {"unfixed": FIRED}, **at), {"unfixed": FIRED}, **generate)
+    for texts, code in ((["case=ddp-ready-once"], 0), (["case=ddp-ready-once,fsdp-generate"], 3), ([], 3)):
+        runs.note(subset, [*texts, "hardware=cpu"], runs.ENDED)
+        assert diff(both, subset) == code, texts
     (other / "cpu" / "s" / "some-case" / "x.json").write_text('{"schema": 1, ')
     assert diff(other, one) == 3 and "x.json" in "".join(capsys.readouterr().err.split())
     assert diff(other, other, "--json") == 3 and json.loads(capsys.readouterr().out)["unreadable"] == 2

@@ -18,6 +18,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
 from repro_matrix.results import runs
+from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.summary import load_rows
 from results_by_hand import BOOM, FAILED, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
 
@@ -59,16 +60,37 @@ def test_check_one_commit_several_commits_is_an_error() -> None:
 
 def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     text = replace(BOOM, text="@everyone <script> `x` <!-- change=00 -->")
-    now = cell({"unfixed": REPRODUCED, "fix": text}, started=2.0, versions={"torch": "2.14.0"})
+    others = {"kept": replace(HOLDS, role="fix"), "probe": replace(HOLDS, role="probe")}
+    now = cell({"unfixed": REPRODUCED, "fix": text, **others}, started=2.0, versions={"torch": "2.14.0"})
     then = [replace(row, versions={"torch": "2.13.0"}) for row in A]
     (changed,) = compare_to_last_passing(now, [make_run("passing", then, 0)]).changed
     made = to_issue([changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
     assert made.title == "c: fix_stopped_working" and made.markdown.startswith(f"# {made.title}\n")
     for part in ("torch: 2.13.0 -> 2.14.0", "first bad release", "repro run c", "https://x/page"):
         assert part in made.body
+    assert "still work in every measured cell: kept." in made.body
     assert all("@everyone" not in line or line.count("`") == 2 for line in made.body.splitlines())
     assert made.markdown.rstrip().endswith(f"change={changed.digest} -->")
     assert len(to_issue([replace(changed, changes=changed.changes * 2000)], "tonight").markdown.encode()) < 65_536
+
+
+def test_changed_case_says_what_else_changed() -> None:
+    def night(name: str, rows: Rows, code: int | None, machine: dict[str, str], **packages: str) -> NightlyRun:
+        placed = [replace(row, versions={"torch": "2.13.0"}, machine=machine) for row in rows]
+        return make_run(name, placed, code, {"now": packages} if packages else None)
+
+    then = night("mon", A, 0, {"CPU": "a", "driver": "550"}, torch="2.13.0", tokenizers="1", idna="3.1")
+    tonight = [replace(row, versions={"torch": "2.13.0"}, machine={"CPU": "a", "driver": "570"}) for row in NOW]
+    packages = {"now": {"torch": "2.13.0", "tokenizers": "1", "idna": "3.2"}}
+    (changed,) = compare_to_last_passing(tonight, [then], packages=packages).changed
+    assert (changed.versions, changed.machine) == ({"idna": ("3.1", "3.2")}, {"driver": ("550", "570")})
+    (usual,) = compare_to_last_passing(tonight, [then]).changed
+    assert usual.versions == {"tokenizers": ("1", "none")}, "without a list of all packages, only the usual ones"
+    old = replace(then, machines={})
+    assert compare_to_last_passing(tonight, [old], packages=packages).changed[0].machine == {}
+    body = to_issue([replace(changed, files=("repros/x.py (uncommitted)",))], "tonight").body
+    assert all(part in body for part in ("idna: 3.1", "driver: 550", "repros/x.py \\(uncommitted"[:11]))
+    assert "No package" not in body
 
 
 VARIANTS = {"c": {"unfixed", "fix"}}
@@ -224,6 +246,26 @@ def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) ->
     assert night("thu", {"unfixed": PASSED}, 4.0)[0] == 0, "compared with wed"
     assert night("fri", {"unfixed": PASSED}, 5.0, "--run-exit-code", "3")[0] == 3
     assert codes(results)[-2:] == [("thu", 0), ("fri", 3)]
+
+
+def test_nightly_another_machine_or_half_of_the_shards_is_neither_alarm_nor_green(results: Path, night: Night) -> None:
+    def shard(name: str, number: int) -> None:
+        runs.write_manifest(results / name, ShardManifest(number, 2, ("repeat=1",), {}, (), "c", False, {}))
+
+    at = {"case": CASE, "cell_id": KEY}
+    assert night("mon", {"unfixed": FIRED}, 1.0, **at)[0] == 0
+    machine = {"profile": "gpu1", "accelerator": "cuda", "gpus": [], "cpu": "b", "cores": 8, "memory_gb": 64.0,
+               "driver": "570", "os": "Linux"}  # fmt: skip
+    code, text = night("tue", {"unfixed": PASSED}, 2.0, hardware=machine, **at)
+    assert (code, "nothing was compared" in text, f"{KEY} on cpu" in text) == (3, True, True), text
+    assert not (results / "history" / "issues").exists()
+    shard("wed", 2)
+    code, text = night("wed", {"unfixed": FIRED}, 3.0, **at)
+    assert code == 3 and "shard 1/2 has no results" in text
+    shard("wed-1", 1)
+    write(results / "wed-1", {"unfixed": FIRED}, 3.0, cell_id="some-case/other")
+    words = ["--history", str(results / "history"), "--run-id", "wed", "--run-exit-code", "0"]
+    assert cli.main(["nightly", str(results / "wed"), str(results / "wed-1"), *words]) == 0
 
 
 def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:

@@ -7,14 +7,18 @@ verdict only because the failure itself appeared or disappeared, that change is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from repro_matrix.analysis.inputs import VariantResult
+from repro_matrix.config.vocabulary import OutcomeName
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.grading.verdict import wilson
 from repro_matrix.text import counted
+
+if TYPE_CHECKING:
+    from repro_matrix.analysis.history import Requested
 
 # In the order of importance to a reader.
 KINDS = {
@@ -67,6 +71,16 @@ class Diff:
 
     def select(self, kinds: Iterable[str]) -> list[Change]:
         return [change for change in self.changes if change.kind in kinds]
+
+    def without_unrequested(self, requested: Requested) -> Diff:
+        """Return the comparison without what the second side lacks because its run was not asked for it."""
+        there: dict[str, Any] = {axis: pair[1] for axis, pair in self.across.items()}
+
+        def excused(change: Change) -> bool:
+            row = change.before
+            return change.kind in LESS and row is not None and bool(requested.excuse(replace(row, **there)))
+
+        return replace(self, changes=tuple(change for change in self.changes if not excused(change)))
 
     @property
     def exit_code(self) -> int:
@@ -146,6 +160,8 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> 
 def _result_change(old: VariantResult, new: VariantResult) -> str | None:
     if not old.measured or not new.measured:
         return None if old.measured == new.measured else "not_measured" if old.measured else "newly_measured"
+    if _within_intervals(old, new) or _both_expected(old, new):
+        return None
     before, after = set(old.failure_ids), set(new.failure_ids)
     if before != after:
         if old.first and new.first and not (old.control or new.control):
@@ -160,6 +176,25 @@ def _result_change(old: VariantResult, new: VariantResult) -> str | None:
     if old.steady != new.steady:
         return "became_flaky" if old.steady else "became_steady"
     return None
+
+
+def _within_intervals(old: VariantResult, new: VariantResult) -> bool:
+    """Whether attempts of a side disagree, the sides share an outcome, and the 95 % Wilson intervals of each outcome's
+    share overlap: then the two show no difference."""
+
+    def interval(row: VariantResult, outcome: OutcomeName) -> tuple[float, float]:
+        return wilson(row.kinds.get(outcome, 0), row.measured)
+
+    if (old.steady and new.steady) or not old.kinds.keys() & new.kinds.keys():
+        return False
+    pairs = [(interval(old, outcome), interval(new, outcome)) for outcome in {**old.kinds, **new.kinds}]
+    return all(max(one[0], other[0]) <= min(one[1], other[1]) for one, other in pairs)
+
+
+def _both_expected(old: VariantResult, new: VariantResult) -> bool:
+    """Whether the reviewed expectation lists both failures for the same stack: which of them comes first is chance."""
+    same_stack = old.stack == new.stack and old.versions in ({}, new.versions)
+    return same_stack and old.verdict == new.verdict and old.expected == new.expected == "expected"
 
 
 @dataclass

@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
 from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
 from repro_matrix.analysis.inputs import VariantResult, from_row
 from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.results.runs import LOOK_BACK, listed
@@ -47,6 +48,8 @@ class NightlyRun:
     rows: tuple[VariantResult, ...]
     stacks: Mapping[str, Mapping[str, str]]
     quarantined: tuple[tuple[str, str], ...] = ()
+    dirty: bool = False
+    machines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # hardware -> CPU, cores, memory ...
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -56,17 +59,24 @@ class NightlyRun:
 
 
 _ADAPTER = TypeAdapter(NightlyRun)
+_SHARED: dict[str, Any] = {
+    "versions": {}, "started": 0.0, "commit": None, "dirty": False, "machine": {}, "settings": {}, "path": "",
+}  # fmt: skip
 
 
-def make_run(run_id: str, rows: Iterable[VariantResult], exit_code: int | None = None) -> NightlyRun:
-    """Make a run of the newest result of each cell."""
+def make_run(
+    run_id: str, rows: Iterable[VariantResult], exit_code: int | None = None,
+    packages: Mapping[str, Mapping[str, str]] | None = None,
+) -> NightlyRun:  # fmt: skip
+    """Make a run of the newest result of each cell. ``packages``: all those of a stack, where they are known."""
     cells = newest(rows)
     kept = [row for cell_id in sorted(cells) for row in cells[cell_id].values()]
     commits = {row.commit for row in kept}
     return NightlyRun(
         1, run_id, max((row.started for row in kept), default=0.0), commits.pop() if len(commits) == 1 else None,
-        exit_code, tuple(replace(row, versions={}, started=0.0, commit=None, settings={}, path="") for row in kept),
-        {row.stack: row.versions for row in kept},
+        exit_code, tuple(replace(row, **_SHARED) for row in kept),
+        {row.stack: row.versions for row in kept} | dict(packages or {}), (), any(row.dirty for row in kept),
+        {row.hardware: row.machine for row in kept if row.machine},
     )  # fmt: skip
 
 
@@ -112,8 +122,8 @@ def store_run(folder: Path, run: NightlyRun) -> None:
 class ChangedCase:
     """A case whose results changed on a stack since ``passing``, the last passing run that measured them.
 
-    ``versions``: package -> (then, now), where they differ. ``working_fixes``: variants that pass in every measured
-    cell.
+    ``versions``, ``machine``: package, or part of the machine -> (then, now), where they differ. ``files``: those of
+    the catalog that differ. ``working_fixes``: those that work in every measured cell.
     """
 
     case: str
@@ -122,6 +132,8 @@ class ChangedCase:
     changes: tuple[Change, ...]
     versions: Mapping[str, tuple[str, str]]
     working_fixes: tuple[str, ...]
+    machine: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -157,11 +169,14 @@ def compare_to_last_passing(
     tonight: Iterable[VariantResult],
     history: Sequence[NightlyRun],
     quarantined: Callable[[str, str], bool] = lambda *_: False,
+    packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Regressions:
     """Compare each variant with the last passing run that measured it without a quarantined change.
 
-    ``quarantined`` takes (cell id, variant).
+    ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, where they are known.
     """
+    tonight = list(tonight)
+    now = make_run("", tonight, packages=packages)
     measured = {place: row for place, row in _by_place(tonight).items() if row.measured}
     result, left = Regressions(), dict(measured)
     for run in (run for run in reversed(history) if run.passed):
@@ -176,10 +191,11 @@ def compare_to_last_passing(
                 found.setdefault((change.row.case, change.row.stack), []).append(change)
         for (case, stack), changes in found.items():
             rows = [row for row in measured.values() if row.stack == stack]
-            then, now = run.stacks.get(stack, {}), rows[0].versions
-            pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})}
-            versions = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-            result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, working_fixes(case, rows)))
+            versions = differing_packages(run.stacks.get(stack, {}), now.stacks[stack])
+            hardware = changes[0].row.hardware
+            machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
+            fixes = working_fixes(case, rows)
+            result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine))
     result.count = len(measured) - len(left)
     result.new = {row.key for row in left.values()} - {row.key for row in measured.values() if _place(row) not in left}
     return result
@@ -199,6 +215,18 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
     return compare_to_last_passing(map(from_row, rows), found[::-1], lambda *place: place in accepted)
 
 
+def differing_packages(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return package -> (then, now); where only one side lists all its packages, only of the usual ones."""
+    if any(not side.keys() - set(RELEVANT) for side in (then, now)):
+        then, now = ({name: each[name] for name in each if name in RELEVANT} for each in (then, now))
+    return _differing(then, now)
+
+
+def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})} if then else {}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 Place = tuple[str, str, str, str]
 
 
@@ -211,10 +239,10 @@ def _by_place(rows: Iterable[VariantResult]) -> dict[Place, VariantResult]:
 
 
 def working_fixes(case: str, rows: Iterable[VariantResult]) -> tuple[str, ...]:
-    """Return the variants that fix the failure in every cell in which they were measured."""
+    """Return the fixes that work in every cell in which they were measured."""
     verdicts: dict[str, set[str | None]] = {}
     for row in rows:
-        if row.case == case and not row.first:
+        if row.case == case and row.role == "fix":
             verdicts.setdefault(row.variant, set()).add(row.verdict)
     return tuple(variant for variant, names in verdicts.items() if names == {"FIXED"})
 

@@ -47,6 +47,9 @@ class VariantResult:
     text: str = ""
     skipped: str | None = None
     error_at: str | None = None
+    role: str = ""
+    dirty: bool = False  # measured with uncommitted files of the catalog or the harness
+    machine: Mapping[str, Any] = field(default_factory=dict)
     settings: Any = field(default_factory=dict)  # records.attempt.Settings; none: comparable with all
     path: str = ""
 
@@ -70,9 +73,18 @@ def from_row(row: Row, folder: str = "") -> VariantResult:
         {name: version for name, version in row.stack.versions.items() if name in RELEVANT}, row.started, row.commit,
         row.kind == "control", row.first, cast(Any, as_expected(row.verdict) if row.verdict else None), row.state,
         cast(Any, Counter(each.outcome for each in attempts)), tuple(failures),
-        row.reason if set(row.counts) - {"passed"} else "", row.skipped, row.error_at,
-        row.settings, os.path.join(folder, row.evidence) if row.evidence else "",
+        row.reason if set(row.counts) - {"passed"} else "", row.skipped, row.error_at, row.role, row.dirty,
+        machine_of(row), row.settings, os.path.join(folder, row.evidence) if row.evidence else "",
     )  # fmt: skip
+
+
+def machine_of(row: Row) -> dict[str, Any]:
+    """Return what a reader wants to know of the machine when a result changed."""
+    hardware = row.hardware
+    memory = f"{hardware.memory_gb:.0f} GiB" if hardware.memory_gb else None
+    values = {"CPU": hardware.cpu, "cores": hardware.cores, "memory": memory, "GPUs": ", ".join(hardware.gpus),
+              "driver": hardware.driver}  # fmt: skip
+    return {name: str(value) for name, value in values.items() if value}
 
 
 @dataclass

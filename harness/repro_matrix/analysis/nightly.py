@@ -28,6 +28,8 @@ from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsErro
 from repro_matrix.planning.cells import variants_of
 from repro_matrix.results import runs
 from repro_matrix.results.quarantine import Quarantine
+from repro_matrix.results.runs import ShardManifest
+from repro_matrix.results.store import changed_files
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
@@ -76,6 +78,7 @@ def finish(night: Nightly) -> Report:
             raise MeasureError(f"{folders}: no results: {counted(len(unreadable), 'file')} could not be read")
         raise ResultsError(f"{folders}: no results: nothing was measured or uploaded")
     history.check_one_commit(rows)
+    packages = {name: all_of for run in map(runs.read, night.folders) if run for name, all_of in run.stacks.items()}
     active = [entry for entry in night.quarantine if entry.until >= night.today]
     expired = [entry for entry in night.quarantine if entry not in active and entry.cell in {row.key for row in rows}]
     notes: list[str] = []
@@ -87,7 +90,8 @@ def finish(night: Nightly) -> Report:
         earlier = history.load_history(night.folder, notes)
         stored = {run.run_id: run.started for run in earlier}
         # The same run again replaces itself; another run with the same id becomes ID.2.
-        started = history.make_run(night.run_id, rows).started
+        tonight = history.make_run(night.run_id, rows, packages=packages)
+        started = tonight.started
         names = (f"{night.run_id}.{number}" for number in itertools.count(2))
         run_id = next(name for name in itertools.chain([night.run_id], names) if stored.get(name, started) == started)
         if run_id in stored:
@@ -99,7 +103,7 @@ def finish(night: Nightly) -> Report:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         compared = history.compare_to_last_passing(
-            rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active)
+            rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active), packages
         )
         requested = [load_requested(folder, side.rows) for folder, side in zip(night.folders, night.sides)]
         missing = history.find_missing(rows, earlier, requested)
@@ -107,7 +111,8 @@ def finish(night: Nightly) -> Report:
         changed: dict[str, list[ChangedCase]] = {}
         for each in compared.changed:
             if each.digest not in night.acknowledged:
-                changed.setdefault(each.case, []).append(each)
+                files = tuple(changed_files(each.passing.commit, tonight.commit, tonight.dirty))
+                changed.setdefault(each.case, []).append(replace(each, files=files))
         differs = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
         differs += [entry.describe_expired() for entry in expired]
         incomplete = [
@@ -115,11 +120,12 @@ def finish(night: Nightly) -> Report:
             for folder in night.folders
             if not _is_finished(folder)
         ]
+        incomplete += _missing_shards(night.folders)
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
         code = ExitCode.DIFFERS if differs else night.run_exit_code or (ExitCode.INCOMPLETE if incomplete else 0)
-        stored_run = replace(history.make_run(run_id, rows, code), quarantined=tuple(sorted(compared.quarantined)))
-        history.store_run(night.folder, stored_run)
+        quarantined = tuple(sorted(compared.quarantined))
+        history.store_run(night.folder, replace(tonight, run_id=run_id, exit_code=code, quarantined=quarantined))
     if compared.new:
         cells = counted(len(compared.new), "cell")
         notes.append(f"{cells} measured in no passing run: nothing to compare with yet")
@@ -145,6 +151,17 @@ def _is_finished(folder: Path) -> bool:
     run = runs.read(folder)
     limited = run is not None and any(text.startswith("time_limit=") for text in run.texts)
     return run is None or (run.state == runs.ENDED and (limited or not run.left))
+
+
+def _missing_shards(folders: Iterable[Path]) -> list[str]:
+    """Return a message for each run of which some shards are there and others are not."""
+    found: dict[tuple[str, ...], dict[str, ShardManifest]] = {}
+    for folder in folders:
+        with suppress(ResultsError):
+            manifest = runs.read_manifest(folder)
+            found.setdefault(manifest.selection, {})[str(folder)] = manifest
+    lists = [(runs.missing_shards(shards), next(iter(shards.values())).of) for shards in found.values()]
+    return [f"shard {', '.join(f'{n}/{of}' for n in missing)} has no results here" for missing, of in lists if missing]
 
 
 def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.inputs import Side, load_side
+from repro_matrix.analysis.nightly import load_requested
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
+from repro_matrix.results import runs
 from repro_matrix.text import counted
 
 EPILOG = """A, B: a folder of results, one result file, or a stack of the baseline (torch2.2-tf4.39, current). Where
 each side has one stack or one hardware and they differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B
-lacks results of A, or a file cannot be read; 2 usage, no results, or no cell in common. Results that only B has are
-listed and do not change the exit code. --agreement: 0 or 2."""
+lacks results of A that its run was asked for, or a file cannot be read; 2 usage, no results, or no cell in common.
+Results that only B has are listed and do not change the exit code. --agreement: 0 or 2."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,19 +44,26 @@ def main(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     if not any(row.measured for side in (one, other) for row in side.rows):
         raise ConfigError(f"nothing to compare: neither {args.one} nor {args.other} has a measured result")
-    result = diffs.compare(one.rows, other.rows)
+    everything = diffs.compare(one.rows, other.rows)
+    folder = runs.of(Path(args.other).expanduser())
+    asked = load_requested(folder, other.rows) if runs.read(folder) else None
+    result = everything.without_unrequested(asked) if asked else everything
+    unrequested = len(everything.changes) - len(result.changes)
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)
     code = result.exit_code or (ExitCode.INCOMPLETE if unreadable else 0)
     if args.json:
-        values = {**diffs.diff_to_json(result), "unreadable": unreadable, "exit_code": code}
+        values = {**diffs.diff_to_json(result), "unreadable": unreadable, "unrequested": unrequested, "exit_code": code}
         print_json({"a": args.one, "b": args.other, **values})
         return code
     reason = {0: "no difference", 1: "results differ"}.get(code, "the second side lacks results of the first")
     if unreadable and not result.exit_code:
         reason = f"no difference, but {counted(unreadable, 'file')} could not be read"
-    print_wrapped(*diffs.describe_diff(result, args.all), f"exit code {code}: {reason}")
+    print_wrapped(*diffs.describe_diff(result, args.all))
+    if unrequested:
+        print_wrapped(f"not compared: {counted(unrequested, 'result')} that {args.other} was not asked for")
+    print_wrapped(f"exit code {code}: {reason}")
     return code
 
 

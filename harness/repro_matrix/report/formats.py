@@ -249,10 +249,15 @@ def to_issue(
     for each in changed:
         stack, first = each.stack, each.changes[0]
         parts.append(f"### Stack {escape(stack)}, compared with {escape(each.passing.run_id)}")
-        moved = [f"- {escape(name)}: {escape(was)} -> {escape(now)}" for name, (was, now) in each.versions.items()]
-        parts += ["Releases that changed:", "\n".join(moved)] if moved else ["No release of the stack changed."]
+        moved = [f"- {escape(name)}: {escape(was)} -> {escape(now)}"
+                 for name, (was, now) in (*each.versions.items(), *each.machine.items())]  # fmt: skip
+        moved += [f"- the catalog: {escape(name)}" for name in each.files]
+        moved += ["- the passing run had uncommitted files"] if each.passing.dirty else []
+        same = "No package, no part of the machine and no file of the catalog changed."
+        parts += ["What else changed:", _list(moved)] if moved else [same]
         parts.append(_list(list(map(_change, each.changes))))
-        parts.append(f"Fixes that work in every measured cell: {', '.join(map(escape, each.working_fixes)) or 'none'}.")
+        working = ", ".join(map(escape, each.working_fixes)) or "none"
+        parts.append(f"Fixes that still work in every measured cell: {working}.")
         parts += ["#### Bisection", bisections[stack]] if bisections and stack in bisections else []
         words = ["repro", "run", case, *first.row.axes, *([f"stack={stack}"] if stack != "current" else [])]
         parts.append(f"Reproduce: {code(shlex.join([*words, f'variants={first.variant}']))}")

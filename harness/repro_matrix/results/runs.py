@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ LOOK_BACK = 5  # runs whose results count as the history of a cell
 @dataclass(frozen=True)
 class Run:
     """``texts``: the command line's overrides. ``left``: cells that its time limit left out, "hardware stack key"; None
-    where that is unknown."""
+    where that is unknown. ``stacks``: all packages of each stack."""
 
     folder: Path
     texts: tuple[str, ...]
     state: str
     left: tuple[str, ...] | None = None
+    stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def interrupted(self) -> bool:
@@ -92,7 +93,7 @@ def read(folder: Path) -> Run | None:
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         left = tuple(map(str, data["left"])) if "left" in data else None
-        return Run(folder, tuple(map(str, data["texts"])), str(data["state"]), left)
+        return Run(folder, tuple(map(str, data["texts"])), str(data["state"]), left, data.get("stacks", {}))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -113,9 +114,13 @@ def begin(root: Path, texts: Sequence[str]) -> Path:
     return folder
 
 
-def note(folder: Path, texts: Sequence[str], state: str, left: Sequence[str] | None = None) -> None:
-    """Write the manifest: what was requested, and whether all of it was measured. ``left``: see ``Run``."""
-    data = {"schema": 1, "texts": list(texts), "state": state} | ({} if left is None else {"left": list(left)})
+def note(
+    folder: Path, texts: Sequence[str], state: str, left: Sequence[str] | None = None,
+    stacks: Mapping[str, Mapping[str, str]] | None = None,
+) -> None:  # fmt: skip
+    """Write the manifest: what was requested, and whether all of it was measured. ``left``, ``stacks``: see ``Run``."""
+    data = {"schema": 1, "texts": list(texts), "state": state, "stacks": stacks or {}}
+    data |= {} if left is None else {"left": list(left)}
     write_text(folder / MANIFEST, json.dumps(data) + "\n")
 
 

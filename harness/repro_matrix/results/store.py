@@ -307,6 +307,24 @@ def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
     return (None, False) if differs is None else (commit, bool(differs))
 
 
+def changed_files(before: str | None, now: str | None, uncommitted: bool) -> list[str]:
+    """Return the files of the catalog that differ between two commits, and those that are not committed, as far as git
+    knows; those of the harness last."""
+    own, found = project.current(), []
+    sources = [(ROOT, [ROOT / "repros", ROOT / "conf"]), (own.folder, [*own.conf, *own.scripts] if own.file else [])]
+    for root, paths in (*sources, (ROOT, [ROOT / "harness"])):
+        if paths:
+            listed = list(map(str, paths))
+            if before and now and before != now:
+                found += (
+                    _git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
+                ).splitlines()
+            if uncommitted:
+                changed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *listed) or ""
+                found += [f"{line[3:]} (uncommitted)" for line in changed.splitlines()]
+    return list(dict.fromkeys(found))
+
+
 def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
     """Return why the files are not known to be those of the commit; None where they are, byte for byte."""
     if _git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:

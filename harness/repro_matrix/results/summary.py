@@ -59,6 +59,8 @@ class Hardware:
     capabilities: Mapping[str, str | bool]
     cpu: str
     driver: str | None
+    cores: int | None = None
+    memory_gb: float | None = None
 
 
 @dataclass(frozen=True)

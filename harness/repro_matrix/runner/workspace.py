@@ -103,7 +103,8 @@ def folder(session: Session, texts: Sequence[str], before: Path | None = None) -
     def note(state: str, left: Sequence[str] = ()) -> None:
         with contextlib.suppress(OSError):  # a folder that cannot be written to is reported with the first document
             root.mkdir(parents=True, exist_ok=True)
-            runs.note(root, texts, state, left)
+            versions = {name: dict(stack.versions) for name, stack in session.stacks.items()}
+            runs.note(root, texts, state, left, versions)
 
     def finish(ended: Summary) -> None:
         left = [" ".join((cell.hardware, cell.stack, cell.key)) for cell in ended.not_started]
