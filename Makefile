@@ -19,7 +19,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 .DEFAULT_GOAL := help
 # Where this is set, every process would compile harness/ again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -65,6 +65,9 @@ claims: $(READY) ## the claims ledger, from stored measurements
 
 site: $(READY) ## a static site of the published baseline in build/site: what is known today, a page for each case
 	@$(BIN)/repro report --baseline --site build/site $(ARGS)
+
+pictures: $(READY) ## the pictures of README and docs, of the published results' page (needs chromium)
+	@$(BIN)/python -m bench.pictures
 
 docs: $(READY) ## the documentation site in build/docs; ARGS=serve shows it while you write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(filter serve,$(ARGS)),serve,build --strict -q)

@@ -1,7 +1,8 @@
-"""Measure `repro report`: of the baseline, and of synthetic rows: ``python -m bench.report``.
+"""Measure `repro report`, and how fast Chromium opens its page: of the baseline, and of synthetic rows:
+``python -m bench.report``.
 
 The rows are those of the baseline again and again, under other model names, in a folder of their own. Seconds are of a
-new process: wall time, and CPU time with that of its children.
+new process: wall time, and CPU time with that of its children. A page is opened several times: the fastest counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from typing import Any
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.summary import Row, evidence_state, load_rows, write_rows
 
+from bench import chromium
+from bench.chromium import Chromium
 from bench.machine import HERE, write
+
+OPENINGS = 10
 
 
 def synthetic(folder: Path, count: int, source: Sequence[Row]) -> int:
@@ -44,6 +49,27 @@ def synthetic(folder: Path, count: int, source: Sequence[Row]) -> int:
     raise AssertionError("unreachable")
 
 
+OPENED = """new Promise((done) => {
+  const look = () => {
+    const [page] = performance.getEntriesByType("navigation");
+    const [paint] = performance.getEntriesByName("first-contentful-paint");
+    if (paint) done([page.domContentLoadedEventEnd, paint.startTime]); else setTimeout(look, 10);
+  };
+  look();
+})"""
+
+
+def opened(page: Path) -> dict[str, Any]:
+    """Return the milliseconds until the page's elements are ready and until its first paint."""
+    with tempfile.TemporaryDirectory() as folder, Chromium(Path(folder)) as browser:
+        times = []
+        for _ in range(OPENINGS):
+            browser.open(page.as_uri())
+            times.append(browser.evaluate(OPENED))
+    ready, paint = map(min, zip(*times))
+    return {"ready_ms": ready, "paint_ms": paint}
+
+
 def timed(*arguments: str) -> dict[str, Any]:
     """Run `repro report` once; return its seconds and the size of the page."""
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +79,8 @@ def timed(*arguments: str) -> dict[str, Any]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ})
         wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return {"wall_s": wall, "cpu_s": cpu, "page_mb": page.stat().st_size / 1e6}
+        shown = opened(page) if chromium.PATH else {}
+        return {"wall_s": wall, "cpu_s": cpu, "page_mb": page.stat().st_size / 1e6, **shown}
 
 
 def main() -> None:

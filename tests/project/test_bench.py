@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import catalogue, launch, match, probe, report
+from bench import catalogue, chromium, launch, match, probe, report
 
 
 @pytest.mark.ranks
@@ -52,3 +52,4 @@ def test_report_times_the_baseline_and_synthetic_rows(tmp_path: Path, monkeypatc
     report.main()
     measured = json.loads(output.read_text())
     assert measured["synthetic"]["rows"] >= 20 and measured["baseline"]["page_mb"] > 1
+    assert chromium.PATH is None or measured["synthetic"]["ready_ms"] > 0

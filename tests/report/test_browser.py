@@ -93,9 +93,12 @@ def test_search_finds_errors_titles_releases_claims_and_settings(
     assert search(browser, "") == browser.evaluate(VISIBLE) and len(search(browser, "")) == 17
 
 
-def test_search_of_the_address(browser: Chromium, address: str) -> None:
-    browser.open(f"{address}#q={quote('size mismatch')}")
-    assert browser.evaluate(VISIBLE) == ["broken"]
+@pytest.mark.parametrize(
+    ("text", "found"), [("size+mismatch", ["broken"]), ("size%20mismatch", ["broken"]), ("9%", [])]
+)
+def test_search_of_the_address(browser: Chromium, address: str, text: str, found: list[str]) -> None:
+    browser.open(f"{address}#q={text}")
+    assert browser.evaluate(VISIBLE) == found
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html import unescape
 from html.parser import HTMLParser
@@ -20,6 +21,8 @@ from repro_matrix.report.load import render_file, render_site
 from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, release_axes
 from repro_matrix.report.terminal import LABELS
 from repro_matrix.text import block, line
+
+from bench import pictures
 
 VOID = {"meta", "input", "br", "link"}
 
@@ -216,6 +219,12 @@ def test_history_shows_each_case_and_the_variants_that_changed() -> None:
     assert [state for _, state in shown_page.cases[0].past] == ["reproduces"] * 3
     parsed = Document(render_file(shown_page))
     assert "1 variant changed" in " ".join(parsed.find("summary")) and parsed.find("td", class_="more runs") == ["RRR"]
+
+
+def test_pictures_show_the_page_of_today() -> None:
+    stored = json.loads(pictures.DIGESTS.read_text(encoding="utf-8"))
+    assert stored == pictures.digests(pictures.report()), "the page or the results changed: make pictures"
+    assert {path.stem for path in pictures.FOLDER.glob("*.png")} == stored.keys() == pictures.PICTURES.keys()
 
 
 def test_verdicts_differ_in_symbol_or_text() -> None:

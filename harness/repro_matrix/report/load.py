@@ -215,11 +215,7 @@ def _environment() -> Environment:
         loader=PackageLoader("repro_matrix.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined, finalize=_harmless,
     )  # fmt: skip
-    environment.globals |= {
-        "symbols": SYMBOLS,
-        "kinds": ATTENTION,
-        "states": {"absent": "fixed"} | {name: name for name in SYMBOLS},
-    }
+    environment.globals |= {"symbols": SYMBOLS, "kinds": ATTENTION}
     environment.filters |= {
         "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "proof": proof,
         "setting": lambda value: "not set" if value is None else format_value(value),

@@ -390,7 +390,8 @@ def _symptom(failures: Sequence[Failure], case: Case | None) -> str:
     """Return the known failure's text as it was measured, else as its signature has it."""
     row = failures[0].row if failures else None
     if row and row.first and (row.counts["reproduced"] or not case):
-        return next((f"{error['type']}: {error['message']}" for error in row.errors if error["type"]), row.reason)
+        error = next((error for error in row.errors if error["type"]), None)
+        return f"{error['type']}: {error['message']}" if error else row.reason.partition(" on ")[2] or row.reason
     known = case.signatures[0] if case and case.signatures else None
     if known is None:
         return ""

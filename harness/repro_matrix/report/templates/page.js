@@ -25,12 +25,12 @@
     document.getElementById("empty").hidden = found.length > 0 || !words.length;
     document.getElementById("shown").textContent = words.length ? `${found.length} of ${cases.length} cases` : "";
     if (words.length || location.hash.startsWith("#q=")) {
-      history.replaceState(null, "", words.length ? `#q=${encodeURIComponent(form.elements.q.value)}` : location.pathname);
+      history.replaceState(null, "", words.length ? `#${new URLSearchParams({ q: form.elements.q.value })}` : location.pathname);
     }
   }
   function follow() {
     if (!location.hash.startsWith("#q=")) return;
-    form.elements.q.value = decodeURIComponent(location.hash.slice(3));
+    form.elements.q.value = new URLSearchParams(location.hash.slice(1)).get("q");
     apply();
   }
   if (cases.length < 2) return;

@@ -1,0 +1,57 @@
+"""`make pictures`: the pictures of README and docs, of the report of the published results, in docs/images.
+
+Beside them stands a digest of what each shows; a test compares it with the report of today.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from repro_matrix.paths import BASELINE, ROOT
+from repro_matrix.report import load
+
+from bench.chromium import Chromium
+
+FOLDER = ROOT / "docs" / "images"
+DIGESTS = FOLDER / "pictures.json"
+CASE = "lora-reentrant-checkpointing"
+PICTURES = {"page": ("", 1000, 640), "case": (CASE, 1000, 900)}  # anchor, width, height
+
+
+def report() -> str:
+    """Return the page of the published results."""
+    return load.render("html", load.load_results([BASELINE]), [BASELINE])
+
+
+def digests(page: str) -> dict[str, str]:
+    """Return name -> a hash of what the picture shows: the style, and the head and the table or the case's section."""
+    style, head = (
+        page[page.index("<style>") : page.index("</style>")],
+        page[page.index("<header>") : page.index('<section class="case"')],
+    )
+    case = re.search(rf'<section class="case" id="{CASE}">.*?</section>', page, re.DOTALL)
+    shown = {"": head, CASE: case[0] if case else ""}
+    return {
+        name: hashlib.sha256((style + shown[anchor]).encode()).hexdigest()[:16]
+        for name, (anchor, _, _) in PICTURES.items()
+    }
+
+
+def main() -> None:
+    page = report()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "page.html"
+        path.write_text(page, encoding="utf-8")
+        with Chromium(Path(folder) / "profile") as browser:
+            for name, (anchor, width, height) in PICTURES.items():
+                browser.open(f"{path.as_uri()}#{anchor}", width, height)
+                (FOLDER / f"{name}.png").write_bytes(browser.picture())
+    DIGESTS.write_text(json.dumps(digests(page), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
