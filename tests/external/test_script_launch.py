@@ -178,3 +178,62 @@ def test_command_that_starts_no_rank_is_an_infra_error(bench: Bench) -> None:
     assert found["outcome"]["outcome"] == "infra_error"
     assert "no-such-option" in found["observation"]["infra_error"]["message"]
     assert sys.executable in found["observation"]["attempt"]["command"][0]
+
+
+TRAINS = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    def main(how):
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        if how == "sharded":
+            from torch.distributed.fsdp import FullyShardedDataParallel
+            ddp = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        else:
+            ddp = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+        torch.manual_seed(dist.get_rank())
+        called = ddp.module if how == "bypassed" else ddp
+        called(torch.randn(3, 4) * (float("nan") if how == "nan" else 1)).sum().backward()
+        optimizer.step()
+        if how == "crash" and dist.get_rank() == 1:
+            raise ValueError("boom")
+        dist.destroy_process_group()
+        sys.exit(0) if how == "bypassed" else os._exit(0) if how == "os._exit" else None
+    main(sys.argv[1])
+"""
+REPLICAS, FINITE = ("replicas",), ("finite",)
+
+
+@pytest.mark.parametrize(
+    ("how", "checks", "outcome", "text"),
+    [
+        ("right", REPLICAS + FINITE, "passed", "parameters_finite: 2 tensors and 2 gradients"),
+        ("bypassed", REPLICAS, "reproduced", "replicas_equal: 2 tensors; wrong: weight"),
+        pytest.param("right", (), "passed", "no number was checked", marks=pytest.mark.slow),
+        pytest.param("bypassed", (), "passed", "no number was checked", marks=pytest.mark.slow),
+        pytest.param("nan", FINITE, "reproduced", "wrong: weight", marks=pytest.mark.slow),
+        pytest.param("crash", REPLICAS, "other_failure", "ValueError: boom", marks=pytest.mark.slow),
+        pytest.param("sharded", REPLICAS, "infra_error", "not checked: sharded by FSDP", marks=pytest.mark.slow),
+        pytest.param("sharded", FINITE, "passed", "parameters_finite: 1 tensors", marks=pytest.mark.slow),
+        pytest.param("os._exit", REPLICAS, "infra_error", "ended without Python's exit", marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_of_a_script_are_checked_at_its_end(
+    how: str, checks: tuple[str, ...], outcome: str, text: str, bench: Bench
+) -> None:
+    bench.write(TRAINS)
+    wanted = adhoc_case.with_checks(ANY, checks) if checks else ANY
+    document = bench.document(f"torchrun --standalone --nproc-per-node 2 train.py {how}", wanted, checks=checks)
+    (attempt,) = document["variants"]["unfixed"]["attempts"]
+    assert attempt["outcome"]["outcome"] == outcome, attempt["outcome"]
+    assert text in "\n".join(describe(bench.script.case(), document))
+
+
+def test_script_without_a_model_is_not_checked_rather_than_passed(bench: Bench) -> None:
+    bench.write("print('no model')")
+    document = bench.document("python train.py", adhoc_case.with_checks(ANY, FINITE), checks=FINITE)
+    outcome = document["variants"]["unfixed"]["attempts"][0]["outcome"]
+    assert outcome["infra_error"] == "missing_check" and "no optimizer of torch has stepped" in outcome["reason"]

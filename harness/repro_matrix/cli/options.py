@@ -77,6 +77,8 @@ def script(parser: argparse.ArgumentParser) -> None:
     add("--nproc", type=number(1), metavar="N", help="ranks (default: 2)")
     text = "an argument of the script, or several in quotes; may be repeated: --args --bf16 --args '--lr 1e-4'"
     add("--args", action="append", default=[], metavar="ARGS", dest="script_args", help=text)
+    text = "when the script ends: parameters equal on all ranks, or finite with their gradients; may be repeated"
+    add("--check", action="append", default=[], choices=("replicas", "finite"), dest="checks", help=text)
     add("--module", action="store_true", help="the first argument is a module, as of python -m")
     add("--error", metavar="'TYPE: REGEX'", help="the failure: an exception of the ranks that failed first")
     add("--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns")
@@ -183,7 +185,12 @@ def _failures(args: argparse.Namespace) -> list[str]:
 
 def refuse(args: argparse.Namespace) -> None:
     """Raise ConfigError where options of a script are given without one."""
-    names = [*_failures(args), *(["nproc"] if args.nproc else []), *(["args"] if args.script_args else [])]
+    names = [
+        *_failures(args),
+        *(["check"] if args.checks else []),
+        *(["nproc"] if args.nproc else []),
+        *(["args"] if args.script_args else []),
+    ]
     if names:
         raise ConfigError(f"--{names[0].replace('_', '-')} is for a script of your own. Write a script as ./train.py.")
 
@@ -234,9 +241,11 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     if needs_limit and failure.needs_limit:
         text = "write NAME > NUMBER; only a bisection can find the limit itself"
         raise ConfigError(f"--metric {failure.text!r}: {text}.")
+    checks = tuple(sorted(set(args.checks)))
+    failure = adhoc_case.with_checks(failure, checks) if checks else failure
     env, results = tuple(sorted(settings.env.items())), adhoc_case.results_folder(settings.results)
     deadline = settings.deadline or adhoc_case.DEADLINE_S
-    return adhoc_case.Script(command, failure, results, deadline, env), stack or "current", settings
+    return adhoc_case.Script(command, failure, results, deadline, env, checks), stack or "current", settings
 
 
 # For main.py

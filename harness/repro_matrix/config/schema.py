@@ -376,6 +376,7 @@ class AdhocCase(Case):
     failure: str = ""  # the failure in words; "": any failure
     log: str = ""  # the lines to keep from the ranks' logs
     metric: Metric | None = None
+    checks: tuple[str, ...] = ()  # of its ranks' parameters when they end: replicas, finite
 
     @model_validator(mode="after")
     def _coherent(self) -> AdhocCase:

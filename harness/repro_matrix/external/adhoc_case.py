@@ -41,6 +41,9 @@ from repro_matrix.runner.session import Request
 DEADLINE_S = 300.0
 MAX_IMPORTS = 1000  # files in the script's folder that are hashed
 SIGNATURE = "failure"
+# --check -> the check's name, and its failure in words
+CHECKS = {"replicas": ("replicas_equal", "parameters differ between ranks"),
+          "finite": ("parameters_finite", "parameters or gradients are not finite")}  # fmt: skip
 STRATEGY = "script"
 MODEL = "own"  # slug of the model axis: the script brings its own
 _OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`, never imported
@@ -108,6 +111,14 @@ def log(text: str) -> Failure:
         raise ConfigError(f"--log {text!r}: it matches an empty line. Write a part of the line.")
     signature = _signature(kind="log", message=text)
     return Failure(f"a line that matches {text!r}", (signature,), log=text, option=("--log", text))
+
+
+def with_checks(failure: Failure, checks: Sequence[str]) -> Failure:
+    """Add failed checks to what counts as the failure."""
+    signatures = tuple(_signature(kind="check", check=CHECKS[name][0]) for name in checks)
+    text = " or ".join(filter(None, (failure.text, *(CHECKS[name][1] for name in checks))))
+    option = (*failure.option, *(word for name in checks for word in ("--check", name)))
+    return replace(failure, text=text, signatures=(*failure.signatures, *signatures), option=option)
 
 
 def exit_code(code: int) -> Failure:
@@ -289,6 +300,7 @@ class Script:
     results: Path
     deadline_s: float = DEADLINE_S
     env: tuple[tuple[str, str], ...] = ()
+    checks: tuple[str, ...] = ()
 
     @property
     def slug(self) -> str:
@@ -300,11 +312,12 @@ class Script:
             world_size=command.nproc, deadline=failure.hang_s or self.deadline_s, env=dict(self.env),
             cold_start_reason="a user's script", process_group=False,
         )  # fmt: skip
+        checks = [CHECKS[name][0] for name in self.checks] or ["exit code"]
         case = AdhocCase(
             slug=self.slug, title=command.shown, argv=command.argv, path=command.script, plain=command.plain,
             single=command.single, failure=failure.text, log=failure.log, metric=failure.metric, min_ranks=1,
             allow_gpu_sharing=True, launch=launch, axes=schema.Axes(model=[MODEL], strategy=[STRATEGY]),
-            pass_criteria=schema.PassCriteria(kind="training", checks=["exit code"]),
+            pass_criteria=schema.PassCriteria(kind="training", checks=checks), checks=self.checks,
             variants={VARIANT: schema.Variant(role="unfixed")},
         )  # fmt: skip
         return case.model_copy(update={"signatures": list(failure.signatures)})  # a user's script may raise it itself
@@ -316,6 +329,7 @@ class Script:
         # Everything that the outcome depends on. Of the failure only what is read from logs: the rest can be regraded.
         options = {"command": list(command.argv), "folder": os.getcwd(), "code": _code(command.script), "log": case.log,
                    "metric": number, "deadline": case.launch.deadline}  # fmt: skip
+        options |= {"checks": list(self.checks)} if self.checks else {}
         overrides = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
         raw = case.model_dump(mode="json", include={"slug", "launch", "pass_criteria", "steps"})
         raw["variants"] = {VARIANT: {}}

@@ -116,6 +116,7 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
     made = next((a for a in attempts if a["outcome"]["outcome"] != "passed"), attempts[0] if attempts else None)
     if made is None:
         return
+    yield from _checked(case, made)
     yield f"  {made['outcome']['reason'].splitlines()[0]}"
     infra_error = made["observation"]["infra_error"]
     yield from (f"    {line}" for line in (infra_error["message"].splitlines()[1:][-TAIL:] if infra_error else ()))
@@ -125,6 +126,15 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
     notes = _unraised(case, made["observation"]) if made["outcome"]["outcome"] == "passed" else ()
     for note in dict.fromkeys([*notes, *_notes(case, made["observation"])]):
         yield f"  note: {note}"
+
+
+def _checked(case: AdhocCase, made: Made) -> Iterator[str]:
+    """Yield what was checked of the numbers; of a script that passed: that nothing was."""
+    record = made["observation"]["ranks"][0]["record"] if made["observation"]["ranks"] else None
+    for check in record["checks"] if record else ():
+        yield f"  {check['name']}: {check['subject'].replace('0 tensors:', 'not checked:')}"
+    if made["outcome"]["outcome"] == "passed" and not case.checks and not case.metric:
+        yield "  no number was checked: add --check replicas, --check finite or --metric 'loss > X'"
 
 
 def _first_failure(made: Made) -> Iterator[str]:

@@ -193,7 +193,8 @@ def _judge(
         reason = f"known failure {others[0].case}: {first_line(others[0].message)}"
         return Outcome("other_failure", reason, ranks=others[0].ranks)
     if isinstance(case, AdhocCase):
-        return _failed(attempt, failures.first) or _printed(case, attempt)
+        made = _checks(case, attempt) if case.checks else None
+        return _failed(attempt, failures.first) or made or _printed(case, attempt)
     return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, variant, attempt)
 
 

@@ -80,6 +80,7 @@ class UserCommand:
     log: str = ""  # regular expression of lines to keep
     metric: str = ""  # regular expression whose group 1 is the number
     metric_name: str = ""  # the key in a line of JSON
+    checks: tuple[str, ...] = ()  # what is compared when its ranks end
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from repro_matrix.launch.attempt import (
     private_environment,
     read_launch,
 )
+from repro_matrix.launch.script_checks import add_checks
 from repro_matrix.launch.watch import Watch
 from repro_matrix.records.attempt import Exception_, Frame
 from repro_matrix.text import ESCAPE, counted
@@ -137,6 +138,7 @@ def user_environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
         added["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
     paths = (str(HOOKS), *map(str, attempt.overlay), os.environ.get("PYTHONPATH", ""))
     hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
+    hooks |= {"REPRO_CHECKS": "1"} if command.checks else {}
     return {
         **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
         **added, **own_values, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -166,6 +168,7 @@ def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
         if raised and raised["type"] == "ProcessRaisedException":  # torch.multiprocessing: with the child's traceback
             inner = tracebacks(raised["message"])
             record["exception"] = {**inner[0], "cause": {**raised, "cause": None}} if inner else raised
+    add_checks([rank["record"] for rank in ranks if rank["record"]], command.checks)
     logs = [(rank["rank"], attempt.logs / f"rank-{rank['rank']}.log") for rank in ranks]
     observation["printed"] = printed([*logs, (-1, attempt.logs / "launcher.log")], command)
     for item in observation["printed"]["log"]:  # a line that was printed counts as one that was logged

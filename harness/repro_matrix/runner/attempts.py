@@ -92,7 +92,7 @@ def recipe(
     command = None
     if isinstance(case, AdhocCase):
         number = (case.metric.pattern, case.metric.name) if case.metric else ("", "")
-        command = UserCommand(case.argv, case.plain, case.single, case.log, *number)
+        command = UserCommand(case.argv, case.plain, case.single, case.log, *number, case.checks)
     # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py); later ones win.
     env = {**(stack.environment({}) if stack else {}), **case.launch.env, **plan.settings.get("env", {})}
     return Attempt(

@@ -92,8 +92,14 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
             )  # fmt: skip
         thread_excepthook(args)
 
+    parameters = load(WORKERS, "parameters") if os.environ.get("REPRO_CHECKS") else None
+    if parameters:
+        sys.meta_path.insert(0, parameters.Finder())
+
     def at_end() -> None:  # registered first, so it is called last
         if os.getpid() == rank_pid:
+            if parameters:
+                record.data["facts"]["parameters"] = parameters.describe()
             record.data["ended"] = record.data["ended"] or time.time()
             record.data["finished"] = True
             record.write()
