@@ -21,6 +21,7 @@ class FailureRule(Strict):
     title: str
     shows: Literal["cause", "end", "peer"]
     text: Regex
+    case: str = ""  # the case that it is, in an older or another package's wording
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
     advice: list[str] = Field(min_length=1)

@@ -97,7 +97,8 @@ class Answer:
     @property
     def kinds(self) -> list[str]:
         """The kinds of failures that are no case, the first cause's first."""
-        causes = [(each.error.line, each.rule.name) for each in self.causes if each.rule and not each.known]
+        named = [each for each in self.causes if each.rule and not each.known and not each.perhaps]
+        causes = [(each.error.line, each.rule.name) for each in named if each.rule]
         causes += [(each.line, each.kind) for each in self.findings if rules()[each.kind].shows == "cause"]
         others = [each.kind for each in self.findings]
         others += [each.rule.name for each in self.failures if each.rule and each.echo]
@@ -124,6 +125,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     ]
     found += [Failure(error, where(error), echo=True) for error in launchers]
     found = [replace(each, rule=rule_of(f"{each.error.type}: {each.error.message}")) for each in found]
+    found = [replace(each, perhaps=each.perhaps or _reworded(each, catalogue)) for each in found]
     if not any(each.error.type and not each.echo for each in found):
         # Ranks that do not find each other raise what a lost peer raises, too.
         found = [replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause")) for each in found]
@@ -208,6 +210,13 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
         ]
         known = []
     return Failure(error, where(error), tuple(known), () if known else tuple(perhaps))
+
+
+def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
+    """Return the case whose failure a rule names in another wording."""
+    case = failure.rule.case if failure.rule and not failure.known else ""
+    found = case in {each.slug for each in catalogue.cases}
+    return (Known(case, "", failure.error.line, ("another wording of it",)),) if found else ()
 
 
 def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:

@@ -240,7 +240,7 @@ class Catalogue:
 
 def words_of(pattern: str) -> list[str]:
     """Return words, in lower case, of which every line that matches has one: of each alternative the longest."""
-    bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^)][?*]", "\n", pattern)
+    bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", pattern)
     while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
         bare = inner
     return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
@@ -263,9 +263,9 @@ def scan(log: Iterable[str], known: Catalogue) -> Scanned:
                 line = labels.split(raw, found.lines)
                 taken = errors.read(line)
                 if has_word[shape]:
-                    # On one line with a traceback's beginning stands what the launcher wrote before it.
-                    before = raw.partition(HEADER)[0] if HEADER in raw else line.text
-                    _note(found, replace(line, text=before), known, errors, taken)
+                    # A line with more than a traceback's beginning: what stands beside it counts.
+                    beside = " ".join(raw.split(HEADER)) if HEADER in raw else line.text
+                    _note(found, replace(line, text=beside), known, errors, taken)
     errors.end()
     found.errors, found.more = list(errors.found.values()), errors.more
     return found

@@ -1,0 +1,42 @@
+"""What stored measurements advise: never from releases in which the failure does not exist."""
+
+from __future__ import annotations
+
+import pytest
+from repro_matrix.analysis.advice import advice
+from repro_matrix.config import catalog
+from repro_matrix.config.expectations import Expectation
+
+CASE = catalog.load().cases["ddp-ready-once"]
+OLD, NEW = {"torch": "2.2.2"}, {"torch": "2.13.0+cpu"}
+RANGES = [
+    Expectation(
+        versions={"torch": ">=2.2,<2.3"}, measured_at=[OLD], reason="r",
+        verdicts={"non-reentrant": "FIXED", "static-graph": "NOT_FIXED", "fsdp": "FIXED", "bucket-view": "NOT_FIXED"},
+    ),
+    Expectation(
+        versions={"torch": ">=2.13,<2.14"}, measured_at=[NEW], reason="r",
+        verdicts={"non-reentrant": "NOT_REPRODUCED", "static-graph": "NOT_REPRODUCED"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("versions", "fits", "absent"),
+    [
+        ({}, False, False),
+        ({"torch": "2.2.1"}, True, False),
+        ({"torch": "2.13.0"}, False, True),
+        ({"torch": "2.5.0"}, False, False),
+        ({"numpy": "1.26"}, False, False),
+    ],
+)
+def test_advice_is_of_releases_in_which_the_failure_exists(versions: dict[str, str], fits: bool, absent: bool) -> None:
+    found = advice(CASE.model_copy(update={"expect": RANGES}), versions)
+    assert found and found.measured_at == OLD and (found.fits, found.absent) == (fits, absent)
+    assert found.helps == ("non-reentrant",)  # fsdp is a probe: nobody claims that it is a fix
+    assert set(found.does_not) == {"static-graph", "bucket-view"}
+
+
+def test_advice_of_a_case_that_never_reproduced_is_none() -> None:
+    assert advice(CASE.model_copy(update={"expect": RANGES[1:]}), {"torch": "2.13.0"}) is None
