@@ -16,13 +16,14 @@ from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.paths import ROOT
 from repro_matrix.report.load import render_file
-from repro_matrix.report.page_model import build_page
+from repro_matrix.report.page_model import Cell, build_page
 
 from bench import chromium
 from bench.chromium import Chromium
 
 AXE = Path(os.environ.get("AXE") or ROOT / ".venv" / "axe-core" / "package" / "axe.min.js")
 WIDTHS = (390, 1000, 1920)
+LONG = HOSTILE + "x" * 300
 pytestmark = [
     pytest.mark.skipif(chromium.PATH is None, reason="no chromium here"),
     pytest.mark.xdist_group("browser"),
@@ -42,7 +43,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
         *(cell(case=f"case-{number}", title=f"Failure number {number}", model="special") for number in range(12)),
         *(cell(case="old", stack={"name": name, "python": "3", "versions": {"torch": "2.1", "transformers": name}})
           for name in ("5.0", "5.1")),
-        cell("PASSED", case="healthy", kind="control"), cell(case="hostile", title=HOSTILE, error=HOSTILE),
+        cell("PASSED", case="healthy", kind="control"), cell(case="hostile", title=LONG, error=LONG),
         skipped_cell(case="elsewhere"),
     ]  # fmt: skip
     runs = [make_run(f"night {n}", [from_row(row) for one in cells[:n] for row in one.rows]) for n in (1, 8)]
@@ -53,15 +54,32 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.as_uri()
 
 
+OPEN_ALL = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+
+
+def violations(browser: Chromium) -> Any:
+    """Return what axe-core finds with everything open: a rule and an element each."""
+    browser.evaluate(OPEN_ALL)
+    browser.evaluate(AXE.read_text(encoding="utf-8"))
+    return browser.evaluate("axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes[0].html]))")
+
+
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core here: make page-check fetches it")
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_axe_finds_no_violation(browser: Chromium, address: str, width: int, dark: bool) -> None:
     browser.open(address, width, dark=dark)
-    browser.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    browser.evaluate(AXE.read_text(encoding="utf-8"))
-    found = browser.evaluate("axe.run().then((result) => result.violations.map((one) => [one.id, one.nodes[0].html]))")
-    assert found == []
+    assert violations(browser) == []
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="no axe-core here: make page-check fetches it")
+@pytest.mark.parametrize("cells", [(), (cell(),), (skipped_cell(),)], ids=["none", "one", "skipped"])
+def test_axe_finds_no_violation_in_a_small_page(browser: Chromium, tmp_path: Path, cells: tuple[Cell, ...]) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(render_file(build_page(cells, head(cells), "a title", "created now", {})), encoding="utf-8")
+    browser.open(path.as_uri())
+    assert violations(browser) == []
+    assert not browser.evaluate("document.getElementById('empty').checkVisibility()")
 
 
 VISIBLE = "[...document.querySelectorAll('section.case')].filter((one) => one.checkVisibility()).map((one) => one.id)"
@@ -128,12 +146,13 @@ def test_link_to_a_cell_opens_it(browser: Chromium, address: str) -> None:
     assert browser.evaluate(f"document.getElementById('{name}').checkVisibility()")
 
 
-def test_phone_shows_every_column(browser: Chromium, address: str) -> None:
-    browser.open(address, 390)
-    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
-    cells = "[...document.querySelectorAll('.matrix :is(td, th), .chip')]"
-    right = f"Math.max(...{cells}.map((one) => one.getBoundingClientRect().right))"
-    assert browser.evaluate(right) <= 390
+@pytest.mark.parametrize("width", [*WIDTHS, 840])
+def test_no_text_or_column_is_outside_the_window(browser: Chromium, address: str, width: int) -> None:
+    browser.open(address, width)
+    browser.evaluate(OPEN_ALL)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    cells = "[...document.querySelectorAll('.matrix :is(td, th), .chip, pre, .variants td')]"
+    assert browser.evaluate(f"Math.max(...{cells}.map((one) => one.getBoundingClientRect().right))") <= width
     assert browser.evaluate("document.querySelector('.matrix td.s').checkVisibility()")
 
 

@@ -239,23 +239,12 @@ class Page:
     @cached_property
     def groups(self) -> dict[str, list[CaseView]]:
         """State -> cases, what needs attention first."""
-        found: dict[str, list[CaseView]] = defaultdict(list)
-        for case in self.cases:
-            found[case.state].append(case)
-        return {state: found[state] for state in SYMBOLS if state in found}
+        found = {state: [case for case in self.cases if case.state == state] for state in SYMBOLS}
+        return {state: cases for state, cases in found.items() if cases}
 
     @cached_property
     def strategies(self) -> list[str]:
         return sorted({name for case in self.cases for name in case.symbols})
-
-    @cached_property
-    def skipped(self) -> list[tuple[str, list[Row]]]:
-        """The rows that were not measured by reason, the most frequent first."""
-        found: dict[str, list[Row]] = defaultdict(list)
-        for row in self.headline.rows:
-            if not row.attempts:
-                found[row.reason or "not run"].append(row)
-        return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
 def row_label(row: Row) -> Label:
@@ -285,10 +274,10 @@ def build_page(
     by_case: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         by_case[cell.row.case].append(cell)
-    about: dict[str, list[ClaimRow]] = defaultdict(list)
-    for claim in claims:
-        about[claim.case].append(claim)
-    views = [case_view(by_case[one.case], one, cases.get(one.case), about[one.case], runs) for one in head.cases]
+    views = [
+        case_view(by_case[one.case], one, cases.get(one.case), [each for each in claims if each.case == one.case], runs)
+        for one in head.cases
+    ]
     views.sort(key=lambda view: (list(SYMBOLS).index(view.state), bool(view.simulated)))
     return Page(title, created, head, tuple(views), tuple(notes), history(runs) if len(runs) > 1 else None)
 
