@@ -150,6 +150,17 @@ def test_is_usable_needs_evidence_and_a_release() -> None:
     assert not accept._is_usable(measured("infra_error", "infra_error")) and not accept._is_usable(measured())
 
 
+@pytest.mark.parametrize(
+    ("kind", "stack", "usable"),
+    [("packages", "torch2.6-tf4.51", True), ("build", "torch2.6-tf4.51", False),
+     ("packages", "current+transformers@4.40.0", False)],
+)  # fmt: skip
+def test_is_usable_a_named_stack_answers_by_its_skips(kind: str, stack: str, usable: bool) -> None:
+    skipped = measured(stack=stack)
+    skipped["variants"]["unfixed"] |= {"skipped": "needs x", "skip": {"kind": kind, "requires": ["x"]}}
+    assert accept._is_usable(skipped) == usable
+
+
 def test_never_reproduced_refuses_failures_and_no_controls() -> None:
     known = catalogue.load().cases
     failure = known[SLUG]

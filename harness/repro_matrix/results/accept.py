@@ -213,7 +213,7 @@ def propose(source: Path, selection: Selection, catalogue: Catalogue, names: set
     whole = [d for d in given if is_whole(catalogue.cases[d["case"]], d)]
     found = publication(catalogue.cases, held, whole, reason)
     found.refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
-    for name in sorted({d["case"] for d in whole}):
+    for name in sorted({d["case"] for d in whole if any(variant["attempts"] for variant in d["variants"].values())}):
         why = _never_reproduced(catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name))
         found.refused += [Refusal(name, "", why)] if why else []
     found.notes = [*results.damaged, *graded.notes]
@@ -257,10 +257,13 @@ def _axis(document: Document, axis: str) -> str:
 
 
 def _is_usable(document: Document) -> bool:
-    """Whether it is complete, has evidence, and is of released versions: a commit belongs to no range."""
-    attempts = [attempt for variant in document["variants"].values() for attempt in variant["attempts"]]
-    ran = any(attempt["outcome"]["outcome"] != "infra_error" for attempt in attempts)
-    return document["complete"] and ran and "#" not in document["stack"]["name"]
+    """Whether it is complete, of released versions (a commit belongs to no range), and has evidence or, on a named
+    stack, the reasons why all of it was skipped."""
+    variants, name = document["variants"].values(), document["stack"]["name"]
+    ran = any(a["outcome"]["outcome"] != "infra_error" for variant in variants for a in variant["attempts"])
+    skips = [variant.get("skip") for variant in variants]
+    skipped = "+" not in name and all(skip and skip["kind"] != "build" for skip in skips)
+    return document["complete"] and (ran or skipped) and "#" not in name
 
 
 def _of_other_code(documents: Iterable[Document], catalogue: Catalogue, own: Project) -> Iterator[Refusal]:
