@@ -45,7 +45,7 @@ def clone_project(folder: Path) -> Path:
     own = folder / ".venv" / "bin"
     own.mkdir(parents=True)
     (own / "python").symlink_to(sys.executable)
-    (own / "repro").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec {sys.executable} -m repro_matrix "$@"\n')
+    (own / "repro").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}/harness" exec {sys.executable} -m repro_matrix "$@"\n')
     (own / "repro").chmod(0o755)
     (folder / ".venv" / ".ready").touch()  # newer than what it is made from: `make setup` has nothing to do
     return folder

@@ -156,7 +156,7 @@ def test_upgrade_measures_only_if_told_to_and_only_what_is_missing(two: World, c
 @pytest.mark.parametrize(
     "words",
     ["--from base", "--from base --to base", "--from base --to newer stack=base", "--from base --to newer relases=true",
-     "--from base --to newer case=nope", "--from base --to newer --releases", "--from base --to newer --script x.py"],
+     "--from base --to newer case=nope", "--from base --to newer --budget 3", "--from base --to newer --script x.py"],
 )  # fmt: skip
 def test_upgrade_bad_input_is_a_usage_error(two: World, words: str) -> None:
     assert two.repro("upgrade", *words.split()) == 2
@@ -183,7 +183,7 @@ def test_upgrade_from_lock_files_needs_no_index(tmp_path: Path, monkeypatch: Any
         return code, out.out + out.err
 
     code, text = run("old.txt", "uv.lock")
-    assert code == 3 and json.loads(text)["packages"]["transformers"] == ["4.39.3", "9.9.9"]
+    assert code == 3 and json.loads(text)["measure"]["cells"] == 1
     code, text = run("old.txt", "loose.txt")
     assert code == 3 and json.loads(text)["measure"]["cells"] > 0, "known after it was resolved"
     assert run("old.txt", "old.txt")[0] == run("old.txt", "none.txt")[0] == 2

@@ -125,9 +125,9 @@ def test_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: Capsys)
     lab.world.bases["newer"] = {**lab.world.bases["base"], "transformers": "4.44.0"}
     words = ("upgrade", "--from", "base", "--to", "newer", "--script", "./train.py")
     assert "--measure" in result(lab.repro, capsys, *words, code=2)["err"] and not lab.world.launched
-    data = result(lab.repro, capsys, *words, "--measure", "--releases", code=1)
+    data = result(lab.repro, capsys, *words, "--measure", code=1)
     assert data["headline"].startswith("NO-GO: hold transformers below 4.40.0 because")
-    assert data["cause"]["releases"]["transformers"]["first"] == "transformers 4.40.0"
+    assert [stage["what"] for stage in data["stages"]] == ["transformers"]
     back = ("upgrade", "--from", "newer", "--to", "base", "--script", "./train.py", "--measure")
     assert result(lab.repro, capsys, *back, code=0)["verdict"] == "GO"
 

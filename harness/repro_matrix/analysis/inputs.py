@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -16,9 +16,9 @@ from repro_matrix.config import catalog, project, selection
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName, VerdictName
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.records.document import Document, DocumentPath
+from repro_matrix.records.document import DocumentPath
 from repro_matrix.results import runs
-from repro_matrix.results.summary import Row, load_rows, rows_of
+from repro_matrix.results.summary import Row, load_rows
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 
@@ -163,10 +163,3 @@ def load_folder(root: Path, name: str = "") -> Side:
             side.notes.append(f"{root}: case {case!r} is not in this catalog: its stored verdicts are used")
     side.notes += side.unreadable
     return side
-
-
-def side_of_run(name: str, documents: Iterable[Document]) -> Side:
-    """Return the results of a run that has just finished."""
-    cases = catalog.load().cases
-    rows = [row for each in documents for row in rows_of(each, cases)]
-    return Side(name, list(map(from_row, rows)))

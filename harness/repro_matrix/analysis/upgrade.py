@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
-from repro_matrix.config.vocabulary import RELEVANT, UPSTREAM
+from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.grading.expectations import expected, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
@@ -346,18 +346,13 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
 
 def to_json(upgrade: Upgrade) -> dict[str, Any]:
     """Return the answer under stable keys."""
-    source, target = upgrade.source, upgrade.target
-    changed = {name for name in source.versions.keys() & target.versions if name in RELEVANT}
+    source, target = upgrade.source.name, upgrade.target.name
     return {
-        "schema": 1, "from": source.name, "to": target.name, "verdict": upgrade.verdict, "headline": headline(upgrade),
-        "packages": {
-            name: [source.versions[name], target.versions[name]]
-            for name in RELEVANT if name in changed and source.versions[name] != target.versions[name]
-        },
+        "schema": 1, "from": source, "to": target, "verdict": upgrade.verdict, "headline": headline(upgrade),
         "problems": [
             {"kind": each.kind, "case": each.case.slug, "title": each.case.title, "variants": list(each.variants),
              "cells": [cell.key for cell in each.cells], "text": each.text, "fixes": list(each.fixes),
-             "boundary": each.boundary and each.boundary._asdict(), "bisect": each.bisect(source.name, target.name)}
+             "boundary": each.boundary and each.boundary._asdict(), "bisect": each.bisect(source, target)}
             for each in upgrade.problems
         ],
         "fixed": upgrade.gone, "compared": upgrade.compared, "unchanged": upgrade.same,

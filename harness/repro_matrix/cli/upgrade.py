@@ -7,10 +7,9 @@ import threading
 from collections.abc import Sequence
 
 from repro_matrix.analysis import upgrade
-from repro_matrix.analysis.upgrade import End, Upgrade
+from repro_matrix.analysis.upgrade import Boundary, End, Upgrade
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, ReproError
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
@@ -18,6 +17,7 @@ from repro_matrix.results.summary import Row
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request, ask
 from repro_matrix.search.algorithms import Stopped
+from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, Target
 from repro_matrix.text import log
 
 EPILOG = """The answer comes from stored results: the baseline, your own runs, and the ranges of releases in
@@ -36,8 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--to", dest="target", metavar="STACK", required=True, help="the stack to upgrade to")
     add("--measure", action="store_true", help="build both stacks and measure what no stored result tells")
     add("--script", metavar="SCRIPT", help="your own script instead of the catalog, e.g. ./train.py; with --measure")
-    add("--releases", action="store_true", help="--script: also search for the release of the package")
-    add("--budget", type=options.number(3), metavar="N", help="--releases: at most N probes for each package")
+    add("--budget", type=options.number(3), metavar="N", help="--script: at most N probes for each package")
     options.script(parser)
 
 
@@ -47,8 +46,8 @@ def main(args: argparse.Namespace) -> int:
     if args.script:
         return _upgrade_script(args)
     options.refuse(args)
-    if args.releases or args.budget:
-        raise ConfigError("--releases and --budget are for --script. For a case: repro bisect.")
+    if args.budget:
+        raise ConfigError("--budget is for --script. For a case: repro bisect --max-probes.")
     request, specs = ask(texts), (args.source, args.target)
     described = {spec: stacks.described(spec) for spec in specs}
     ends = {spec: End(spec, stack.versions if stack else {}) for spec, stack in described.items()}
@@ -95,38 +94,50 @@ def _measure(request: Request, missing: Upgrade, ends: dict[str, End]) -> list[R
 
 
 def _upgrade_script(args: argparse.Namespace) -> int:
-    from repro_matrix.analysis import script_upgrade
     from repro_matrix.config.schema import VARIANT
     from repro_matrix.external.lockfiles import endpoints
     from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.runner import workspace
-    from repro_matrix.search.bisect import Bisector
+    from repro_matrix.search.bisect import Bisector, Search
 
     script, _, settings = options.script_of(args, needs_limit=False)
     if not args.measure:
-        raise ConfigError(
-            f"{args.script}: no result of your own script is stored. Add --measure: it builds both stacks and runs the "
-            "script on them."
-        )
+        why = "no result of your own script is stored. Add --measure: it builds both stacks and runs the script there."
+        raise ConfigError(f"{args.script}: {why}")
     source, target, notes = endpoints(args.source, args.target, script.results)
-    ends: tuple[Stack, Stack] = (stacks.resolve(source, say=log), stacks.resolve(target, say=log))
-    if ends[0].key == ends[1].key:
+    if source == target or stacks.resolve(source, say=log).key == stacks.resolve(target, say=log).key:
         raise ConfigError(f"--from and --to are the same stack, {source}")
-    stop = threading.Event()
+    ends, stop = [Target(name, name) for name in (source, target)], threading.Event()
     prober = ScriptProber(script, log, stop, settings.repeat)
-    prober.notes += notes
     with workspace.interruptible(stop, log), prober:
         try:
-            bisector = Bisector(prober, VARIANT)
-            data = script_upgrade.upgrade(bisector, (source, target), ends, args.releases, args.budget)
+            prober.learn(*ends)
+            before, after = (Bisector(prober, VARIANT).ask(end).variants[VARIANT] for end in ends)
+            search = Search(prober, VARIANT, after.label != REPRODUCED, max_probes=args.budget)
+            verdict, reason = _verdict_of_script(before, after)
+            if verdict == "NO-GO":
+                search.run(source, target, None, "")
         except Stopped as error:
             return options.stopped(error)
-    code = upgrade.EXIT_CODES[data["verdict"]]
+    names = [(each, each["bad"]["name"].split()[-1], each["good"]["name"].split()[-1]) for each in search.stages]
+    holds = [Boundary(each["what"], first, last, each["exact"]).hold for each, first, last in names]
+    because = f"{' and '.join(holds) or f'stay on {source}'} because " if verdict == "NO-GO" else ""
+    code, headline = upgrade.EXIT_CODES[verdict], f"{verdict}: {because}{reason}"
     if args.json:
-        print_json({**data, "exit_code": code})
+        print_json({"from": source, "to": target, "verdict": verdict, "headline": headline, "before": str(before),
+                    "after": str(after), "stages": search.stages, "notes": [*notes, *prober.notes, *search.notes],
+                    "exit_code": code})  # fmt: skip
     else:
-        cause = data["cause"] or {}
-        found = [each["text"] for each in (cause.get("releases") or {}).values()] or cause.get("packages") or []
-        print_wrapped(data["headline"], f"before: {data['before']}", f"after:  {data['after']}")
-        print_wrapped(*([f"cause: {', '.join(found) or cause['note']}"] if cause else []), *data["notes"])
-    return code
+        print_wrapped(headline, f"before: {before}", f"after:  {after}", *notes, *prober.notes, *search.notes)
+        print_wrapped(f"exit code {code}")
+    return options.stopped(search.stopped) if search.stopped else code
+
+
+def _verdict_of_script(before: Answer, after: Answer) -> tuple[str, str]:
+    if before.label is None or after.label is None:
+        return "UNDECIDED", "; ".join(each.detail for each in (before, after) if each.label is None)
+    if after.label == PASSED:
+        return "GO", "the script passes" if before.label == PASSED else "the upgrade fixes the script"
+    if before.label == after.label:
+        return "GO", f"the script fails in the same way before and after: {after}"
+    return "NO-GO", f"the script fails: {after}"
