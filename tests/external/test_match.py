@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.failure_rules import rules
-from repro_matrix.external.log_match import Answer, recognize
+from repro_matrix.external.log_match import Answer, memory_of, recognize
 from repro_matrix.external.log_scan import Catalogue, Scanned, scan
 from repro_matrix.grading import grade
 from repro_matrix.paths import BASELINE
@@ -401,6 +401,24 @@ def test_figures_of_the_guide_are_those_of_the_threads() -> None:
     assert "\n".join(lines) in guide.read_text(encoding="utf-8"), lines
     counts = Counter(outcome(row) for row in rows)
     assert counts["right"] >= 0.9 * len(rows) and counts["wrong"] <= 0.05 * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "verdict"),
+    [
+        ("total capacity of 80.00 GiB of which 1.00 GiB is free. Of the allocated memory 70.00 GiB is allocated by "
+         "PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated", "unused: fragmentation"),
+        ("GPU 0; 80.00 GiB total capacity; 78.00 GiB already allocated; 512.00 MiB free; 78.50 GiB reserved in total",
+         "no fragmentation"),
+        ("total capacty of 80.00 GiB of which 0 bytes is free. Process 7 has 61.00 GiB memory in use. Of the allocated "
+         "memory 19.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated",
+         "61.0 GiB belong"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_memory_tells_fragmentation_from_a_full_gpu(sizes: str, verdict: str) -> None:
+    text = memory_of(f"CUDA out of memory. Tried to allocate 2.00 GiB ({sizes})")
+    assert verdict in text and bool(text) == bool(sizes)
 
 
 def test_rules_name_cases_of_the_catalog_and_threads() -> None:

@@ -16,15 +16,14 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.hangs import collective_kind
 from repro_matrix.text import list_ranks
 
+MAX_WAITS = 100_000
 # What a line about a collective has, in lower case: one of these.
-WORDS = ("workncclseqnum", "worknccl(", "nccl work", "enqueued work", "processgroupnccl", "nccl operations",
-         "heartbeat monitor", "collectivefingerprint", "monitoredbarrier", "ncclcommwatchdog", "for recv operation",
-         "collective timeout")  # fmt: skip
-_RANK = re.compile(r"\b[Rr]ank:? ?(\d+)\]|^\[[Rr]ank ?(\d+)\]|global rank (\d+)")
+WORDS = ("worknccl(", "nccl work", "enqueued work", "watchdog", "nccl operations", "heartbeat", "collective",
+         "monitoredbarrier", "for recv operation")  # fmt: skip
+_RANK = re.compile(r"\b[Rr]ank:? ?(\d+)\]")
 _GROUP = re.compile(r"\[PG (?:ID )?(\w+)")
 _WORK = re.compile(r"Work\w*\((?:SeqNum=(?P<sequence>\d+), )?OpType=(?P<op>\w+)(?:.*?Timeout\(ms\)=(?P<limit>\d+))?")
 _AT_WORK = re.compile(r"(?:at work|Timeout at NCCL work|at work sequence id): ?(\d+)")
-_LAST = re.compile(r"last enqueued (?:NCCL )?work: ?(\d+)(?:, last completed (?:NCCL )?work: ?(-?\d+))?", re.IGNORECASE)
 _FINGERPRINT = re.compile(
     r"[Rr]ank (\d+)\]? (?:is running|Running|running) collective: "
     r"CollectiveFingerPrint\((?:SequenceNumber=(\d+), )?OpType=(\w+)"
@@ -33,7 +32,7 @@ _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 _HANG = re.compile(
     r"collective (?:operation )?timeout|NCCL operations have failed or timed out|Heartbeat monitor timed out"
     r"|ncclCommWatchdog|Timeout at NCCL work|timed out in blocking wait|Timed out waiting \d+ ?ms for (?:send|recv)"
-    r"|detected by watchdog at work|Detected mismatch between collectives|failed to pass monitoredBarrier"
+    r"|watchdog got stuck|detected by watchdog at work|mismatch between collectives|failed to pass monitoredBarrier"
 )
 
 
@@ -47,7 +46,6 @@ class Wait:
     sequence: int | None
     op: str = ""
     limit_s: float | None = None
-    enqueued: int | None = None
 
     def __str__(self) -> str:
         return f"{self.op or 'a collective'}{'' if self.sequence is None else f' #{self.sequence}'}"
@@ -64,8 +62,7 @@ class Waits:
 
     def read(self, text: str, number: int, rank: int | None) -> None:
         """Read a line."""
-        low = text.lower()
-        if not any(word in low for word in WORDS):
+        if not any(word in text.lower() for word in WORDS):
             return
         if _HANG.search(text):
             self.line = self.line or number
@@ -74,16 +71,14 @@ class Waits:
             self.fingerprints[int(found[1])] = Wait(number, int(found[1]), "", entered, found[3])
         if barrier := _BARRIER.search(text):
             self.absent = tuple(int(each) for each in re.findall(r"\d+", barrier[1]))
-        work, at, last = _WORK.search(text), _AT_WORK.search(text), _LAST.search(text)
-        if not (work or at or last) or len(self.waits) > 100_000:
-            return
-        stated, group = _RANK.search(text), _GROUP.search(text)
+        work, at, stated, group = (pattern.search(text) for pattern in (_WORK, _AT_WORK, _RANK, _GROUP))
         sequence = (work and work["sequence"]) or (at and at[1])
-        self.waits.append(Wait(
-            number, int(stated[stated.lastindex or 1]) if stated else rank, group[1] if group else "",
-            int(sequence) if sequence else None, work["op"] if work else "",
-            int(work["limit"]) / 1000 if work and work["limit"] else None, int(last[1]) if last else None,
-        ))  # fmt: skip
+        if (work or sequence) and len(self.waits) < MAX_WAITS:
+            limit = work["limit"] if work else None
+            self.waits.append(Wait(
+                number, int(stated[1]) if stated else rank, group[1] if group else "",
+                int(sequence) if sequence else None, work["op"] if work else "", int(limit) / 1000 if limit else None,
+            ))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,14 +100,9 @@ class Hang:
         return tuple(sorted(found))
 
     @property
-    def differing(self) -> bool:
-        """Whether ranks waited in different collectives."""
-        return len({(wait.op, wait.sequence) for wait in self.waits.values()}) > 1
-
-    @property
     def silent(self) -> tuple[int, ...]:
         """Ranks below the highest that reported, which reported nothing."""
-        return tuple(sorted({*range(max(self.waits, default=-1) + 1)} - set(self.waits))) if len(self.waits) > 1 else ()
+        return tuple(set(range(max(self.waits, default=0))) - set(self.waits)) if len(self.waits) > 1 else ()
 
     def __str__(self) -> str:
         limit = next((each.limit_s for each in (*self.waits.values(), *self.unknown) if each.limit_s), None)
@@ -139,28 +129,22 @@ class Hang:
 
 def hang_of(found: Waits) -> Hang | None:
     """Return what the collected lines show together; None where none reports a hang."""
-    mismatch = {wait.op for wait in found.fingerprints.values()}
-    if not found.line and len(mismatch) < 2 and len({each.sequence for each in found.fingerprints.values()}) < 2:
+    if not found.line and len({(each.op, each.sequence) for each in found.fingerprints.values()}) < 2:
         return None
     ops = {(wait.rank, wait.sequence): wait for wait in reversed(found.waits) if wait.op}
     groups = {(wait.rank, wait.sequence): wait.group for wait in found.waits if wait.group}
-    first: str | None = None
-    waits: dict[int, Wait] = dict(found.fingerprints) if len(found.fingerprints) > 1 else {}
-    unknown = []
+    waits = dict(found.fingerprints)
+    unknown, first = [], ""
     for wait in found.waits:
         known = ops.get((wait.rank, wait.sequence), wait)
-        group = wait.group or groups.get((wait.rank, wait.sequence), "")
-        if wait.sequence is None and not wait.op:
-            continue
+        group = groups.get((wait.rank, wait.sequence), "")
+        first = first or group
         if wait.rank is None:
             unknown.append(known)
-            continue
-        first = first or group
-        if group and group != first:
-            continue
-        old = waits.get(wait.rank)
-        if old is None or (wait.sequence or 0) < (old.sequence or 0):
-            waits[wait.rank] = known
+        elif group in ("", first):
+            old = waits.get(wait.rank)
+            if old is None or (wait.sequence or 0) < (old.sequence or 0):
+                waits[wait.rank] = known
     return Hang(found.line, waits, tuple(unknown), found.absent)
 
 

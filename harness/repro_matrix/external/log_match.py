@@ -309,45 +309,28 @@ def _is_remark(signature: Signature, note: Note) -> bool:
     return not note.file or any(in_package(name, signature.package or "") for name in modules)
 
 
-_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|(?<![\w.])\d+(?:\.\d+)*(?![\w])|(?<=[:=])\d+")
-_PATHS = re.compile(r"(?<![\w.])(?:/[\w.@+-]+){2,}/?")
-
-
-def normalised(message: str) -> str:
-    """Return a message without what differs between machines and runs: numbers, addresses, paths."""
-    first = message.strip().partition("\n")[0]
-    return _NUMBERS.sub("N", _PATHS.sub("PATH", first))[:300]
-
-
-_BYTES = {"bytes": 1 / 1024**3, "KiB": 1 / 1024**2, "MiB": 1 / 1024, "GiB": 1.0}
+_UNITS = {"bytes": 1 / 1024**3, "KiB": 1 / 1024**2, "MiB": 1 / 1024, "GiB": 1.0}
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-_MEMORY = {
-    "wanted": rf"Tried to allocate {_SIZE}",
-    "total": rf"(?:total capac(?:i?)ty of {_SIZE}|{_SIZE} total capacity)",
-    "free": rf"(?:of which {_SIZE} is free|{_SIZE} free)",
-    "allocated": rf"(?:{_SIZE} is allocated by PyTorch|{_SIZE} already allocated)",
-    "reserved": rf"{_SIZE} reserved in total",
-    "unused": rf"{_SIZE} is reserved by PyTorch but unallocated",
-}
+_MEMORY = {  # what torch writes of it, today and until torch 2.0
+    "wanted": rf"Tried to allocate {_SIZE}", "free": rf"(?:which )?{_SIZE} (?:is )?free",
+    "total": rf"capaci?ty of {_SIZE}|{_SIZE} total capacity", "held": rf"{_SIZE} (?:is|already) allocated",
+    "reserved": rf"{_SIZE} reserved in total", "unused": rf"{_SIZE} is reserved by PyTorch but unallocated",
+}  # fmt: skip
 
 
 def memory_of(message: str) -> str:
     """Describe an error of the GPU's memory: what was wanted and free, and whether fragmentation is the cause."""
-    gib: dict[str, float] = {}
-    for name, pattern in _MEMORY.items():
-        found = re.search(pattern, message)
-        if found:
-            number, unit = (each for each in found.groups() if each)
-            gib[name] = float(number) * _BYTES[unit]
-    if not {"wanted", "free"} <= gib.keys():
+    found = {name: re.search(pattern, message) for name, pattern in _MEMORY.items()}
+    sizes = {name: [each for each in match.groups() if each] for name, match in found.items() if match}
+    gib = {name: float(number) * _UNITS[unit] for name, (number, unit) in sizes.items()}
+    if not {"wanted", "free", "total", "held"} <= gib.keys():
         return ""
-    unused = gib.get("unused", gib.get("reserved", 0.0) - gib.get("allocated", 0.0))
-    text = f"It wanted {gib['wanted']:.2f} GiB; {gib['free']:.2f} GiB were free"
-    text += f" of {gib['total']:.2f} GiB" if "total" in gib else ""
+    unused = max(0.0, gib.get("unused", gib.get("reserved", 0.0) - gib["held"]))
+    others = gib["total"] - gib["free"] - gib["held"] - unused
+    text = f"It wanted {gib['wanted']:.2f} GiB; {gib['free']:.2f} of {gib['total']:.2f} GiB were free"
     if unused + gib["free"] >= gib["wanted"]:
-        text += f", and {unused:.2f} GiB reserved but unused: fragmentation"
+        text += f", {unused:.2f} reserved but unused: fragmentation"
         return f"{text}. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-    others = gib.get("total", 0.0) - gib["free"] - gib.get("allocated", 0.0) - max(0.0, unused)
-    if others > 0.2 * gib.get("total", 0.0):
+    if others > 0.2 * gib["total"]:
         return f"{text}. About {others:.1f} GiB belong to other processes: look at nvidia-smi."
-    return f"{text}. It is no fragmentation: {max(0.0, unused):.2f} GiB were reserved but unused."
+    return f"{text}, {unused:.2f} reserved but unused: no fragmentation."
