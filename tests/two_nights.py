@@ -60,8 +60,10 @@ def main() -> None:
         folder = Path(name)
         clone, home = clone_project(folder / "it"), folder / "home"
         home.mkdir()
+        (home / "gh").write_text("#!/bin/sh\n")  # accepts every issue
+        (home / "gh").chmod(0o755)
         env = {
-            "PATH": os.environ["PATH"], "HOME": str(home), "REPRO_CACHE": str(cache_dir()), "HARDWARE": "cpu",
+            "PATH": f"{home}:{os.environ['PATH']}", "HOME": str(home), "REPRO_CACHE": str(cache_dir()), "HARDWARE": "cpu",
             "KEPT": "nightly-kept/cpu", "PAGE": "https://ci.example.org/7", "CI": "true", "REPEAT": "1",
             "SELECTION": selection, "FLOATING": STACK, "BISECT": "30m", "GITHUB_STEP_SUMMARY": str(folder / "sum.md"),
             "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache" / "uv"),
@@ -78,7 +80,7 @@ def main() -> None:
                 elif code:
                     raise SystemExit(f"{night}: {step}: exit code {code}")
         texts = list((home / "nightly-kept/cpu/results/tuesday/issues").glob("*.md"))
-        assert [path.stem for path in texts] == [CASE], f"without a token the text is a file: {texts}"
+        assert [path.stem for path in texts] == [CASE], f"the text is a file: {texts}"
         assert codes == {"monday": 0, "tuesday": 1}, codes
         runs = load_history(home / "nightly-kept/cpu/history", [])
         assert [each.run_id for each in runs] == list(NIGHTS)

@@ -14,6 +14,7 @@ from hypothesis import given
 from repro_matrix.analysis import history, nightly
 from repro_matrix.analysis.history import NightlyRun, Requested, compare_to_last_passing, find_missing
 from repro_matrix.analysis.inputs import VariantResult
+from repro_matrix.cli import bisect, options
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
@@ -370,6 +371,9 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
     good.write_text("torch==2.13.0\n")
     assert bisections.report(changed) == "torch 2.14.0 is the first bad release"
     (words,) = commands
+    parser = options.Parser()
+    bisect.configure(parser)
+    assert options.parse(parser, words[1:]).any_change, "the command takes these arguments"
     assert words[:6] == ["bisect", "c", "--good", str(good), "--bad", str(bad)]
     assert {"model=m", "--variant", "fix"} < set(words)
     assert "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed))

@@ -218,7 +218,7 @@ class Bisections:
         if good.read_bytes() == bad.read_bytes():
             return "Not bisected: both runs had the same lock, so no release caused the change."
         row, variant = changes[0].row, changes[0].variant
-        words = ["bisect", row.case, "--good", str(good), "--bad", str(bad), "--variant", variant, "--find", "change"]
+        words = ["bisect", row.case, "--good", str(good), "--bad", str(bad), "--variant", variant, "--any-change"]
         words += [*row.axes, f"hardware={row.hardware}", f"results={self.folder / 'bisect'}"]
         command, left = shlex.join(["repro", *words]), self.deadline - time.monotonic()
         if left <= 0:
