@@ -63,9 +63,10 @@ def main() -> None:
         (home / "gh").write_text("#!/bin/sh\n")  # accepts every issue
         (home / "gh").chmod(0o755)
         env = {
-            "PATH": f"{home}:{os.environ['PATH']}", "HOME": str(home), "REPRO_CACHE": str(cache_dir()), "HARDWARE": "cpu",
-            "KEPT": "nightly-kept/cpu", "PAGE": "https://ci.example.org/7", "CI": "true", "REPEAT": "1",
-            "SELECTION": selection, "FLOATING": STACK, "BISECT": "30m", "GITHUB_STEP_SUMMARY": str(folder / "sum.md"),
+            "PATH": f"{home}:{os.environ['PATH']}", "HOME": str(home), "REPRO_CACHE": str(cache_dir()),
+            "HARDWARE": "cpu", "KEPT": "nightly-kept/cpu", "PAGE": "https://ci.example.org/7", "CI": "true",
+            "REPEAT": "1", "SELECTION": selection, "FLOATING": STACK, "BISECT": "30m",
+            "GITHUB_STEP_SUMMARY": str(folder / "sum.md"),
             "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache" / "uv"),
         }  # fmt: skip
         env |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "UV_", "SSL_"))}
