@@ -26,6 +26,7 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.failure_rules import rules
 from repro_matrix.external.log_match import Answer, memory_of, recognize
 from repro_matrix.external.log_scan import Catalogue, Scanned, scan
+from repro_matrix.external.tracebacks import Errors, Labels
 from repro_matrix.grading import grade
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.store import Store
@@ -272,6 +273,15 @@ def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank
     found = answer(["step 1 loss 2.0", *line.split("\n"), "step 2 loss 1.9"])
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
+
+
+def test_scan_after_an_early_error_reads_no_further_line() -> None:
+    errors = Errors()
+    for number, text in enumerate(UNIFORM, 1):
+        errors.read(Labels().split(f"[rank0]: {text}", number))
+    assert errors.busy
+    errors.expire(5000)
+    assert not errors.busy and len(errors.found) == 1
 
 
 def test_words_that_are_looked_for_are_in_no_usual_line() -> None:

@@ -257,6 +257,7 @@ def scan(log: Iterable[str], known: Catalogue) -> Scanned:
         text = "\n".join(map(str.rstrip, batch)).lower().encode("utf-8", "replace")
         shapes = text.translate(None, _DIGITS).split(b"\n")
         _ask(set(shapes), known.words, has_word)
+        errors.expire(found.lines)
         for raw, shape in zip(batch, shapes):
             found.lines += 1
             if has_word[shape] or errors.busy:

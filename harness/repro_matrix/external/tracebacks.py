@@ -230,6 +230,12 @@ class Errors:
                 found = self._begin(line, whole=False)
                 found.type, found.message = bare["type"], [(bare["message"] or "").lstrip(": ")]
 
+    def expire(self, number: int) -> None:
+        """List what no line after this number can belong to, so that the lines that follow need not be read."""
+        for label, now in list(self._open.items()):
+            if number - now.number > (1 if now.type else PATIENCE):
+                self._finish(label)
+
     def end(self) -> None:
         for label in list(self._open):
             self._finish(label)
