@@ -124,7 +124,7 @@ def test_changes_since_the_last_passing_run() -> None:
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
     assert head.sentences[-1] == "1 result changed since the last passing run (monday)."
-    assert head.attention[0].since == "since monday: deepspeed 0.19.7 -> 0.19.8"
+    assert head.attention[0].since == "since monday: deepspeed: 0.19.7 -> 0.19.8"
     assert since_monday(night("FIXED", "0.19.8")).sentences[-1].startswith("Nothing changed")
 
 

@@ -25,6 +25,7 @@ from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.results.runs import LOOK_BACK, listed
+from repro_matrix.results.store import changed_files
 from repro_matrix.results.summary import Row, compared, stored_rows
 from repro_matrix.text import counted, line
 
@@ -136,6 +137,14 @@ class ChangedCase:
     files: tuple[str, ...] = ()
 
     @property
+    def moved(self) -> list[str]:
+        """Say what else changed since then: packages, the machine, the catalog's own files."""
+        pairs = (*self.versions.items(), *self.machine.items())
+        moved = [f"{name}: {then} -> {now}" for name, (then, now) in pairs]
+        moved += [f"the catalog: {name}" for name in self.files]
+        return moved + ["the passing run had uncommitted files"] * self.passing.dirty
+
+    @property
     def digest(self) -> str:
         """Identify the change: the same in each run that has it; another one after a passing run without it."""
         changes = sorted(
@@ -212,7 +221,17 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
             differs = any(row.state == "unexpected" for row in stored)
             found.append(make_run(run.folder.name, map(from_row, stored), int(differs)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
-    return compare_to_last_passing(map(from_row, rows), found[::-1], lambda *place: place in accepted)
+    results = [from_row(row) for row in rows]
+    since = compare_to_last_passing(results, found[::-1], lambda *place: place in accepted)
+    return name_files(since, make_run("", results))
+
+
+def name_files(since: Regressions, now: NightlyRun) -> Regressions:
+    """Add the files of the catalog that differ to each change, as far as git knows."""
+    changed = [
+        replace(each, files=tuple(changed_files(each.passing.commit, now.commit, now.dirty))) for each in since.changed
+    ]
+    return replace(since, changed=changed)
 
 
 def differing_packages(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -29,7 +29,6 @@ from repro_matrix.planning.cells import variants_of
 from repro_matrix.results import runs
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.runs import ShardManifest
-from repro_matrix.results.store import changed_files
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
@@ -105,14 +104,14 @@ def finish(night: Nightly) -> Report:
         compared = history.compare_to_last_passing(
             rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active), packages
         )
+        compared = history.name_files(compared, tonight)
         requested = [load_requested(folder, side.rows) for folder, side in zip(night.folders, night.sides)]
         missing = history.find_missing(rows, earlier, requested)
         unexcused = [each for each in missing if not each.excuse]
         changed: dict[str, list[ChangedCase]] = {}
         for each in compared.changed:
             if each.digest not in night.acknowledged:
-                files = tuple(changed_files(each.passing.commit, tonight.commit, tonight.dirty))
-                changed.setdefault(each.case, []).append(replace(each, files=files))
+                changed.setdefault(each.case, []).append(each)
         differs = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
         differs += [entry.describe_expired() for entry in expired]
         incomplete = [

@@ -249,10 +249,7 @@ def to_issue(
     for each in changed:
         stack, first = each.stack, each.changes[0]
         parts.append(f"### Stack {escape(stack)}, compared with {escape(each.passing.run_id)}")
-        moved = [f"- {escape(name)}: {escape(was)} -> {escape(now)}"
-                 for name, (was, now) in (*each.versions.items(), *each.machine.items())]  # fmt: skip
-        moved += [f"- the catalog: {escape(name)}" for name in each.files]
-        moved += ["- the passing run had uncommitted files"] if each.passing.dirty else []
+        moved = ["- " + escape(text).replace("-\\>", "->") for text in each.moved]
         same = "No package, no part of the machine and no file of the catalog changed."
         parts += ["What else changed:", _list(moved)] if moved else [same]
         parts.append(_list(list(map(_change, each.changes))))

@@ -57,11 +57,11 @@ class Attention:
 
     @property
     def since(self) -> str:
-        """Say since which run the result differs and which packages changed; "" where that is unknown."""
+        """Say since which run the result differs and what else changed; "" where that is unknown."""
         if self.change is None:
             return ""
-        moved = [f"{name} {then} -> {now}" for name, (then, now) in self.change.versions.items()]
-        return f"since {self.change.passing.run_id}: {', '.join(moved) or 'no package changed'}"
+        nothing = ["no package, no part of the machine and no file of the catalog changed"]
+        return f"since {self.change.passing.run_id}: {'; '.join(self.change.moved or nothing)}"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from repro_matrix.results.summary import Row
 from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 
 LOG_LINES = 4
-MOST_CASES = 8  # so that the end of a run without surprises fits on a screen of 24 lines
+MOST_CASES = 7  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION = 12
 DETAIL, SHORTEST = 38, 24  # columns of what is said of a case, and of its title
 SKIPS = {
