@@ -15,7 +15,7 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.paths import ROOT
-from repro_matrix.report.load import render_file
+from repro_matrix.report.load import render_file, render_site
 from repro_matrix.report.page_model import Cell, build_page
 
 from bench import chromium
@@ -44,7 +44,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
         *(cell(case="old", stack={"name": name, "python": "3", "versions": {"torch": "2.1", "transformers": name}})
           for name in ("5.0", "5.1")),
         cell("PASSED", case="healthy", kind="control"), cell(case="hostile", title=LONG, error=LONG),
-        skipped_cell(case="elsewhere"),
+        skipped_cell(case="a-name-of-a-case-that-is-longer-than-a-phone-is-wide-and-then-some"),
     ]  # fmt: skip
     runs = [make_run(f"night {n}", [from_row(row) for one in cells[:n] for row in one.rows]) for n in (1, 8)]
     claims = [ClaimRow("old", "1a", "the lock is the cause", "a/b#1", "supported", "2 measurements")]
@@ -117,6 +117,16 @@ def test_search_finds_errors_titles_releases_claims_and_settings(
 def test_search_of_the_address(browser: Chromium, address: str, text: str, found: list[str]) -> None:
     browser.open(f"{address}#q={text}")
     assert browser.evaluate(VISIBLE) == found
+
+
+def test_search_of_a_site_finds_cases_by_title(browser: Chromium, tmp_path: Path) -> None:
+    cells = [cell(case="one", title="Failure number one"), cell(case="two", title="Failure number two")]
+    for name, text in render_site(build_page(cells, head(cells), "a title", "created now", {})).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    browser.open((tmp_path / "index.html").as_uri())
+    search(browser, "number two")
+    rows = "[...document.querySelectorAll('tr[data-case]')].filter((one) => one.checkVisibility())"
+    assert browser.evaluate(f"{rows}.map((one) => one.dataset.case)") == ["two"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -2,7 +2,9 @@
 "use strict";
 (() => {
   const form = document.getElementById("bar");
-  const cases = [...document.querySelectorAll("section.case")];
+  const rows = [...document.querySelectorAll("tr[data-case]")];
+  const sections = [...document.querySelectorAll("section.case")];
+  const cases = sections.length ? sections : rows; // a site's index has no sections
   const others = document.querySelectorAll("main > section:not(.case):not([aria-labelledby=matrix])");
   const texts = new Map();
   const has = (one, words) => {
@@ -18,8 +20,8 @@
     }
     const shown = new Set(found);
     for (const one of cases) one.hidden = !shown.has(one);
-    const names = new Set(found.map((one) => one.id));
-    for (const row of document.querySelectorAll("tr[data-case]")) row.hidden = !names.has(row.dataset.case);
+    const names = new Set(found.map((one) => one.dataset.case || one.id));
+    for (const row of rows) row.hidden = !names.has(row.dataset.case);
     for (const body of document.querySelectorAll("tbody[id]")) body.hidden = !body.querySelector("tr[data-case]:not([hidden])");
     for (const one of others) one.hidden = words.length > 0;
     document.getElementById("empty").hidden = found.length > 0 || !words.length;
