@@ -30,6 +30,8 @@ def store(run: Run, model: torch.nn.Module, name: str = "model") -> str:
         partial = folder.with_name(folder.name + "-partial")
         for old in (partial, folder):
             shutil.rmtree(old, ignore_errors=True)
+        if run.model.get("remote_code"):  # else transformers 4.51 saves the weights without the code
+            type(model).register_for_auto_class("AutoModelForCausalLM")  # type: ignore[attr-defined]
         model.save_pretrained(str(partial))  # type: ignore[operator]
         partial.rename(folder)
     limit = time.monotonic() + WAIT_S
