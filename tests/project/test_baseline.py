@@ -132,16 +132,13 @@ def test_baseline_agrees_with_its_expectations() -> None:
 
 # Named stacks with the whole catalog, so that any two of them can be compared offline, and the cells that they lack.
 NO_PEFT = "peft cannot be imported there: bitsandbytes needs setuptools, which the stack lacks"
-AGAIN = "to be measured: the kit saves no remote code with transformers 4.51"
 COVERED: dict[str, dict[str, str]] = {
     "current": {},
     "torch2.2-tf4.36": {},
     "torch2.2-tf4.39": {},
     "torch2.6-tf4.51": {
         "zero3-outside-engine/qwen1.5-0.5b-zero3": "flaky: wrong logits in some attempts of variants that gather",
-        "device-map-distributed/llama-2-7b-ddp": AGAIN,
-        "device-map-distributed/qwen-14b-ddp": AGAIN,
-        "zero3-device-map/qwen-7b-zero3": AGAIN,
+        "zero3-device-map/qwen-7b-zero3": "flaky: a wrong c_attn.weight in 12 of 24 attempts that load under ZeRO-3",
     },
     "colossalai": {
         "device-map-distributed/llama-2-7b-ddp": NO_PEFT,
@@ -150,9 +147,6 @@ COVERED: dict[str, dict[str, str]] = {
         "fsdp-uniform-requires-grad/qwen1.5-0.5b-fsdp": NO_PEFT,
         "lora-reentrant-checkpointing/llama-2-7b-ddp": NO_PEFT,
         "lora-reentrant-checkpointing/qwen-14b-ddp": NO_PEFT,
-        "qwen-device-map-devices-simulated/qwen-1.8b-ddp": "skipped: torch>=2.13",
-        "qwen-device-map-devices-simulated/qwen-7b-ddp": "skipped: torch>=2.13",
-        "qwen-device-map-devices-simulated/qwen-14b-ddp": "skipped: torch>=2.13",
     },
 }
 
