@@ -121,17 +121,6 @@ def test_bisect_metric_without_difference_is_refused(
     assert message in result(lab.repro, capsys, *BISECT, "--metric", words, code=code)["err"]
 
 
-def test_upgrade_of_a_script_names_package_and_release(lab: Lab, capsys: Capsys) -> None:
-    lab.world.bases["newer"] = {**lab.world.bases["base"], "transformers": "4.44.0"}
-    words = ("upgrade", "--from", "base", "--to", "newer", "--script", "./train.py")
-    assert "--measure" in result(lab.repro, capsys, *words, code=2)["err"] and not lab.world.launched
-    data = result(lab.repro, capsys, *words, "--measure", code=1)
-    assert data["headline"].startswith("NO-GO: hold transformers below 4.40.0 because")
-    assert [stage["what"] for stage in data["stages"]] == ["transformers"]
-    back = ("upgrade", "--from", "newer", "--to", "base", "--script", "./train.py", "--measure")
-    assert result(lab.repro, capsys, *back, code=0)["verdict"] == "GO"
-
-
 # -- lock files
 
 

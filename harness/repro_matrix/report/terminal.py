@@ -51,8 +51,8 @@ class Label:
 _LABELS = (
     Label("FIXED", "✔", "fix works", "good"),
     Label("PASSED", "✔", "passed", "good"),
-    Label("NOT_FIXED", "✖", "not fixed", "bad"),
-    Label("FIX_BREAKS", "‼", "fix breaks it", "bad"),
+    Label("NOT_FIXED", "✖", "not fixed", "none"),
+    Label("FIX_BREAKS", "‼", "fix breaks it", "none"),
     Label("FAILED", "✖", "failed", "bad"),
     Label("DIFFERENT_FAILURE", "↷", "different failure", "warn"),
     Label("SIGNATURE_MISMATCH", "≠", "unexpected error", "warn"),
