@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from repro_matrix.analysis.claims import ClaimRow
 
+URGENT = ("STOPPED WORKING", "CAME BACK", "NEW FAILURE", "DIFFERENT  ")  # titles of what somebody must act on
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
@@ -175,7 +176,8 @@ def print_lines(lines: Iterable[str]) -> None:
     for line in lines:
         word = line.strip().partition(" ")[0]
         text = Text(line, style="bold" if re.match("[A-Z]{3}", line) and word not in VERDICTS else "")
-        text.highlight_regex(r"^! .*", "bold red")
+        if line.startswith(URGENT):
+            text.stylize("bold red")
         for verdict in VERDICTS:
             text.highlight_regex(rf"\b{verdict}\b", STYLES[label(verdict).tone])
         out.print(text, soft_wrap=True)
