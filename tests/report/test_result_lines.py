@@ -53,8 +53,9 @@ def test_difference_is_shown_with_its_log_and_command() -> None:
     lines = shown(cell(case="quiet"), cell("NOT_FIXED", "unexpected", case="loud", flags={"call": "root"}))
     start = lines.index("STOPPED WORKING  loud m/fsdp on current, fix fix")
     assert lines[start + 1] == "    expected FIXED, measured NOT_FIXED: because"
-    assert [line[:8] for line in lines[start + 2 : start + 6]] == ["    | an", "    | an", "    | Tr", "    | Ru"]
-    assert lines[start + 6] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
+    assert lines[start + 2] == "    what works instead: no documented fix"
+    assert [line[:8] for line in lines[start + 3 : start + 7]] == ["    | an", "    | an", "    | Tr", "    | Ru"]
+    assert lines[start + 7] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
     cases = [line.split() for line in lines if line.startswith("  reproduces")]
     assert [case[1] for case in cases] == ["loud", "quiet"] and "works: fix" in " ".join(cases[1])
 

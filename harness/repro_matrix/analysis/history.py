@@ -30,7 +30,7 @@ from repro_matrix.results.summary import Row, compared, stored_rows
 from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"
-SHOWN = 3  # cells with missing results
+SHOWN, MOST_FILES = 3, 5  # cells with missing results; changed files of the catalog
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ class ChangedCase:
         """Say what else changed since then: packages, the machine, the catalog's own files."""
         pairs = (*self.versions.items(), *self.machine.items())
         moved = [f"{name}: {then} -> {now}" for name, (then, now) in pairs]
-        moved += [f"the catalog: {name}" for name in self.files]
+        more = f" and {len(self.files) - MOST_FILES} more" if len(self.files) > MOST_FILES else ""
+        moved += [f"the catalog: {', '.join(self.files[:MOST_FILES])}{more}"] if self.files else []
         return moved + ["the passing run had uncommitted files"] * self.passing.dirty
 
     @property
@@ -228,8 +229,10 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
 
 def name_files(since: Regressions, now: NightlyRun) -> Regressions:
     """Add the files of the catalog that differ to each change, as far as git knows."""
+    unknown = ["files that were not committed"] if now.dirty else []
     changed = [
-        replace(each, files=tuple(changed_files(each.passing.commit, now.commit, now.dirty))) for each in since.changed
+        replace(each, files=tuple(changed_files(each.passing.commit, now.commit, now.dirty) or unknown))
+        for each in since.changed
     ]
     return replace(since, changed=changed)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -125,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # the caller closed it, and Python puts nothing in its place
         print("repro: the standard output is closed (use > /dev/null to discard it)", file=sys.stderr)
         return ReproError.exit_code
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8
     try:
         code = _run(arguments)
         sys.stdout.flush()  # report a failed write here instead of at Python's exit

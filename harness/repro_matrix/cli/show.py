@@ -94,6 +94,11 @@ def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> s
     return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
 
 
+def _verdict(case: Case, name: str) -> str:
+    """Return an expected verdict as a run on this machine reports it: the baseline shows where the failure was."""
+    return "FIXED_UPSTREAM" if name == "NOT_REPRODUCED" and releases_of(case).reproduces else name
+
+
 def _symptom(case: Case, rows: Sequence[Row]) -> str:
     """Return the error as it was measured last, else what the signature names."""
     measured = [row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]]
@@ -137,7 +142,7 @@ def _variants(prepared: Session, plan: CellPlan, case: Case, commands: bool) -> 
             "options": settings["strategy"]["options"], "model": settings["model"]["slug"],
             "strategy": settings["strategy"]["slug"], "stack": variant.stack, "world_size": variant.world_size,
             "skipped": variant.skipped,
-            "expected": f"by {', '.join(needed)}" if needed else entry.verdicts[name] if entry else "",
+            "expected": f"by {', '.join(needed)}" if needed else _verdict(case, entry.verdicts[name]) if entry else "",
             "torchrun": _torchrun(prepared, variant, stack) if commands else "",
         }  # fmt: skip
 

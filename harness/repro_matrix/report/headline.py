@@ -159,12 +159,13 @@ class Headline:
         packages = ", ".join(f"{name} {versions[name]}" for name in UPSTREAM if name in versions)
         stacks = len({row.stack.name for row in rows})
         ranks = Counter(row.ranks for row in rows).most_common(1)[0][0]
-        commits = {f"commit {row.commit[:7]}{' with changed files' * row.dirty}" for row in rows if row.commit}
+        commits = {row.commit[:7] for row in rows if row.commit}
+        named = f"commit {min(commits)}" if len(commits) == 1 else counted(len(commits), "commit")
         begun, ended = min(row.started for row in rows), max(row.ended or row.started for row in rows)
         parts = [
             packages, f"the newest of {stacks} stacks" if stacks > 1 else "",
             ", ".join(dict.fromkeys(map(device, rows))), counted(ranks, "rank"),
-            commits.pop() if len(commits) == 1 else counted(len(commits), "commit"),
+            named + " with changed files" * any(row.dirty for row in rows),
             datetime.fromtimestamp(ended, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "" if ended - begun > 86_400 else duration(ended - begun),
         ]  # fmt: skip
@@ -195,12 +196,15 @@ class Headline:
 
     def _fixes(self) -> Iterator[str]:
         works, tried = self.fixes
-        if tried and not self.kinds["stopped_working"]:
-            every = "The documented fix works." if tried == 1 else f"All {tried} documented fixes work."
-            failing = [f"{each.case}/{name}" for each in self.cases for name in each.failing]
-            names = ", ".join(failing[:3]) + (f" and {len(failing) - 3} more" if len(failing) > 3 else "")
-            some = f"{works} of {counted(tried, 'documented fix')} work; known to fail here: {names}."
-            yield some if failing else every
+        if works == tried:
+            yield from {0: (), 1: ("The documented fix works.",)}.get(tried, (f"All {tried} documented fixes work.",))
+        else:
+            odd = {(row.case, row.variant) for each in self.attention for row in each.rows}
+            failing = [(each.case, name) for each in self.cases for name in each.failing]
+            known = [f"{case}/{name}" for case, name in failing if (case, name) not in odd]
+            names = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+            some = f"{works} of {counted(tried, 'documented fix')} work"
+            yield f"{some}; known to fail here: {names}." if known else f"{some}."
         yield from (f"{each}." for each in self.differences)
         if number := self.kinds["differs_from_cpu"]:
             yield f"{counted(number, 'result')} {'differs' if number == 1 else 'differ'} from the CPU."
@@ -310,7 +314,8 @@ def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tup
     failures = dict.fromkeys(name for row in first for each in row.evidence_attempts for name in each.failures)
     if not any(row.evidence_attempts for row in first):
         return "unclear", first[0].reason
-    return "other_failure", ", ".join(failures) or first[0].reason
+    others = dict.fromkeys(name.partition("/")[0] for name in failures if "/" in name)
+    return "other_failure", f"as in {', '.join(others)}" if others else first[0].reason
 
 
 def _attention(rows: Iterable[Row], changed: Mapping[tuple[str, str], ChangedCase]) -> Iterator[Attention]:

@@ -19,7 +19,7 @@ from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 
 LOG_LINES = 4
 MOST_CASES = 7  # so that the end of a run without surprises fits on a screen of 24 lines
-MOST_ATTENTION = 12
+MOST_ATTENTION, MOST_FIXES = 12, 3
 DETAIL, SHORTEST = 38, 24  # columns of what is said of a case, and of its title
 SKIPS = {
     "gpus": "need more GPUs", "accelerator": "need a GPU", "packages": "need other packages",
@@ -56,9 +56,11 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
     yield from wrap(measured, "    ", 3, width)
     if each.since:
         yield from wrap(each.since, "    ", 3, width)
-    fixes = next((status.fixes for status in head.cases if status.case == row.case), ())
-    if fixes and each.kind in ("stopped_working", "came_back"):
-        yield from wrap(f"works: {', '.join(fixes)}", "    ", 3, width)
+    if each.kind in ("stopped_working", "came_back"):
+        fixes = next((status.fixes for status in head.cases if status.case == row.case), ())
+        texts = {one.variant: one.help for one in head.rows if one.case == row.case}
+        works = "; ".join(f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES])
+        yield from wrap(f"what works instead: {works or 'no documented fix'}", "    ", 3, width)
     printed = [one_line(line) for line in row.errors[0]["log"].splitlines()] if row.errors else []
     for line in [line for line in printed if line.strip()][-LOG_LINES:]:
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
@@ -114,7 +116,7 @@ def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
         else:
             yield f"{start}{first_line(each.title, room - 2):<{room}}{first_line(_case_detail(each), DETAIL)}".rstrip()
     if len(shown) < len(cases):
-        yield f"  ... {len(cases) - len(shown)} more: repro report --format text"
+        yield f"  ... {len(cases) - len(shown)} more: repro report --format text. Details of one: repro show CASE"
 
 
 def _case_detail(each: CaseStatus) -> str:
