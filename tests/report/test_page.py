@@ -105,7 +105,7 @@ def test_page_lists_what_needs_attention_first_with_error_fixes_and_commands() -
     parsed = shown(cell(case="quiet"), loud, cell("SIGNATURE_MISMATCH", "differs_from_cpu", case="news"))
     first, second = parsed.find("div", class_="news")
     assert "STOPPED WORKING" in first and "loud" in first and "because" in first
-    assert "repro run loud model=m strategy=fsdp variants=fix" in first and "repro bisect loud --variant fix" in first
+    assert "repro run loud model=m strategy=fsdp variants=fix" in first
     assert "DIFFERENT FROM THE CPU" in second and "news" in second
     sections = [attrs["id"] for tag, attrs, _ in parsed.elements if tag == "section" and attrs.get("class") == "case"]
     assert sections[-1] == "quiet"

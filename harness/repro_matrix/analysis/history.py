@@ -212,18 +212,21 @@ def compare_to_last_passing(
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
-    """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now. At
-    most ``LOOK_BACK`` runs are read."""
-    cells, found = {row.cell for row in rows}, []
+    """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now, nor
+    from the passing runs before it. At most ``LOOK_BACK`` runs are read."""
+    cells, found = {row.cell for row in rows}, list[NightlyRun]()
     earlier = [run for run in listed(folder.resolve().parent) if run.folder.name < folder.resolve().name]
-    for run in earlier[: -LOOK_BACK - 1 : -1]:
+    for run in earlier[-LOOK_BACK:]:
         stored = [compared(row, cases) for each in stored_rows(run.folder, []).values() for row in each]
         if cells & {row.cell for row in stored}:
-            differs = any(row.state == "unexpected" for row in stored)
-            found.append(make_run(run.folder.name, map(from_row, stored), int(differs)))
+            results = [from_row(row) for row in stored]
+            differs = (
+                any(row.state == "unexpected" for row in stored) or compare_to_last_passing(results, found).changed
+            )
+            found.append(make_run(run.folder.name, results, int(bool(differs))))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
-    since = compare_to_last_passing(results, found[::-1], lambda *place: place in accepted)
+    since = compare_to_last_passing(results, found, lambda *place: place in accepted)
     return name_files(since, make_run("", results))
 
 

@@ -36,6 +36,7 @@ _OF_VERDICT: Mapping[str, State] = {
     "FIXED": "passes", "NOT_REPRODUCED": "passes", "PASSED": "passes", "NOT_FIXED": "reproduces",
     "DIFFERENT_FAILURE": "fails", "FIX_BREAKS": "fails",
 }  # fmt: skip
+ABSENT, DISAGREE = "(it has none)", "attempts disagree"
 EXIT_CODES = {"GO": 0, "GO with these fixes": 1, "NO-GO": 1, "UNDECIDED": 3}
 SHOWN, FIXES = 6, 3  # reasons and cases, and fixes of a problem, that are listed
 
@@ -56,12 +57,14 @@ class Known(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """A variant that is not compared. ``ends``: the stacks on which it would have to be measured."""
+    """A variant that is not compared. ``ends``: the stacks on which it would have to be measured. ``lost``: it is known
+    on the stack in use, and the new one lacks a package for it, or attempts disagree there."""
 
     cell: Cell
     variant: str
     reason: str
     ends: tuple[str, ...] = ()
+    lost: bool = False
 
 
 class Boundary(NamedTuple):
@@ -122,7 +125,8 @@ class Upgrade:
         if self.problems:
             return "GO with these fixes" if all(each.fixes for each in self.problems) else "NO-GO"
         missing = sum(bool(each.ends) for each in self.unknown)
-        return "GO" if self.compared and self.compared >= missing else "UNDECIDED"
+        enough = self.compared and self.compared >= missing and not any(each.lost for each in self.unknown)
+        return "GO" if enough else "UNDECIDED"
 
     @property
     def exit_code(self) -> int:
@@ -173,7 +177,8 @@ def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tu
     never = tuple(side.end.name for side, each in zip(sides, found) if each is None)
     reasons = [each for each in found if isinstance(each, str)]
     if reasons:
-        return Unknown(cell, variant, reasons[0])
+        lost = isinstance(found[0], Known) and any(text in reasons[0] for text in (ABSENT, DISAGREE))
+        return Unknown(cell, variant, reasons[0], lost=lost)
     if never:
         return Unknown(cell, variant, f"never measured on {' or '.join(never)}", never)
     old, new = (each for each in found if isinstance(each, Known))
@@ -211,7 +216,7 @@ class _Side:
                 failed = [each for each in row.evidence_attempts if each.outcome != "passed"]
                 outcomes = {each.outcome for each in row.evidence_attempts}
                 if len(outcomes) > 1:
-                    return f"attempts disagree on {self.end.name}"
+                    return f"{DISAGREE} on {self.end.name}"
                 text = first_line(failed[0].reason) if failed else ""
                 return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings)
         return self._expected(case, cell, variant, hardware, deciding)
@@ -255,7 +260,7 @@ def _problems(
         if group:
             cells = tuple(dict.fromkeys(cell for cell, _ in group))
             now = [[pair[1].state for cell in cells if (pair := found.get((cell, name)))] for name in offered]
-            fixes = tuple(name for name, states in zip(offered, now) if set(states) == {"passes"})
+            fixes = tuple(name for name, states in zip(offered, now) if states == ["passes"] * len(cells))
             variants, known = tuple(dict.fromkeys(name for _, name in group)), next(iter(group.values()))
             boundary = _boundary(case, ends) if group is newly else None
             yield Problem(kind, case, cells, variants, known.state, known.text, fixes, boundary)  # type: ignore[arg-type]
@@ -293,10 +298,12 @@ def headline(upgrade: Upgrade) -> str:
         more = f" (and {counted(len(unfixed) - 1, 'more problem')})" if unfixed[1:] else ""
         return f"NO-GO: {hold} because {_what(unfixed[0])}{more}"
     if verdict == "GO":
-        return f"GO: no new failure, and every fix that works still works ({upgrade.compared} results compared)"
-    total = upgrade.compared + len(upgrade.unknown)
+        of = f"{upgrade.compared} of {counted(upgrade.compared + len(upgrade.unknown), 'result')} compared"
+        return f"GO: no new failure, and every fix that works still works ({of})"
+    total, lost = upgrade.compared + len(upgrade.unknown), [each for each in upgrade.unknown if each.lost]
     worse = ": nothing gets worse in these" if upgrade.compared else ""
-    return f"UNDECIDED: only {upgrade.compared} of {total} results can be compared{worse}"
+    gone = f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}" if lost else ""
+    return f"UNDECIDED: {upgrade.compared} of {counted(total, 'result')} can be compared{worse}{gone}"
 
 
 def _what(problem: Problem) -> str:

@@ -314,7 +314,8 @@ _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _MEMORY = {  # what torch writes of it, today and until torch 2.0
     "wanted": rf"Tried to allocate {_SIZE}", "free": rf"(?:which )?{_SIZE} (?:is )?free",
     "total": rf"capaci?ty of {_SIZE}|{_SIZE} total capacity", "held": rf"{_SIZE} (?:is|already) allocated",
-    "reserved": rf"{_SIZE} reserved in total", "unused": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "process": rf"this process has {_SIZE} memory in use", "reserved": rf"{_SIZE} reserved in total",
+    "unused": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }  # fmt: skip
 
 
@@ -326,7 +327,7 @@ def memory_of(message: str) -> str:
     if not {"wanted", "free", "total", "held"} <= gib.keys():
         return ""
     unused = max(0.0, gib.get("unused", gib.get("reserved", 0.0) - gib["held"]))
-    others = gib["total"] - gib["free"] - gib["held"] - unused
+    others = gib["total"] - gib["free"] - gib.get("process", gib["held"] + unused)
     text = f"It wanted {gib['wanted']:.2f} GiB; {gib['free']:.2f} of {gib['total']:.2f} GiB were free"
     if unused + gib["free"] >= gib["wanted"]:
         text += f", {unused:.2f} reserved but unused: fragmentation"

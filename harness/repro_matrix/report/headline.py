@@ -199,9 +199,9 @@ class Headline:
         if works == tried:
             yield from {0: (), 1: ("The documented fix works.",)}.get(tried, (f"All {tried} documented fixes work.",))
         else:
-            odd = {(row.case, row.variant) for each in self.attention for row in each.rows}
+            expected = {(row.case, row.variant) for row in self.rows if row.state in ("expected", "matches_cpu")}
             failing = [(each.case, name) for each in self.cases for name in each.failing]
-            known = [f"{case}/{name}" for case, name in failing if (case, name) not in odd]
+            known = [f"{case}/{name}" for case, name in failing if (case, name) in expected]
             names = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
             some = f"{works} of {counted(tried, 'documented fix')} work"
             yield f"{some}; known to fail here: {names}." if known else f"{some}."
@@ -304,9 +304,11 @@ def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tup
         failed = [row for row in first if row.verdict != "PASSED"]
         return ("fails", failed[0].reason) if failed else ("passes", counted(len(first), "cell"))
     usual = [row.counts.most_common(1)[0][0] for row in first]
-    if "reproduced" in usual:
-        number = usual.count("reproduced")
-        return "reproduces", "" if number == len(usual) else f"in {number} of {len(usual)} cells"
+    reproducing = [row for row in first if row.counts["reproduced"]]
+    if reproducing:
+        flaky = next((row for row in reproducing if len(row.counts) > 1), None)
+        in_cells = "" if len(reproducing) == len(first) else f"in {len(reproducing)} of {len(first)} cells"
+        return "reproduces", f"flaky: {flaky.outcome}" if flaky else in_cells
     if set(usual) == {"passed"}:
         upstream = any(row.verdict == "FIXED_UPSTREAM" for row in rows)
         ended = releases.ended if releases.after and releases.after.state == "absent" else ""
@@ -338,7 +340,8 @@ def kind_of(row: Row) -> Kind:
     before, now = STATES.get(row.expected_verdict or ""), STATES.get(row.verdict or "")
     if before == "absent" and now == "reproduces":
         return "came_back"
-    if row.role == "fix" and row.expected_verdict == "FIXED" and (now == "reproduces" or row.verdict == "FLAKY"):
+    fails_now = now == "reproduces" or (row.verdict == "FLAKY" and row.counts["passed"] < len(row.evidence_attempts))
+    if row.role == "fix" and row.expected_verdict == "FIXED" and fails_now:
         return "stopped_working"
     if row.verdict in ("SIGNATURE_MISMATCH", "FAILED", "FIX_BREAKS", "DIFFERENT_FAILURE"):
         return "new_failure"

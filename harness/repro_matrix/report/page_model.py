@@ -305,8 +305,8 @@ def case_view(
     }  # fmt: skip
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
-        works = any(one.name == "FIXED" for one, _, _ in view.results)
-        variants["non_fix" if view.role == "fix" and not works else view.role].append(view)
+        fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)
+        variants["non_fix" if view.role == "fix" and fails else view.role].append(view)
     failures = tuple(_failures(ordered))
     return CaseView(
         status=status,

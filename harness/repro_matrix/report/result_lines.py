@@ -114,7 +114,8 @@ def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
         if room < SHORTEST:
             yield from wrap(f"{start.rstrip()}  {_case_detail(each)}", "", 4, width)
         else:
-            yield f"{start}{first_line(each.title, room - 2):<{room}}{first_line(_case_detail(each), DETAIL)}".rstrip()
+            title, detail = (first_line(one_line(text)) for text in (each.title, _case_detail(each)))
+            yield f"{start}{first_line(title, room - 2):<{room}}{first_line(detail, DETAIL)}".rstrip()
     if len(shown) < len(cases):
         yield f"  ... {len(cases) - len(shown)} more: repro report --format text. Details of one: repro show CASE"
 
@@ -129,7 +130,7 @@ def _case_detail(each: CaseStatus) -> str:
         if len(text) <= DETAIL or number == 1:
             break
     else:
-        text = "no documented fix works"
+        text = "no documented fix works" if each.failing else ""
     return "; ".join(filter(None, (text, each.detail)))
 
 
