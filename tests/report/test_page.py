@@ -130,8 +130,8 @@ def test_only_what_needs_attention_is_red() -> None:
     ("cells", "texts", "symbol"),
     [
         ((), ["Nothing was measured."], None),
-        ((cell(),), ["1 reproduces", "1 of 1 documented fix work", "0 stopped working"], "R"),
-        ((cell(), cell(model="n")), ["1 reproduces"], "R"),
+        ((cell(),), ["1 of 1 known failure reproduces", "1 of 1 documented fix works", "0 stopped working"], "R"),
+        ((cell(), cell(model="n")), ["1 of 1 known failure reproduces"], "R"),
         ((CONTROL,), ["1 control passes"], "✓"),
         ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 without an expectation"], "R"),
         ((skipped_cell(),), ["Nothing was measured.", "needs 2 GPUs"], "–"),

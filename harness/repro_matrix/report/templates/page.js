@@ -13,7 +13,8 @@
   };
   function apply() {
     const words = form.elements.q.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let found = cases.filter((one) => has(one, words));
+    let found = cases.filter((one) => has(one, [words.join(" ")])); // the whole phrase, else its words
+    if (!found.length) found = cases.filter((one) => has(one, words));
     if (!found.length) { // a pasted error has numbers and addresses of its own
       const known = words.filter((word) => !/\d|\//.test(word));
       if (known.length) found = cases.filter((one) => has(one, known));
@@ -31,9 +32,11 @@
     }
   }
   function follow() {
-    if (!location.hash.startsWith("#q=")) return;
-    form.elements.q.value = new URLSearchParams(location.hash.slice(1)).get("q");
+    const search = location.hash.startsWith("#q=");
+    if (!search && !form.elements.q.value) return;
+    form.elements.q.value = search ? new URLSearchParams(location.hash.slice(1)).get("q") : "";
     apply();
+    if (!search) document.getElementById(location.hash.slice(1))?.scrollIntoView(); // a link shows what was hidden
   }
   if (cases.length < 2) return;
   form.hidden = false;
