@@ -30,7 +30,7 @@ from repro_matrix.records.outcome import FailureId, Outcome
 from repro_matrix.results.summary import Row
 
 release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is published
-UNSTABLE = ("FLAKY", "INCONCLUSIVE", "FAILED")  # nothing is expected of these
+UNSTABLE = ("FLAKY", "INCONCLUSIVE")  # nothing is expected of these
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Measured:
 def measured(case: Case, document: Cell, place: str) -> list[Measured]:
     """Return what a document shows: of the variants that follow the stack, and apart from them of those that name their
     own, which a version map leaves out."""
-    stored = {name: verdict for name, verdict in document["verdicts"].items() if verdict["name"] not in UNSTABLE}
+    stored = {name: verdict for name, verdict in document["verdicts"].items() if _is_stable(verdict)}
     known, found = document["hardware"].get("capabilities", {}), []
     for own_stack in (False, True):
         names = [name for name in stored if bool(name in case.variants and case.variants[name].stack) == own_stack]
@@ -74,6 +74,12 @@ def measured(case: Case, document: Cell, place: str) -> list[Measured]:
             {fact: value for fact, value in known.items() if fact in needed},
         ))  # fmt: skip
     return found
+
+
+def _is_stable(verdict: Mapping[str, Any]) -> bool:
+    """Whether it can be expected: a control may fail only by failures of the catalog."""
+    known = all(each.get("case") for each in verdict.get("failure_ids", ()))
+    return verdict["name"] not in UNSTABLE and (known or verdict["name"] != "FAILED")
 
 
 def upstream(document: Cell) -> dict[str, Version]:
