@@ -109,7 +109,14 @@ def test_publication_drops_documents_that_no_expectation_uses() -> None:
     beside = decide([silent], [cell("4.40.0")])
     assert beside.dropped == [], "it ends the range of 4.40"
     sick = {**silent, "verdicts": {"fix": {**silent["verdicts"]["fix"], "name": "FAILED"}}}
-    assert list(decide([], [sick]).written) == [place(sick)], "a control that fails: what says why nothing is expected"
+    found = decide([], [sick])
+    assert (list(found.written), found.tables) == ([place(sick)], {"some-case": None}), "it says why nothing is expected"
+    for ids, expected in (
+        ([{"case": "other-case", "signature": "broken"}], True),
+        ([{"case": "other-case", "signature": "broken"}, {"type": "ValueError"}], False),
+    ):
+        known = {**silent, "verdicts": {"fix": {**sick["verdicts"]["fix"], "failure_ids": ids}}}
+        assert (decide([], [known]).tables["some-case"] is not None) is expected, "only failures of the catalog"
 
 
 def test_publication_of_a_rebuilt_stack_replaces_the_older_label() -> None:

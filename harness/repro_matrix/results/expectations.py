@@ -78,8 +78,8 @@ def measured(case: Case, document: Cell, place: str) -> list[Measured]:
 
 def _is_stable(verdict: Mapping[str, Any]) -> bool:
     """Whether it can be expected: a control may fail only by failures of the catalog."""
-    known = all(each.get("case") for each in verdict.get("failure_ids", ()))
-    return verdict["name"] not in UNSTABLE and (known or verdict["name"] != "FAILED")
+    causes = [each.get("case") for each in verdict.get("failure_ids", ())]
+    return verdict["name"] not in UNSTABLE and (verdict["name"] != "FAILED" or bool(causes and all(causes)))
 
 
 def upstream(document: Cell) -> dict[str, Version]:
