@@ -110,7 +110,7 @@ def test_publication_drops_documents_that_no_expectation_uses() -> None:
     assert beside.dropped == [], "it ends the range of 4.40"
     sick = {**silent, "verdicts": {"fix": {**silent["verdicts"]["fix"], "name": "FAILED"}}}
     found = decide([], [sick])
-    assert (list(found.written), found.tables) == ([place(sick)], {"some-case": None}), "it says why nothing is expected"
+    assert (list(found.written), found.tables) == ([place(sick)], {"some-case": None}), "it says why"
     for ids, expected in (
         ([{"case": "other-case", "signature": "broken"}], True),
         ([{"case": "other-case", "signature": "broken"}, {"type": "ValueError"}], False),
