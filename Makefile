@@ -19,7 +19,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 .DEFAULT_GOAL := help
 # Where this is set, every process would compile harness/ again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -50,6 +50,10 @@ gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as o
 	$(BIN)/repro matrix case=train-step model=qwen1.5-0.5b repeat=1 launcher=torchrun time_limit=2m results=$(PROOF)/torchrun \
 	  --compare-to $(PROOF)/forkserver $(ARGS) || code=$$?; \
 	echo "gpu-proof: commit $(PROOF)"; exit $$code
+
+# STACK_PYTHON=/path/to/its/python: any Python with torch; nothing of this project needs to be installed there.
+gpu-survey: ## record the errors, waits and collectives of one real GPU as JSON (about 4 minutes; a dry run without a GPU)
+	@$(or $(STACK_PYTHON),$(BIN)/python) bench/gpu_survey.py --out results/gpu-survey/$(shell date +%Y%m%d-%H%M%S).json $(ARGS)
 
 nightly: $(READY) ## the main job as CI runs it at night: three attempts a variant
 	@$(BIN)/repro matrix +matrix=nightly $(ARGS)
