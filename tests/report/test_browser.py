@@ -139,6 +139,25 @@ def test_anchor_is_below_the_sticky_bar(browser: Chromium, address: str, width: 
     assert bottom <= top < bottom + 200
 
 
+def test_search_of_a_scrolled_page_shows_the_first_case(browser: Chromium, address: str) -> None:
+    browser.open(f"{address}#case-11")
+    search(browser, "size mismatch")
+    row = "document.querySelector('tr[data-case=broken]').getBoundingClientRect()"
+    assert browser.evaluate(f"document.getElementById('bar').offsetHeight < {row}.top && {row}.bottom < innerHeight")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_header_of_the_table_stays_in_sight(browser: Chromium, address: str, width: int) -> None:
+    browser.open(address, width, 300)
+    browser.evaluate("document.querySelector('tr[data-case=case-5]').scrollIntoView({block: 'center'})")
+    bar, top, bottom = browser.evaluate(
+        "(({top, bottom}) => [document.getElementById('bar').getBoundingClientRect().bottom, top, bottom])"
+        "(document.querySelector('.matrix thead').getBoundingClientRect())"
+    )
+    assert bar - 1 <= top < bottom < 150
+    assert browser.evaluate(f"document.elementFromPoint(innerWidth / 2, {bottom - 4}).closest('thead') != null")
+
+
 def test_find_in_page_opens_what_is_folded(browser: Chromium, address: str) -> None:
     browser.open(f"{address}#:~:text={quote('again: repro run healthy')}")  # a link to a text searches as Ctrl-F does
     opened = browser.evaluate(
@@ -175,3 +194,5 @@ def test_print_is_black_on_white_without_the_bar(browser: Chromium, address: str
     )
     assert style == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
     assert browser.pdf().count(b"/Type /Page\n") > 2
+    heights = "[...document.querySelectorAll('details:not([open]) > pre')].map((one) => one.offsetHeight)"
+    assert min(browser.evaluate(heights)) > 20  # what is folded is printed

@@ -16,6 +16,8 @@ from report_cells import HOSTILE, cell, head, rows, skipped_cell
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
+from repro_matrix.config import catalog
+from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
 from repro_matrix.report.load import render_file, render_site
 from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, release_axes
@@ -103,12 +105,13 @@ def symbols(parsed: Document) -> dict[str, list[str]]:
 def test_page_lists_what_needs_attention_first_with_error_fixes_and_commands() -> None:
     loud = cell("NOT_FIXED", "unexpected", case="loud")
     parsed = shown(cell(case="quiet"), loud, cell("SIGNATURE_MISMATCH", "differs_from_cpu", case="news"))
-    first, second = parsed.find("div", class_="news")
+    first, second, *sections = parsed.find("div", class_="news")
+    assert ["STOPPED WORKING" in one for one in sections] == [True, False]  # a case's section says it, too
     assert "STOPPED WORKING" in first and "loud" in first and "because" in first
     assert "repro run loud model=m strategy=fsdp variants=fix" in first
     assert "DIFFERENT FROM THE CPU" in second and "news" in second
-    sections = [attrs["id"] for tag, attrs, _ in parsed.elements if tag == "section" and attrs.get("class") == "case"]
-    assert sections[-1] == "quiet"
+    ids = [attrs["id"] for tag, attrs, _ in parsed.elements if tag == "section" and attrs.get("class") == "case"]
+    assert ids[-1] == "quiet"
     assert symbols(parsed) == {"loud": ["!"], "news": ["!"], "quiet": ["R"]}
 
 
@@ -118,7 +121,8 @@ def test_only_what_needs_attention_is_red() -> None:
         attrs for _, attrs, _ in calm.elements if {"bad", "attention", "fails"} & {*str(attrs.get("class")).split()}
     ]
     loud = shown(cell("NOT_FIXED", "unexpected"))
-    assert {"STOPPED WORKING", "the same failure"} <= {*loud.find("b", class_="bad"), *loud.find("span", class_="bad")}
+    red = {*loud.find("b", class_="bad"), *loud.find("span", class_="bad")}
+    assert red == {"STOPPED WORKING", "1 stopped working", "stopped working: same failure"}
 
 
 (CONTROL,) = cells_of(
@@ -163,8 +167,31 @@ def test_case_shows_symptom_fixes_claims_and_proof() -> None:
     assert text.count(error.strip()) == 2  # the symptom and the errors; each cell has its beginning
 
 
+def test_evidence_is_a_link_only_on_the_page_beside_it() -> None:
+    assert 'href="cpu/stack/cell.json"' in render_file(page(cell(), beside=True))
+    assert 'href="cpu' not in render_file(page(cell()))
+
+
+@pytest.mark.parametrize(
+    ("signature", "symptom"),
+    [
+        ({"kind": "check", "check": "loss"}, "No error is raised. A title."),
+        ({"kind": "signal", "signal": "SIGABRT"}, "a rank dies of SIGABRT"),
+        ({"kind": "exception", "type": "E", "message": r"got (an?|two) \[\d+\] of x", "package": "p"},
+         "E: got an? […] of x"),
+    ],
+)  # fmt: skip
+def test_symptom_that_was_not_measured_is_no_regular_expression(signature: dict[str, Any], symptom: str) -> None:
+    shown_case = next(iter(catalog.load().cases.values())).model_copy(
+        update={"title": "A title", "signatures": [Signature(name="s", **signature)]}
+    )
+    (only,) = build_page([CONTROL], head([CONTROL]), "t", "c", {"some-case": shown_case}).cases
+    assert only.symptom == symptom
+
+
 def test_every_link_of_the_page_and_the_site_has_a_target() -> None:
-    cells = [cell(case=case, stack={"name": name, "python": "3", "versions": {"torch": "2.13.0", "transformers": name}})
+    cells = [cell("SIGNATURE_MISMATCH", "no_expectation", case=case,
+                  stack={"name": name, "python": "3", "versions": {"torch": "2.13.0", "transformers": name}})
              for case in ("one", "two") for name in ("5.0", "5.1")]  # fmt: skip
     files = {"": render_file(page(*cells))} | render_site(page(*cells))
     ids = {(name, found) for name, text in files.items() for found in re.findall(r' id="([^"]+)"', text)}
@@ -199,10 +226,11 @@ def test_release_axis_names_the_release_that_changed_the_result() -> None:
         return cell(verdict, stack={"name": f"base+transformers@{release}", "python": "3", "versions": versions})
 
     (axis,) = release_axes([at("4.44.0", "FIXED"), at("4.9.0", "NOT_FIXED"), at("4.40.0", "NOT_FIXED")])
-    assert axis.columns == ("transformers 4.9.0", "transformers 4.40.0", "transformers 4.44.0") and axis.steady == 1
+    assert axis.columns == ("4.9.0", "4.40.0", "4.44.0") and axis.steady == 1
+    assert axis.title.endswith(": transformers")
     (strip,) = axis.strips
-    spans = [(label and label.name, count) for label, count in strip.spans]
-    assert strip.variants == ("fix",) and spans == [("NOT_FIXED", 2), ("FIXED", 1)]
+    spans = [(label.name, first, last) for label, first, last in strip.spans]
+    assert strip.variants == ("fix",) and spans == [("NOT_FIXED", "4.9.0", "4.40.0"), ("FIXED", "4.44.0", "4.44.0")]
 
 
 def test_history_shows_each_case_and_the_variants_that_changed() -> None:
@@ -216,7 +244,7 @@ def test_history_shows_each_case_and_the_variants_that_changed() -> None:
     past = shown_page.history
     assert past and past.columns == ("run 0", "run 1", "run 2") and past.steady == 3
     (strip,) = past.strips
-    assert [label and label.name for label, _ in strip.spans] == names
+    assert [label.name for label, *_ in strip.spans] == names
     assert [state for _, state in shown_page.cases[0].past] == ["reproduces"] * 3
     parsed = Document(render_file(shown_page))
     assert "1 variant changed" in " ".join(parsed.find("summary")) and parsed.find("td", class_="more runs") == ["RRR"]

@@ -21,10 +21,10 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.records.attempt import Settings
 from repro_matrix.results.summary import Row
-from repro_matrix.text import counted, first_line
+from repro_matrix.text import counted
 
 Status = Literal["supported", "refuted", "mixed", "untested"]
-MAX_REASONS, MAX_REASON = 3, 160  # reasons shown, and characters of each
+MAX_REASONS = 3  # that are shown
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _claim(
 
 
 def _reasons(reasons: list[str]) -> str:
-    shown = list(dict.fromkeys(first_line(reason, MAX_REASON) for reason in reasons))
+    shown = list(dict.fromkeys(reasons))
     more = f"; and {len(shown) - MAX_REASONS} more" if len(shown) > MAX_REASONS else ""
     return "; ".join(shown[:MAX_REASONS]) + more
 

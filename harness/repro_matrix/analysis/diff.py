@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KINDS = {
     "new_failure": "fails now, did not fail before",
     "fix_stopped_working": "the fix worked and fails now",
-    "different_failure": "failed before and fails now, with another failure",
+    "different_failure": "failed before and fails now, with a different failure",
     "reproduces_now": "the known failure occurs now, did not occur before",
     "no_longer_reproduces": "the known failure no longer occurs",
     "became_flaky": "attempts agreed before and disagree now",

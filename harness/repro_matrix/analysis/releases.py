@@ -23,8 +23,8 @@ from repro_matrix.config.vocabulary import UPSTREAM
 State = Literal["reproduces", "other_failure", "absent"]
 STATES: Mapping[str, State] = {
     "FIXED": "reproduces", "NOT_FIXED": "reproduces", "DIFFERENT_FAILURE": "reproduces",
-    "SIGNATURE_MISMATCH": "other_failure",
     "NOT_REPRODUCED": "absent", "FIXED_UPSTREAM": "absent", "FIX_BREAKS": "absent",
+    "SIGNATURE_MISMATCH": "other_failure",
 }  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def releases_of(case: Case) -> Releases:
 
 
 def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[ReleaseRange, ...]:
-    """Merge neighboring releases with the same state. One cell in which the failure reproduces decides."""
+    """Merge neighboring releases with the same state: the first one of STATES that any cell shows."""
     order = list(dict.fromkeys(STATES.values()))
     states = {version: min((state for state, _ in each), key=order.index) for version, each in points.items()}
     out: list[ReleaseRange] = []

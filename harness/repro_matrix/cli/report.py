@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         return _exit_code(found)
     if args.format != "html":
         print_notes(found.remarks.all)  # the page shows them itself
-    text = load.render(args.format, found, folders, history)
+    text = load.render(args.format, found, folders, history, target)
     if target is None:
         sys.stdout.write(text)
     else:

@@ -25,8 +25,8 @@ from repro_matrix.text import counted
 CaseState = Literal["reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"]
 # In the order of a table: what is unusual first.
 CASE_STATES: Mapping[CaseState, str] = {
-    "fails": "fails", "unclear": "unclear", "other_failure": "other error", "fixed": "fixed",
-    "absent": "not here", "reproduces": "reproduces", "passes": "passes", "not_measured": "not measured",
+    "fails": "fails", "unclear": "unclear", "other_failure": "another error", "fixed": "fixed",
+    "absent": "not reproduced", "reproduces": "reproduces", "passes": "passes", "not_measured": "not measured",
 }  # fmt: skip
 
 Kind = Literal["stopped_working", "came_back", "new_failure", "different", "differs_from_cpu"]
@@ -34,6 +34,12 @@ Kind = Literal["stopped_working", "came_back", "new_failure", "different", "diff
 ATTENTION: Mapping[Kind, str] = {
     "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
     "different": "DIFFERENT", "differs_from_cpu": "DIFFERENT FROM THE CPU",
+}  # fmt: skip
+
+SKIPS = {
+    "gpus": "need more GPUs", "accelerator": "need a GPU", "packages": "need other packages",
+    "stack": "need a stack that is not built", "build": "have an extension that cannot be built",
+    "memory": "need more memory", "weights": "need weights", "same": "equal the unfixed variant here",
 }  # fmt: skip
 
 
@@ -116,6 +122,18 @@ class Headline:
         """Measured variants with a verdict that have neither an expectation nor a prediction."""
         return [row for row in self.rows if row.attempts and row.verdict and row.state == "no_expectation"]
 
+    @cached_property
+    def skipped(self) -> list[Row]:
+        """Variants that were not launched, and why."""
+        return [row for row in self.rows if not row.attempts and row.reason]
+
+    @property
+    def not_measured(self) -> str:
+        """Count the variants that were not launched, by reason."""
+        counts = Counter(SKIPS.get(row.skip_kind or "", "for another reason") for row in self.skipped)
+        reasons = ", ".join(f"{count} {text}" for text, count in counts.most_common())
+        return f"{counted(len(self.skipped), 'variant')}: {reasons}"
+
     def to_json(self) -> dict[str, Any]:
         """Return the numbers under stable keys."""
         works, tried = self.fixes
@@ -155,7 +173,9 @@ class Headline:
         rows = [row for row in self.rows if row.attempts]
         if not rows:
             return ""
-        versions = max(rows, key=age).stack.versions
+        newest = {row.case: row.stack for row in sorted(rows, key=age)}.values()
+        usual = Counter(stack.name for stack in newest).most_common(1)[0][0]
+        versions = next(stack.versions for stack in newest if stack.name == usual)
         packages = ", ".join(f"{name} {versions[name]}" for name in UPSTREAM if name in versions)
         stacks = len({row.stack.name for row in rows})
         ranks = Counter(row.ranks for row in rows).most_common(1)[0][0]
@@ -163,7 +183,7 @@ class Headline:
         named = f"commit {min(commits)}" if len(commits) == 1 else counted(len(commits), "commit")
         begun, ended = min(row.started for row in rows), max(row.ended or row.started for row in rows)
         parts = [
-            packages, f"the newest of {stacks} stacks" if stacks > 1 else "",
+            packages, f"each case on its newest of {stacks} stacks, this one for most" if stacks > 1 else "",
             ", ".join(dict.fromkeys(map(device, rows))), counted(ranks, "rank"),
             named + " with changed files" * any(row.dirty for row in rows),
             datetime.fromtimestamp(ended, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

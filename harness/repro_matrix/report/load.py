@@ -31,7 +31,7 @@ from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE, write_bytes
 from repro_matrix.report import formats
 from repro_matrix.report.formats import Remarks
-from repro_matrix.report.headline import ATTENTION, Headline, headline
+from repro_matrix.report.headline import ATTENTION, CASE_STATES, Headline, headline
 from repro_matrix.report.page_model import SYMBOLS, Cell, Page, build_page, cells_of
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import Label, columns, label
@@ -94,8 +94,9 @@ def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
     return all(any(fnmatchcase(values[axis], one) for one in patterns) for axis, patterns in selection.items())
 
 
-def page(loaded: Results, folders: Sequence[Path], history: Path | None = None) -> Page:
-    """Build the page of loaded results. ``history``: a folder with nights.jsonl; Raises ResultsError."""
+def page(loaded: Results, folders: Sequence[Path], history: Path | None = None, target: Path | None = None) -> Page:
+    """Build the page of loaded results. ``history``: a folder with nights.jsonl. ``target``: the page's file. Raises
+    ResultsError."""
     notes = loaded.remarks.all
     past = []
     if history is not None:
@@ -104,7 +105,8 @@ def page(loaded: Results, folders: Sequence[Path], history: Path | None = None) 
         rows = [from_row(row) for cell in loaded.cells for row in cell.rows]
         past = [*load_history(history, notes), make_run("these results", rows)]
     return build_page(loaded.cells, headline_of(loaded, folders, history), title(folders), created_line(folders),
-                      loaded.catalog.cases, notes=notes, claims=loaded.claims, runs=past)  # fmt: skip
+                      loaded.catalog.cases, notes=notes, claims=loaded.claims, runs=past,
+                      beside=[target and target.resolve().parent] == [each.resolve() for each in folders])  # fmt: skip
 
 
 def headline_of(loaded: Results, folders: Sequence[Path], history: Path | None = None) -> Headline:
@@ -115,10 +117,12 @@ def headline_of(loaded: Results, folders: Sequence[Path], history: Path | None =
     return headline(rows, cases, since_last_passing(folders[0], rows, cases) if len(folders) == 1 else None)
 
 
-def render(form: str, loaded: Results, folders: Sequence[Path], history: Path | None = None) -> str:
+def render(
+    form: str, loaded: Results, folders: Sequence[Path], history: Path | None = None, target: Path | None = None
+) -> str:
     """Return loaded results in a format: html, text, junit, markdown or json."""
     if form == "html":
-        return render_file(page(loaded, folders, history))
+        return render_file(page(loaded, folders, history, target))
     head = headline_of(loaded, folders, history)
     if form == "json":
         names = [str(folder) for folder in folders]
@@ -171,7 +175,7 @@ def write_run_page(folder: Path) -> Path | None:
     """Write the page of a run that has ended, from its summary. An error is only a note: the results are recorded."""
     target = folder / "report.html"
     try:
-        write(target, render("html", load_results([folder]), [folder]))
+        write(target, render("html", load_results([folder]), [folder], target=target))
     except (ReproError, OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         log(f"note: no page of this run: {type(error).__name__}: {error}")
         return None
@@ -216,7 +220,7 @@ def _environment() -> Environment:
         loader=PackageLoader("repro_matrix.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined, finalize=_harmless,
     )  # fmt: skip
-    environment.globals |= {"symbols": SYMBOLS, "kinds": ATTENTION}
+    environment.globals |= {"symbols": SYMBOLS, "kinds": ATTENTION, "states": CASE_STATES}
     environment.filters |= {
         "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "proof": proof,
         "setting": lambda value: "not set" if value is None else format_value(value),
@@ -243,7 +247,7 @@ def proof(cell: Cell) -> Markup:
     """Return the attempts and checks of a cell's variants, and what repeats them, as lines."""
     lines = [part for row, one in cell.variants for part in _proof(row, one)]
     command = shlex.join(cell.row.command[:-1])
-    lines += [f"again: {command} variants=NAME", f"evidence: {cell.row.evidence}"]
+    lines.append(f"again: {command} variants=NAME")
     return Markup(escape("\n".join(block(text, TEXT) for text in lines)))
 
 

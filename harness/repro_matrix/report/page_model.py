@@ -15,7 +15,7 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.report.headline import CaseStatus, Headline, age, case_status, release
+from repro_matrix.report.headline import ATTENTION, Attention, CaseStatus, Headline, age, case_status, kind_of, release
 from repro_matrix.report.terminal import LABELS, Label, label
 from repro_matrix.results.summary import Row, comparable_text
 from repro_matrix.text import counted
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 MOST_RUNS, MOST_STRIPS = 40, 200  # columns and rows of the history
 MOST_ERRORS = 40  # of a case
+MESSAGE = 600  # characters of a message that a summary keeps
 NO_ANSWER = ("skipped", "absent", "infra_error", "INCONCLUSIVE")  # neither a change nor the end of one
 ABSENT = (*NO_ANSWER, "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")  # say nothing of what helps
-WORDS = {"FIXED": "works", "NOT_FIXED": "the same failure", "DIFFERENT_FAILURE": "another failure"}  # of a variant
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 # The state of a case -> its symbol and what it means, in the order of the table. Only the first needs somebody to act.
 SYMBOLS: Mapping[str, tuple[str, str, str]] = {  # symbol, meaning, and that in the plural
@@ -90,11 +90,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Strip:
-    """Variants with the same results over the columns of an axis. ``spans``: a label and its number of columns."""
+    """Variants with the same results over an axis. ``spans``: a label, and the first and the last column with it."""
 
     where: str
     variants: tuple[str, ...]
-    spans: tuple[tuple[Label | None, int], ...]
+    spans: tuple[tuple[Label, str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _axis(title: str, cells: Sequence[Cell]) -> Axis:
 
     def column(cell: Cell) -> str:
         stack = cell.row.stack
-        return f"{differing[0]} {stack.versions.get(differing[0])}" if len(differing) == 1 else stack.name
+        return stack.versions.get(differing[0], "") if len(differing) == 1 else stack.name
 
     ordered = sorted(cells, key=lambda cell: versions[cell])
     columns = list(dict.fromkeys(map(column, ordered)))
@@ -140,7 +140,7 @@ def _axis(title: str, cells: Sequence[Cell]) -> Axis:
         for row, one in cell.variants:
             if one.name not in NO_ANSWER:
                 found[" ".join(row.axes), row.variant][columns.index(column(cell))] = one
-    return _strips(title, columns, found)
+    return _strips(f"{title}: {differing[0]}" if len(differing) == 1 else title, columns, found)
 
 
 def _strips(title: str, columns: Sequence[str], results: Results) -> Axis:
@@ -153,12 +153,20 @@ def _strips(title: str, columns: Sequence[str], results: Results) -> Axis:
             alike[where, tuple(entries)].append(variant)
         else:
             steady += bool(names)
+    several = len({where for where, _ in alike}) > 1
     strips = [
-        Strip(where, tuple(variants), tuple((one, len(list(same))) for one, same in groupby(entries)))
-        for (where, entries), variants in alike.items()
+        Strip(where * several, tuple(names), tuple(_spans(columns, entries)))
+        for (where, entries), names in alike.items()
     ]
-    strips.sort(key=lambda strip: strip.spans[-1][1])
+    strips.sort(key=lambda strip: columns.index(strip.spans[-1][1]), reverse=True)
     return Axis(title, tuple(columns), tuple(strips[:MOST_STRIPS]), steady)
+
+
+def _spans(columns: Sequence[str], entries: Iterable[Label | None]) -> Iterator[tuple[Label, str, str]]:
+    for one, same in groupby(zip(entries, columns), key=lambda item: item[0]):
+        measured = [column for _, column in same]
+        if one:
+            yield one, measured[0], measured[-1]
 
 
 def history(runs: Sequence[NightlyRun]) -> Axis:
@@ -210,6 +218,7 @@ class CaseView:
     failures: tuple[Failure, ...]  # that of the newest unfixed variant first
     axes: tuple[Axis, ...]
     claims: tuple[ClaimRow, ...] = ()
+    attention: tuple[Attention, ...] = ()
     past: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -221,13 +230,18 @@ class CaseView:
         return "attention" if any(cell.attention for cell in self.cells) else self.status.state
 
     @property
+    def stopped(self) -> int:
+        """The number of documented fixes that stopped working."""
+        return sum(len(each.rows) for each in self.attention if each.kind == "stopped_working")
+
+    @property
     def simulated(self) -> str:
         return self.cells[0].row.simulated or ""
 
 
 @dataclass(frozen=True)
 class Page:
-    """All that the page shows."""
+    """All that the page shows. ``beside``: whether the page lies in the folder of its evidence."""
 
     title: str
     created: str
@@ -235,6 +249,7 @@ class Page:
     cases: tuple[CaseView, ...]
     notes: tuple[str, ...] = ()
     history: Axis | None = None
+    beside: bool = False
 
     @cached_property
     def groups(self) -> dict[str, list[CaseView]]:
@@ -267,7 +282,7 @@ def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
 
 def build_page(
     cells: Iterable[Cell], head: Headline, title: str, created: str, cases: Mapping[str, Case],
-    notes: Sequence[str] = (), claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (),
+    notes: Sequence[str] = (), claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (), beside: bool = False,
 ) -> Page:  # fmt: skip
     """Build the page of these cells. ``cases``: the catalog's. ``runs``: earlier runs and this one, the oldest
     first."""
@@ -275,16 +290,23 @@ def build_page(
     for cell in cells:
         by_case[cell.row.case].append(cell)
     views = [
-        case_view(by_case[one.case], one, cases.get(one.case), [each for each in claims if each.case == one.case], runs)
+        case_view(
+            by_case[one.case],
+            one,
+            cases.get(one.case),
+            [each for each in claims if each.case == one.case],
+            runs,
+            [each for each in head.attention if each.row.case == one.case],
+        )
         for one in head.cases
     ]
     views.sort(key=lambda view: (list(SYMBOLS).index(view.state), bool(view.simulated)))
-    return Page(title, created, head, tuple(views), tuple(notes), history(runs) if len(runs) > 1 else None)
+    return Page(title, created, head, tuple(views), tuple(notes), history(runs) if len(runs) > 1 else None, beside)
 
 
 def case_view(
     cells: Sequence[Cell], status: CaseStatus, case: Case | None,
-    claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (),
+    claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (), attention: Sequence[Attention] = (),
 ) -> CaseView:  # fmt: skip
     """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalog."""
     ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
@@ -298,11 +320,10 @@ def case_view(
     for cell in ordered:
         if age(cell.row) == age(ordered[0].row):
             by_strategy[cell.row.strategy].append(cell)
-    symbols = dict.fromkeys((cell.row.strategy for cell in cells), "not_measured") | {
-        name: "attention" if any(cell.attention for cell in members) else
-        case_status([row for cell in members for row in cell.rows], case).state
-        for name, members in by_strategy.items()
-    }  # fmt: skip
+    symbols = dict.fromkeys((cell.row.strategy for cell in cells), "not_measured")
+    for name, members in by_strategy.items():
+        symbols[name] = case_status([row for cell in members for row in cell.rows], case).state
+    symbols |= dict.fromkeys((each.row.strategy for each in attention), "attention")
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
         fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)
@@ -320,6 +341,7 @@ def case_view(
         failures=failures,
         axes=tuple(release_axes(cells)),
         claims=tuple(claims),
+        attention=tuple(attention),
         past=tuple(_past(status.case, runs)),
     )
 
@@ -335,7 +357,8 @@ def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[Var
         for cell, row in decided or members:
             one = row_label(row)
             tone = "bad" if row.state == "unexpected" else "good" if row.verdict == "FIXED" else "none"
-            text = WORDS.get(one.name, one.text) if row.role == "fix" or one.name != "FIXED" else "passes"
+            text = one.text if one.name != "FIXED" else "works" if row.role == "fix" else "passes"
+            text = f"{ATTENTION[kind_of(row)].lower()}: {text}" if row.state == "unexpected" else text
             results[replace(one, tone=tone, text=text)].append(places[cell])
         cell, row = (decided or members)[0]
         ordered = sorted(results.items(), key=lambda item: -len(item[1]))
@@ -376,16 +399,34 @@ def _failures(cells: Iterable[Cell]) -> Iterator[Failure]:
 
 
 def _symptom(failures: Sequence[Failure], case: Case | None) -> str:
-    """Return the known failure's text as it was measured, else as its signature has it."""
+    """Return the known failure's text as a log has it, else a sentence."""
     row = failures[0].row if failures else None
-    if row and row.first and (row.counts["reproduced"] or not case):
-        error = next((error for error in row.errors if error["type"]), None)
-        return f"{error['type']}: {error['message']}" if error else row.reason.partition(" on ")[2] or row.reason
-    known = case.signatures[0] if case and case.signatures else None
-    if known is None:
-        return ""
-    text = re.sub(r"\\(?=\W)", "", known.message or known.check or known.signal or "")
-    return ": ".join(filter(None, (known.type or known.kind, text)))
+    row = row if row and row.first and (row.counts["reproduced"] or not case) else None
+    names = {name.partition("/")[2] for each in row.attempts for name in each.failures} if row else set()
+    signatures = sorted(case.signatures, key=lambda one: one.name not in names) if case else []
+    kind = signatures[0].kind if signatures else ""
+    error = next((error for error in row.errors if error["type"]), None) if row else None
+    if error and kind in ("exception", ""):
+        text = error["message"]
+        return f"{error['type']}: {text if len(text) < MESSAGE else text.rpartition(' ')[0] + ' ...'}"
+    printed = [error["log"] for error in row.errors if "terminate called" in error["log"]] if row else []
+    if printed and kind == "signal":
+        return printed[0][printed[0].index("terminate called") :]
+    measured = row.reason.partition(" on ")[2] or row.reason if row else ""
+    if case and kind in ("check", "hang"):
+        silent = "No error is raised" + (", the ranks wait for each other" if kind == "hang" else "")
+        return f"{silent}. {case.title}." + (f"\nMeasured: {measured}" if measured else "")
+    if measured or not signatures:
+        return measured
+    known = signatures[0]
+    text = f"a rank dies of {known.signal}" if known.signal else _example(known.message or "")
+    return ": ".join(filter(None, (known.type, text)))
+
+
+def _example(pattern: str) -> str:
+    """Return a text like those that a regular expression of a signature matches."""
+    first = re.sub(r"\((?:\?:)?([^()|]*)\|[^()]*\)", r"\1", pattern)
+    return re.sub(r"\\(?=\W)", "", re.sub(r"(?:\\[dwS]|\.)[+*]\??", "…", first))
 
 
 def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:

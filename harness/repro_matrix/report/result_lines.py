@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from repro_matrix.report.headline import ATTENTION, CASE_STATES, Attention, CaseStatus, Headline
@@ -21,11 +20,6 @@ LOG_LINES = 4
 MOST_CASES = 7  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 DETAIL, SHORTEST = 38, 24  # columns of what is said of a case, and of its title
-SKIPS = {
-    "gpus": "need more GPUs", "accelerator": "need a GPU", "packages": "need other packages",
-    "stack": "need a stack that is not built", "build": "have an extension that cannot be built",
-    "memory": "need more memory", "weights": "need weights", "same": "equal the unfixed variant here",
-}  # fmt: skip
 
 
 def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:
@@ -41,7 +35,7 @@ def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -
         yield f"... and {len(head.attention) - len(shown)} more, on the page"
     yield from _problem_lines(head.rows, width)
     yield from _case_lines(head, width, everything)
-    yield from _skipped_lines([row for row in head.rows if not row.attempts and row.reason], width, everything)
+    yield from _skipped_lines(head, width, everything)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
@@ -71,7 +65,7 @@ def _problem_lines(rows: Sequence[Row], width: int) -> Iterator[str]:
     """Yield what gave no answer, what is accepted until a date, and what is new."""
     failures = uncompared_failures(rows)
     if failures:
-        meaning = "the unfixed variant fails with an unexpected error, and no variant shows anything else"
+        meaning = "the unfixed variant fails with another error, and no variant shows anything else"
         yield from _title(f"NOT COMPARED: in {counted(len(failures), 'cell')} {meaning}. Run the whole case.", width)
         for row in failures:
             reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
@@ -134,16 +128,12 @@ def _case_detail(each: CaseStatus) -> str:
     return "; ".join(filter(None, (text, each.detail)))
 
 
-def _skipped_lines(skipped: Sequence[Row], width: int, everything: bool) -> Iterator[str]:
-    if not skipped:
-        return
-    if everything:
-        yield from _title(f"NOT MEASURED: {counted(len(skipped), 'variant')}", width)
-        yield from by_reason(((row.reason, row.case) for row in skipped), width)
-        return
-    counts = Counter(SKIPS.get(row.skip_kind or "", "for another reason") for row in skipped)
-    reasons = ", ".join(f"{count} {text}" for text, count in counts.most_common())
-    yield from _title(f"Not measured: {counted(len(skipped), 'variant')}: {reasons}. Reasons: repro doctor", width)
+def _skipped_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
+    if head.skipped and everything:
+        yield from _title(f"NOT MEASURED: {counted(len(head.skipped), 'variant')}", width)
+        yield from by_reason(((row.reason, row.case) for row in head.skipped), width)
+    elif head.skipped:
+        yield from _title(f"Not measured: {head.not_measured}. Reasons: repro doctor", width)
 
 
 def print_rows(rows: Sequence[Row]) -> None:

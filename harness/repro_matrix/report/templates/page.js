@@ -1,7 +1,7 @@
-// Search: hides cases that lack a word, and lives in the address (#q=...). The page is complete without it.
+// Search: hides cases that lack a word, and lives in the address (#q=...)
 "use strict";
 (() => {
-  const form = document.getElementById("bar");
+  const form = document.getElementById("bar"), main = document.getElementById("main");
   const rows = [...document.querySelectorAll("tr[data-case]")];
   const sections = [...document.querySelectorAll("section.case")];
   const cases = sections.length ? sections : rows; // a site's index has no sections
@@ -15,10 +15,8 @@
     const words = form.elements.q.value.toLowerCase().split(/\s+/).filter(Boolean);
     let found = cases.filter((one) => has(one, [words.join(" ")])); // the whole phrase, else its words
     if (!found.length) found = cases.filter((one) => has(one, words));
-    if (!found.length) { // a pasted error has numbers and addresses of its own
-      const known = words.filter((word) => !/\d|\//.test(word));
-      if (known.length) found = cases.filter((one) => has(one, known));
-    }
+    const known = words.filter((word) => !/\d|\//.test(word)); // a pasted error has numbers and paths of its own
+    if (!found.length && known.length) found = cases.filter((one) => has(one, known));
     const shown = new Set(found);
     for (const one of cases) one.hidden = !shown.has(one);
     const names = new Set(found.map((one) => one.dataset.case || one.id));
@@ -41,7 +39,10 @@
   if (cases.length < 2) return;
   form.hidden = false;
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", apply);
+  form.addEventListener("input", () => {
+    apply();
+    if (main.getBoundingClientRect().top < 0) main.scrollIntoView(); // to the first case
+  });
   addEventListener("hashchange", follow);
   follow();
 })();
