@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from repro_kit import Run, main
@@ -37,9 +38,13 @@ def body(run: Run) -> None:
     if run.rank == 0:
         if run.flags["ranks"] == "first":
             state = state_of(run, wrapped)  # <- a collective that only this rank enters
+        if run.device_kind == "cuda":
+            torch.cuda.synchronize()  # it waits here; in torch.save it would hold the GIL meanwhile
         torch.save(state, run.work_dir / "model.pt")
     run.phase("barrier")
     dist.barrier()  # the others wait here for the file, as a training script does
+    while not (run.work_dir / "model.pt").exists():
+        time.sleep(0.1)  # NCCL may take this barrier for the first rank's all-gather
     read = torch.load(run.work_dir / "model.pt", map_location="cpu", weights_only=True)
     files(run, run.work_dir / "model.pt", least=stored(read.values()))
     wrong = [name for name in expected if name not in read or not torch.equal(read[name], expected[name])]

@@ -4,6 +4,10 @@ The launcher asks through a pipe (records/ask-N, a FIFO), and a thread of the ra
 records/collectives-N.json: the main thread may be stuck inside a collective, which releases the GIL while it waits. The
 stack's own torch makes the answer, because older releases keep the flight recorder as a pickle, which only its own
 process should load. Standard library only, Python 3.9; this module looks torch up and never imports it.
+
+On a GPU a rank may wait for its device with the GIL held (torch.save of a CUDA tensor), so that no thread of it
+answers. torch's own server does, on a socket (records/recorder-N): it is C++ and needs no GIL. The recorder's pipe
+(TORCH_NCCL_DEBUG_INFO_PIPE_FILE) is no help: its dump has Python frames, for which torch takes the GIL.
 """
 
 from __future__ import annotations
@@ -73,6 +77,14 @@ class Witness:
             return  # a file system without pipes: the launcher uses the backtraces
         threading.Thread(target=self._serve, args=(asked,), name="kit-witness", daemon=True).start()
 
+    def start_server(self) -> None:
+        """Start torch's control-plane server (torch 2.4 and later), which answers while the GIL is held."""
+        server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
+        if server is not None:
+            # A socket's path may have 107 characters, and this folder's may be longer.
+            folder = os.open(self.pipe.parent, os.O_RDONLY)
+            self.server = server(f"/proc/self/fd/{folder}/recorder-{self.pipe.name.rpartition('-')[2]}")
+
     def _serve(self, asked: int) -> None:
         while True:
             question = os.read(asked, 512)
@@ -88,7 +100,11 @@ class Witness:
 
 def collectives(with_frames: bool = False) -> Json:
     """Return this rank's process groups, and the collectives that it has entered and that torch remembers."""
-    dump = recorded(with_frames)
+    return summarize(recorded(with_frames))
+
+
+def summarize(dump: Json | None) -> Json:
+    """Return the process groups and collectives of a flight recorder's dump; None: it has none."""
     if dump is None:
         return {"groups": {}, "collectives": None, "complete": False}
     entries = dump["entries"]
@@ -106,11 +122,11 @@ def recorded(with_frames: bool) -> Json | None:
         as_json = getattr(c10d, f"_dump_{name}_trace_json", None)
         as_pickle = getattr(c10d, f"_dump_{name}_trace", None)
         found = as_json or as_pickle
-        dump = _plain(found()) if found else None
+        dump = parse_dump(found()) if found else None
         if dump is None:
             continue
         if as_json and as_pickle and with_frames:  # only the pickle contains frames
-            active = _plain(as_pickle(onlyActive=True)) or {"entries": []}
+            active = parse_dump(as_pickle(onlyActive=True)) or {"entries": []}
             frames = {entry.get("record_id"): entry.get("frames") for entry in active["entries"]}
             for entry in dump["entries"]:
                 entry["frames"] = frames.get(entry.get("record_id"))
@@ -118,7 +134,8 @@ def recorded(with_frames: bool) -> Json | None:
     return None
 
 
-def _plain(dump: Any) -> Json | None:
+def parse_dump(dump: Any) -> Json | None:
+    """Return a dump as a dictionary; None for one without entries."""
     if isinstance(dump, bytes) and dump[:1] != b"{":
         dump = pickle.loads(dump)  # made by this process a moment ago
     elif isinstance(dump, (bytes, str)):

@@ -28,6 +28,7 @@ if "--settings" not in sys.argv:
         os.environ.pop(_name, None)
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -42,7 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from repro_kit.machine import machine_facts
-from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, nccl_environment
+from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, collectives, nccl_environment
 from repro_kit.record import Record, clip, describe_exception, holds, plain
 from repro_kit.settings import resolve, variant_axis
 
@@ -401,6 +402,8 @@ def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
     witness = Witness(records, rank)
     if not settings["normal_exit"]:  # the case tests how the process ends, so only its own threads may run
         witness.start()
+        if settings["device"] != "cpu":
+            witness.start_server()
     return witness
 
 
@@ -410,6 +413,8 @@ def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
     torch_module = sys.modules.get("torch")
     if settings["device"] != "cpu" and torch_module is not None and torch_module.cuda.is_initialized():
         record.data["peak_gpu_mb"] = round(torch_module.cuda.max_memory_allocated() / 2**20, 1)
+        with contextlib.suppress(Exception):  # after some CUDA errors no event can be queried
+            record.data["collectives"] = collectives()  # NCCL lets different ones complete as one, with garbage
     record.write()
     if record.path is None:
         report(record)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "repros"))
@@ -37,6 +39,17 @@ def other_collective(run: Run) -> None:
         dist.all_gather([torch.empty(4) for _ in range(run.world_size)], VALUE)
     else:
         dist.barrier()
+
+
+def holds_the_gil(run: Run) -> None:
+    """The first rank holds the GIL and spins, as torch.save of a CUDA tensor does while it waits for the GPU."""
+    assert run.witness
+    if run.flags["server"]:
+        run.witness.start_server()
+    if run.rank == 0:
+        work = dist.all_gather([torch.empty(4) for _ in range(run.world_size)], VALUE, async_op=True)
+        deque(itertools.repeat(work), maxlen=0)
+    dist.barrier()
 
 
 def crossed_groups(run: Run) -> None:

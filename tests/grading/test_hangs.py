@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import DIST, SITE, ended, failed, matches, observation, peer_failed
+from observations import DIST, SITE, case, ended, exception, failed, matches, observation, ok, peer_failed
 from repro_matrix.config.schema import Signature
 from repro_matrix.grading import hangs
+from repro_matrix.grading.grade import grade
 from repro_matrix.grading.hangs import Entry, RankCollectives, attempt_progress, find_deadlock, rank_progress
 from repro_matrix.grading.observation import Attempt
 
@@ -264,3 +265,67 @@ def test_hang_signature_matches_the_flight_recorder(collective: Any, frames: Any
     signature = Signature.model_validate({"name": "s", "kind": "hang", "collective": collective, "frames": frames})
     found = matches(signature, nccl(dump))
     assert (found.ranks if found else None) == expected
+
+
+PATTERNS = {"kinds": ["allgather", "barrier|allreduce"]}
+OTHER = [{"module": r"torch\.distributed\.tensor\..*", "function": "full_tensor"}, CALLS[1]]
+
+
+def lonely(change: Any, **attempt: Any) -> Any:
+    """The lonely all-gather; ``change`` is made to rank 1 (and its barrier)."""
+    seen = nccl(LONELY)
+    seen["attempt"] |= attempt
+    change(seen["ranks"][1], seen["ranks"][1]["collectives"]["collectives"][-1])
+    return seen
+
+
+def passed_barrier(rank: Any, barrier: Any) -> None:
+    barrier.update(waits=False, frames=[], state="completed")
+
+
+def ended_after_barrier(rank: Any, barrier: Any) -> None:
+    rank.update(ok(1, stack=None), collectives=None)
+
+
+def raised_after_barrier(rank: Any, barrier: Any) -> None:
+    passed_barrier(rank, barrier)
+    entered = rank.pop("collectives")
+    rank.update(failed(1, exception("FileNotFoundError", "No such file: model.pt")))
+    rank["record"]["collectives"] = entered
+
+
+@pytest.mark.parametrize(
+    ("change", "backend", "frames", "expected"),
+    [
+        (passed_barrier, "nccl", CALLS, (0, 1)), (passed_barrier, "gloo", CALLS, None),
+        (passed_barrier, "nccl", OTHER, None),  # rank 0 shows its frames: they are another signature's
+        (ended_after_barrier, "nccl", CALLS, (0,)), (ended_after_barrier, "gloo", CALLS, None),
+        (raised_after_barrier, "nccl", CALLS, None),  # a failure of its own
+    ],
+)  # fmt: skip
+def test_nccl_may_complete_one_of_two_different_collectives(
+    change: Any, backend: str, frames: Any, expected: Any
+) -> None:
+    signature = Signature.model_validate({"name": "s", "kind": "hang", "collective": PATTERNS, "frames": frames})
+    found = matches(signature, lonely(change, backend=backend))
+    assert (found.ranks if found else None) == expected
+
+
+def test_other_failure_after_mismatched_collectives_describes_them() -> None:
+    known = case()
+    for backend in ("nccl", "gloo"):
+        outcome = grade(known, "unfixed", lonely(raised_after_barrier, backend=backend, timed_out=False), [known])
+        assert outcome.outcome == "other_failure"
+        assert ("rank 0 in _all_gather_base, rank 1 in" in outcome.reason) == (backend == "nccl")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["0", "a"]), st.integers(1, 4), st.sampled_from(["all_reduce", "barrier"]),
+                          st.booleans()), max_size=5))  # fmt: skip
+def test_completed_collectives_only_add_contradictions(listed: Any) -> None:
+    ranks = [
+        rank(number, *(entry(n, op, waits, group=(name, (0, 1))) for name, n, op, waits in listed[number::2]))
+        for number in (0, 1)
+    ]
+    pending, every = hangs.find_mismatches(ranks), hangs.find_mismatches(ranks, completed=True)
+    assert set(map(str, pending)) <= set(map(str, every))
+    assert all(one.contradicts for one in every if str(one) not in map(str, pending))

@@ -57,6 +57,25 @@ def test_waiting_rank_reports_the_frames_of_its_collective(
     assert "all_gather" in called[0] and "barrier" in called[1] and "other_collective" in called[1]
 
 
+def test_rank_that_holds_the_gil_and_spins_hangs(
+    tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: no thread of it answers, and it uses a core. torch's own server answers; where there is none, an
+    unchanged stack counts as waiting, not as work."""
+    monkeypatch.setattr(watch.Watch, "_spins", True)
+    asked = {"torch": {"deadline": FOREVER, "server": True}, "nobody": {"deadline": 3, "server": False}}
+    attempts = [attempt_of(tmp_path / name, "holds_the_gil", "waits.py", **how) for name, how in asked.items()]
+    with ThreadPoolExecutor() as pool:
+        answered, silent = pool.map(partial(launched, warm), attempts)
+    assert "rank 0 in all_gather, rank 1 in barrier" in answered["attempt"]["hang"]["deadlock"]
+    assert answered["ranks"][0]["samples"][-1]["busy"] and answered["ranks"][0]["collectives"]["groups"] == {
+        "0": [0, 1]
+    }
+    assert answered["infra_error"] is silent["infra_error"] is None and not silent["attempt"]["hang"]["deadlock"]
+    assert silent["attempt"]["timed_out"] and silent["ranks"][0]["collectives"] is None
+    assert "holds_the_gil" in silent["ranks"][0]["stack"]
+
+
 @pytest.mark.slow
 def test_slow_ranks_are_not_ended_early(tmp_path: Path, warm: ForkserverLauncher) -> None:
     """Asleep or at work, for longer than two samples take."""

@@ -35,7 +35,7 @@ from repro_matrix.grading.expectations import same_release
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt, Rank
 from repro_matrix.grading.root_cause import Failure, Failures, fatal_signal, find_failures, script_error
-from repro_matrix.grading.signature import match_attempt, near_misses
+from repro_matrix.grading.signature import completes_mismatches, diverged, match_attempt, near_misses
 from repro_matrix.records.attempt import InfraErrorKind, Observation
 from repro_matrix.records.outcome import NoEvidence, Outcome, Primary, Recognized
 from repro_matrix.text import first_line, list_ranks
@@ -76,6 +76,9 @@ def grade(
     if outcome:
         return replace(outcome, recognized=recognized, primary=primary)
     outcome = _judge(case, variant, attempt, failures, recognized)
+    apart = diverged(attempt) if completes_mismatches(attempt) else []
+    if outcome.outcome in ("other_failure", "hang") and apart and str(apart[0]) not in outcome.reason:
+        outcome = replace(outcome, reason=f"{outcome.reason}; its ranks were in different collectives: {apart[0]}")
     if variant == "unfixed" and outcome.outcome in ("other_failure", "passed"):
         near = near_misses(case.signatures, attempt, failures)
         outcome = replace(outcome, reason=f"{outcome.reason} (nearly {near})") if near else outcome

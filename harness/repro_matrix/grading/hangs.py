@@ -246,14 +246,16 @@ class Mismatch:
         return f"collective {self.sequence} of group {name} ({list_ranks(members)}): {entered}{missing}"
 
 
-def find_mismatches(ranks: Iterable[RankCollectives]) -> list[Mismatch]:
+def find_mismatches(ranks: Iterable[RankCollectives], completed: bool = False) -> list[Mismatch]:
     """Return every collective that a rank waits in and that a member has not entered, or not as the same kind.
 
-    Contradictions come first, then the earliest. A member of which nothing is known counts as neither.
+    Contradictions come first, then the earliest. A member of which nothing is known counts as neither. ``completed``:
+    also those that no rank waits in. gloo never completes different ones as the same; NCCL does, with garbage.
     """
     known = {each.rank: each for each in ranks}
     found = []
-    for group, sequence in sorted({(entry.group, entry.sequence) for each in known.values() for entry in each.pending}):
+    entered = (entry for each in known.values() for entry in (each.entries or () if completed else each.pending))
+    for group, sequence in sorted({(entry.group, entry.sequence) for entry in entered}):
         ops: dict[int, str] = {}
         missing = []
         for member in group[1]:
@@ -267,7 +269,8 @@ def find_mismatches(ranks: Iterable[RankCollectives]) -> list[Mismatch]:
             elif (rank.ended and last is None) or (last is not None and last < sequence):
                 missing.append(member)
         mismatch = Mismatch(group, sequence, ops, tuple(missing))
-        if mismatch.missing or mismatch.contradicts:
+        waiting = any((e.group, e.sequence) == (group, sequence) for each in known.values() for e in each.pending)
+        if (mismatch.missing and waiting) or mismatch.contradicts:
             found.append(mismatch)
     return sorted(found, key=lambda one: (not one.contradicts, one.sequence, one.group))
 

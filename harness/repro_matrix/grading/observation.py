@@ -222,7 +222,8 @@ class Rank:
         self.done = self.record["done"]
         self.log_tail = data["log_tail"]
         self.stack = data["stack"] or ""
-        self.collectives = data.get("collectives")  # the rank monitor's last answer
+        # The rank monitor's last answer; of a rank that ended by itself on a GPU, its record's.
+        self.collectives = data.get("collectives") or self.record.get("collectives")
         self.samples = data.get("samples")  # None: no process samples were taken
         self.ended_at = number(self.record.get("ended"))  # by the rank's own clock; None: it did not get that far
 

@@ -9,7 +9,8 @@ What counts, by kind:
 - ``check``: a check of that name that failed on a rank which finished.
 - ``hang``: the attempt hung, and each declared frame is in some rank's stack, or in the call of a collective that it
   waits in (torch's flight recorder; with NCCL the host has gone on from there). Where the recorder shows that ranks
-  entered different collectives, and the signature names which, that must agree, too.
+  entered different collectives, and the signature names which, that must agree, too. With NCCL one of these may have
+  completed, with garbage: a rank that went on, or ended, does not show its frame.
 - ``signal``: a rank died of it by itself, with the declared frames on its stack.
 
 A failure that only follows from another rank's (root_cause.py) never matches.
@@ -176,17 +177,21 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
     if not attempt.timed_out or failed:
         return {}
     messages: dict[int, str] = {}
+    unseen = 0  # ranks that no longer stand in their part of the mismatch
     if signature.collective:
-        mismatches = find_mismatches(rank_collectives(r.rank, False, "", r.collectives) for r in attempt.ranks)
+        mismatches = diverged(attempt)
         if mismatches:
-            matching = next((each for each in mismatches if _is_mismatch(signature.collective, each)), None)
+            matching = next((each for each in mismatches if _is_mismatch(signature.collective, each, attempt)), None)
             if matching is None:
                 return {}
             messages = dict.fromkeys(matching.ops, str(matching))
+            if completes_mismatches(attempt):
+                unseen = sum(not rank.collective_frames for rank in attempt.ranks if rank.rank in matching.group[1])
     for wanted in signature.frames:
         stuck = [rank for rank in attempt.ranks if _has_frame(wanted, (*rank.stack_frames, *rank.collective_frames))]
-        if not stuck:
+        if not stuck and not unseen:
             return {}
+        unseen -= not stuck
         for rank in stuck:
             inner = next(f for f in (*rank.stack_frames, *rank.collective_frames) if _has_frame(wanted, [f]))
             messages.setdefault(rank.rank, f"stuck in {inner}")
@@ -199,9 +204,26 @@ def _work_s(attempt: Attempt) -> float:
     return max((rank.ended_at - began for rank in attempt.ranks if rank.ended_at is not None), default=0.0)
 
 
-def _is_mismatch(wanted: Collective, mismatch: Mismatch) -> bool:
-    """Whether ranks disagree as the signature says: each pattern is one of the kinds of collectives entered."""
-    return all(any(_compiled(kind).fullmatch(family) for family in mismatch.kinds) for kind in wanted.kinds)
+def completes_mismatches(attempt: Attempt) -> bool:
+    """Whether its backend may complete different collectives as the same one."""
+    return "nccl" in attempt.backend
+
+
+def diverged(attempt: Attempt) -> list[Mismatch]:
+    """Return the collectives that its ranks did not enter together, as far as the flight recorder shows them."""
+    nccl = completes_mismatches(attempt)
+    ranks = (rank_collectives(r.rank, nccl and r.terminated_by == "self", "", r.collectives) for r in attempt.ranks)
+    return find_mismatches(ranks, nccl)
+
+
+def _is_mismatch(wanted: Collective, mismatch: Mismatch, attempt: Attempt) -> bool:
+    """Whether ranks disagree as the signature says: each pattern is one of the kinds of collectives entered.
+
+    With NCCL a rank may have passed its part and ended, so that nothing shows what it was.
+    """
+    matched = [any(_compiled(kind).fullmatch(family) for family in mismatch.kinds) for kind in wanted.kinds]
+    ended = [rank for rank in attempt.ranks if rank.rank in mismatch.missing and rank.terminated_by == "self"]
+    return all(matched) or bool(ended and completes_mismatches(attempt) and any(matched))
 
 
 # -- near misses: for the author of a signature

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import http.client
 import json
 import os
 import re
 import signal
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from repro_kit.rank_monitor import parse_dump, summarize
 
 import psutil
 
@@ -24,6 +29,7 @@ from repro_matrix.records.attempt import Collectives
 
 ANSWER_S = 1.0  # a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
 FRAMES_S = 30.0  # ... and its torch may import for seconds before it can report the frames of a call
+RECORDERS = ("dump_nccl_trace_json", "fr_trace_json")  # of torch's server: NCCL's recorder, and the one of gloo
 _PHASE = re.compile(r"^(\d+\.?\d*) (.*)$", re.MULTILINE)
 NO_STACK = "# no stack"  # begins the text that says why there is no backtrace
 
@@ -35,6 +41,7 @@ class Sample:
     state: Json
     backtrace: str = ""
     collectives: Collectives | None = None
+    answered: bool = True  # its monitor thread did: nothing holds the GIL
 
     def standing(self, rank: int) -> RankCollectives:
         return rank_collectives(
@@ -62,7 +69,8 @@ def take(
         if rank not in living or not processes.alive(living[rank]):
             samples[rank] = Sample({"time_s": round(time.monotonic() - began, 3), "ended": True})
             continue
-        trace, answer, reported = traces.get(rank, ""), answers.get(rank), phases(records, rank)
+        trace, reported = traces.get(rank, ""), phases(records, rank)
+        answer = answers.get(rank) or _query_server(rank, records, answers.values())
         known = bool(trace) and not trace.startswith(NO_STACK)
         blocked_in = blocking_call(trace) if known else ""
         collectives = answer["collectives"] if answer else None
@@ -73,9 +81,10 @@ def take(
             "time_s": times[rank], "ended": False, **used[rank], "phase": reported[-1][1] if reported else None,
             "stack": _digest(stable_stack(trace)) if known else None, "blocking_call": blocked_in,
             "collectives_digest": None if collectives is None else _digest(json.dumps(collectives, sort_keys=True)),
-            "busy_waiting": busy_waiting and (bool(blocked_in) or waits),
+            # Without any answer something holds the GIL: a wait for the GPU, if the stack stays the same.
+            "busy_waiting": busy_waiting and (bool(blocked_in) or waits or (known and answer is None)),
         }  # fmt: skip
-        samples[rank] = Sample(state, trace, answer)
+        samples[rank] = Sample(state, trace, answer, rank in answers)
     return samples
 
 
@@ -123,7 +132,7 @@ def phases(records: Path, rank: int) -> list[tuple[float, str]]:
 
 def with_frames(last: Mapping[int, Sample], records: Path) -> dict[int, Sample]:
     """Add to the samples the frames of the calls in which the ranks wait: on a GPU no backtrace has them."""
-    waiting = {rank for rank, sample in last.items() if sample.standing(rank).pending}
+    waiting = {rank for rank, sample in last.items() if sample.answered and sample.standing(rank).pending}
     answers = _query_monitors(waiting, records, b"f", FRAMES_S)
     return {rank: replace(sample, collectives=answers.get(rank, sample.collectives)) for rank, sample in last.items()}
 
@@ -145,6 +154,38 @@ def _query_monitors(
                     answers[rank] = answer
         time.sleep(0.01)
     return answers
+
+
+def _query_server(rank: int, records: Path, others: Iterable[Collectives]) -> Collectives | None:
+    """Return what torch's own server in a rank reports (without frames); it answers while the GIL is held.
+
+    ``others``: gloo's recorder does not name the ranks of a group; those of this rank's groups are in their answers.
+    """
+    for name in RECORDERS if (records / f"recorder-{rank}").exists() else ():
+        try:
+            dump = parse_dump(json.loads(_request(records, rank, name)))
+            answer = summarize(dump) if dump else None
+        except Exception:  # noqa: BLE001 - as in the rank itself: what torch sends may change
+            continue
+        if answer is not None:
+            for other in others:
+                answer["groups"] |= {group: ranks for group, ranks in other["groups"].items() if rank in ranks}
+            return cast(Collectives, answer)
+    return None
+
+
+def _request(records: Path, rank: int, name: str) -> bytes:
+    """Return what a handler of torch's server sends. Raise OSError or ValueError (also of JSON: it is no dump)."""
+    folder = os.open(records, os.O_RDONLY)
+    with contextlib.closing(http.client.HTTPConnection("rank")) as connection, socket.socket(socket.AF_UNIX) as link:
+        try:
+            link.settimeout(ANSWER_S)
+            link.connect(f"/proc/self/fd/{folder}/recorder-{rank}")  # the whole path may be too long
+            connection.sock = link
+            connection.request("POST", f"/handler/{name}")
+            return connection.getresponse().read()
+        finally:
+            os.close(folder)
 
 
 def _send(pipe: Path, question: bytes) -> bool:

@@ -105,6 +105,25 @@ class Read(TypedDict):
     model: NotRequired[list[str]]
 
 
+class Collective(TypedDict):
+    """One collective of torch's flight recorder. ``frames``: (file, function) of its call, innermost first."""
+
+    group: str
+    sequence: int | None
+    op: str
+    p2p: bool
+    waits: bool
+    frames: NotRequired[list[list[str]]]
+
+
+class Collectives(TypedDict):
+    """What a rank's monitor reports (repros/repro_kit/rank_monitor.py); null: nothing was recorded."""
+
+    groups: dict[str, list[int]]
+    collectives: list[Collective] | None
+    complete: bool
+
+
 @open_ended
 class Record(TypedDict):
     """What one rank wrote. ``packages``: name -> where it is installed."""
@@ -130,6 +149,7 @@ class Record(TypedDict):
     cpu_s: NotRequired[float]
     peak_rss_mb: NotRequired[float]
     peak_gpu_mb: NotRequired[float | None]
+    collectives: NotRequired[Collectives]  # at its end, on a GPU
 
 
 # -- how a rank ended
@@ -148,25 +168,6 @@ class Sample(TypedDict):
     blocking_call: NotRequired[str]
     collectives_digest: NotRequired[str | None]
     busy_waiting: NotRequired[bool]
-
-
-class Collective(TypedDict):
-    """One collective of torch's flight recorder. ``frames``: (file, function) of its call, innermost first."""
-
-    group: str
-    sequence: int | None
-    op: str
-    p2p: bool
-    waits: bool
-    frames: NotRequired[list[list[str]]]
-
-
-class Collectives(TypedDict):
-    """The last answer of a rank's monitor (repros/repro_kit/rank_monitor.py); null: nothing was recorded."""
-
-    groups: dict[str, list[int]]
-    collectives: list[Collective] | None
-    complete: bool
 
 
 class Rank(TypedDict):
