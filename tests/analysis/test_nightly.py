@@ -45,6 +45,23 @@ def test_compare_to_last_passing_counts_only_result_changes() -> None:
     assert quarantined.changed == [] and quarantined.quarantined.keys() == {("c/m", "fix")}
 
 
+def test_a_fix_that_dies_in_two_steps_is_compared_with_the_night_before_it_was_flaky() -> None:
+    def night(name: str, passed: int) -> NightlyRun:
+        kinds = {"passed": passed, "reproduced": 3 - passed}
+        row = replace(HOLDS, kinds={each: n for each, n in kinds.items() if n}, failure_ids=("c/norm",) * (passed < 3))
+        verdict = {3: "FIXED", 0: "NOT_FIXED"}.get(passed, "FLAKY")
+        return make_run(name, cell({"unfixed": REPRODUCED, "fix": replace(row, verdict=verdict)}), 0)
+
+    def change(tonight: int, *before: int) -> tuple[str, str] | None:
+        found = compare_to_last_passing(night("", tonight).rows, [night(str(n), k) for n, k in enumerate(before)])
+        return (found.changed[0].passing.run_id, found.changed[0].changes[0].kind) if found.changed else None
+
+    assert change(2, 3) is None, "within its interval"
+    assert change(0, 3, 2) == change(0, 3, 2, 1) == ("0", "fix_stopped_working")
+    assert change(3, 0, 1) == ("0", "fix_works_now") and change(3, 3, 2) is None
+    assert change(0, 2) is None and change(0, 3, 0) is None, "flaky since the first night; acknowledged"
+
+
 def test_changed_case_digest_identifies_the_change() -> None:
     repaired = make_run("repaired", A, 0)
     (first,), (again,), (same,) = (
@@ -131,6 +148,7 @@ def test_find_missing_lists_cells_and_variants(tonight: Rows, expected: list[tup
         (replace(ALL, cells={"c/m": {"now"}, "c/n": {"later"}}, stacks={"now"}), ""),
         (Requested(VARIANTS), ""),
         (Requested({}), "not requested"),
+        (replace(ALL, catalog={"c": {"fix"}}), "no longer in the catalog"),
     ],
 )
 def test_find_missing_is_excused_by_the_run_itself(requested: Requested, excuse: str) -> None:
@@ -168,6 +186,8 @@ def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
     manifest = json.dumps({**written, "commit": "c", "changed": False, "stacks": {}})
     (tmp_path / "shard-1-of-2.manifest").write_text(manifest)
     assert nightly.load_requested(tmp_path, []).cells == {}, "in the other shard"
+    gone = replace(A[0], case=CASE, key=KEY, hardware="cpu", stack="current", variant="removed")
+    assert requested.excuse(gone) == "no longer in the catalog"
     for text in ("case=no-such-case", "case=[["):
         runs.note(tmp_path, [text], runs.ENDED)
         unknown = nightly.load_requested(tmp_path, [])

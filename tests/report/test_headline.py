@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok
+from packaging.version import Version
 from report_cells import rows
-from repro_matrix.analysis.history import compare_to_last_passing, make_run
+from repro_matrix.analysis.history import against_history, compare_to_last_passing, make_run
 from repro_matrix.analysis.inputs import from_row
+from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.report.headline import ATTENTION, Headline, headline, kind_of
+from repro_matrix.report.run_summary import describe_exit
+from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.summary import Row
+from repro_matrix.runner.engine import Summary
 
 
 def cell(outcome: str, verdicts: dict[str, str], roles: str = "fix", **changes: Any) -> list[Row]:
@@ -126,6 +131,99 @@ def test_changes_since_the_last_passing_run() -> None:
     assert head.sentences[-1] == "1 result changed since the last passing run (monday)."
     assert head.attention[0].since == "since monday: deepspeed: 0.19.7 -> 0.19.8"
     assert since_monday(night("FIXED", "0.19.8")).sentences[-1].startswith("Nothing changed")
+
+
+Night = dict[str, tuple[str, str]]  # variant -> outcome and verdict
+
+
+def night(variants: Night, transformers: str = "5.23.0", state: str = "no_expectation", **changes: Any) -> list[Row]:
+    """The rows of a cell whose documented fixes have these results, without an expectation."""
+    versions = {"torch": "2.13.0", "transformers": transformers}
+    stack = {"name": "current", "python": "3", "versions": versions} | changes.pop("stack", {})
+    unfixed = "reproduced" if any(verdict in ("FIXED", "NOT_FIXED") for _, verdict in variants.values()) else "passed"
+    made = {name: [(outcome, observation(ok(0)))] * 3 for name, (outcome, _) in variants.items()}
+    result = document({"unfixed": [(unfixed, observation(ok(0)))] * 3, **made},
+                      {name: verdict for name, (_, verdict) in variants.items()}, stack=stack, **changes)  # fmt: skip
+    for name, (outcome, _) in variants.items():
+        result["verdicts"][name] |= {"expected": state, "measured": outcome != "infra_error"}
+    failing = {"reproduced": ("c/norm",), "hang": ("hang",)}
+    return [
+        replace(row, role=row.role if row.first else "fix",
+                attempts=tuple(replace(each, failures=failing.get(each.outcome, ())) for each in row.attempts))
+        for row in rows(result)
+    ]  # fmt: skip
+
+
+WORKS: Night = {"a": ("passed", "FIXED"), "b": ("passed", "FIXED")}
+DEAD: Night = {"a": ("reproduced", "NOT_FIXED"), "b": ("passed", "FIXED")}
+GONE: Night = {"a": ("passed", "FIXED_UPSTREAM"), "b": ("passed", "FIXED_UPSTREAM")}
+
+
+def after(before: list[Row], now: list[Row], cases: Any = {}, **changes: Any) -> Headline:  # noqa: B006
+    runs = [replace(make_run("monday", map(from_row, before), 0), **changes)] if before else []
+    since = compare_to_last_passing(map(from_row, now), runs)
+    return headline(against_history(now, cases, since), cases, since)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "release", "kind"),
+    [
+        (WORKS, DEAD, "5.23.0", "stopped_working"),
+        (WORKS, DEAD, "5.24.0", "stopped_working"),  # after an upgrade, too
+        (GONE, WORKS, "5.24.0", "came_back"),
+        (WORKS, GONE, "5.23.0", "different"),  # no version changed
+        (WORKS, {"a": ("hang", "INCONCLUSIVE"), "b": ("passed", "FIXED")}, "5.23.0", "different"),
+        (WORKS, GONE, "5.24.0", None),
+        (DEAD, WORKS, "5.23.0", None),
+        (DEAD, DEAD, "5.23.0", None),
+    ],
+)
+def test_what_worked_before_differs_without_an_expectation(
+    before: Night, now: Night, release: str, kind: str | None
+) -> None:
+    head = after(night(before), night(now, release))
+    assert [each.kind for each in head.attention] == [kind] * bool(kind)
+    assert exit_code(head.rows, 1) == bool(kind)
+    if not kind:
+        assert describe_exit(0, head, Summary()).endswith("expectation; 2 results without an expectation")
+    if now is GONE:
+        assert head.cases[0].state == ("absent" if kind else "fixed")
+        assert ("1 no longer reproduces." in head.sentences) == bool(kind)
+
+
+def test_a_fix_that_worked_with_the_release_before_differs() -> None:
+    older = night(WORKS, "5.22.0", stack={"name": "older"})
+    assert [each.kind for each in after(older, night(DEAD)).attention] == ["stopped_working"]
+    assert not after(night(WORKS, "5.24.0", stack={"name": "newer"}), night(DEAD)).attention, "not an older release"
+    assert not after(older, night(DEAD, hardware={**document({}, {})["hardware"], "profile": "gpu1"})).attention
+    known = catalog.load().cases["ddp-ready-once"]
+    end = max(
+        (end for entry in known.expect for end in entry.measured_at), key=lambda end: Version(end["transformers"])
+    )
+    at = {"case": known.slug, "params": known.expect[0].cells[0], "stack": {"versions": {**end, "torch": "99.0"}}}
+    for variant, kinds in (("non-reentrant", ["stopped_working"]), ("bucket-view", []), ("no-such", [])):
+        dead = night({variant: ("reproduced", "NOT_FIXED")}, **at)
+        assert [each.kind for each in after([], dead, {known.slug: known}).attention] == kinds, variant
+
+
+def test_nothing_is_left_out_of_the_documented_fixes() -> None:
+    lost = of(night({"a": ("passed", "FIXED"), "b": ("infra_error", "INCONCLUSIVE")}))
+    assert lost.fixes == (1, 2) and "1 of 2 documented fixes work; 1 not measured." in lost.sentences
+    old = night(DEAD, stack={"name": "old", "versions": {"torch": "2.6.0", "transformers": "4.51.3"}})
+    both = of(night(WORKS, state="expected"), old)
+    assert both.cases[0].failing == ("a",) and both.fixes == (1, 2)
+    assert any("some-case/a on old" in each for each in both.sentences)
+
+
+def test_a_run_that_measured_less_than_requested_is_named_so() -> None:
+    assert "less than requested" in after(night(WORKS), night(WORKS), partial=True).changed
+    assert "less than requested" not in after(night(WORKS), night(WORKS)).changed
+
+
+def test_what_was_measured_counts_the_time_of_cells_only() -> None:
+    two = [replace(row, started=start, ended=start + 60.0, commit=None) for start in (0.0, 30.0, 9000.0)
+           for row in night(WORKS)]  # fmt: skip
+    assert "no commit" in of(two).measured and of(two).measured.endswith("2 min 30 s")
 
 
 def test_run_that_measured_nothing() -> None:

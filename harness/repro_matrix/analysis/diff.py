@@ -6,6 +6,7 @@ verdict only because the failure itself appeared or disappeared, that change is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ class Change:
 class Diff:
     """``cells``, ``variants``: present on both sides. ``incomparable``: (row, reason).
 
-    ``across``: axis -> the two values, where each side has one value and they differ.
+    ``across``: axis -> the two values, where each side has one value and they differ. ``excused``: why the second side
+    need not have some results -> their number.
     """
 
     changes: tuple[Change, ...]
@@ -68,6 +70,7 @@ class Diff:
     variants: int
     incomparable: tuple[tuple[VariantResult, str], ...]
     across: Mapping[str, tuple[str, str]]
+    excused: Mapping[str, int] = field(default_factory=dict)
 
     def select(self, kinds: Iterable[str]) -> list[Change]:
         return [change for change in self.changes if change.kind in kinds]
@@ -75,12 +78,14 @@ class Diff:
     def without_unrequested(self, requested: Requested) -> Diff:
         """Return the comparison without what the second side lacks because its run was not asked for it."""
         there: dict[str, Any] = {axis: pair[1] for axis, pair in self.across.items()}
-
-        def excused(change: Change) -> bool:
-            row = change.before
-            return change.kind in LESS and row is not None and bool(requested.excuse(replace(row, **there)))
-
-        return replace(self, changes=tuple(change for change in self.changes if not excused(change)))
+        changes, excused = [], Counter[str]()
+        for change in self.changes:
+            row = change.before if change.kind in LESS else None
+            excuse = requested.excuse(replace(row, **there)) if row else ""
+            excused[excuse] += 1
+            changes += [] if excuse else [change]
+        del excused[""]
+        return replace(self, changes=tuple(changes), excused=excused)
 
     @property
     def exit_code(self) -> int:

@@ -14,17 +14,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import ConfigDict, TypeAdapter
 
 from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
 from repro_matrix.analysis.inputs import VariantResult, from_row
+from repro_matrix.analysis.releases import STATES
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.errors import ResultsError
+from repro_matrix.grading.expectations import as_expected, expected
+from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.paths import write_text
-from repro_matrix.results.runs import LOOK_BACK, listed
+from repro_matrix.results.expectations import lacks_results
+from repro_matrix.results.runs import ENDED, LOOK_BACK, listed
 from repro_matrix.results.store import changed_files
 from repro_matrix.results.summary import Row, compared, stored_rows
 from repro_matrix.text import counted, line
@@ -51,6 +55,7 @@ class NightlyRun:
     quarantined: tuple[tuple[str, str], ...] = ()
     dirty: bool = False
     machines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # hardware -> CPU, cores, memory ...
+    partial: bool = False  # it measured less than requested
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -155,16 +160,23 @@ class ChangedCase:
         return hashlib.sha256(json.dumps([self.case, self.passing.run_id, changes]).encode()).hexdigest()[:12]
 
 
+Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant
+References = dict[Place, tuple[NightlyRun, VariantResult]]
+
+
 @dataclass
 class Regressions:
     """``count``: of the compared variants. ``new``: ids of cells that no passing run measured. ``previous``: the newest
-    run that was compared with. ``quarantined``: (cell id, variant) -> its change."""
+    passing run with one of these variants. ``quarantined``: (cell id, variant) -> its change. ``references``: what each
+    variant was compared with. ``passing``: the runs."""
 
     changed: list[ChangedCase] = field(default_factory=list)
     count: int = 0
     new: set[str] = field(default_factory=set)
-    previous: str = ""
+    previous: NightlyRun | None = None
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
+    references: References = field(default_factory=dict)
+    passing: Sequence[NightlyRun] = ()
 
 
 def check_one_commit(rows: Iterable[VariantResult]) -> None:
@@ -188,13 +200,14 @@ def compare_to_last_passing(
     tonight = list(tonight)
     now = make_run("", tonight, packages=packages)
     measured = {place: row for place, row in _by_place(tonight).items() if row.measured}
-    result, left = Regressions(), dict(measured)
-    for run in (run for run in reversed(history) if run.passed):
-        before = [row for row in run.rows if row.measured and _place(row) in left
-                  and (row.key, row.variant) not in run.quarantined]  # fmt: skip
-        result.previous = result.previous or (run.run_id if before else "")
+    passing = [run for run in history if run.passed]
+    result = Regressions(references=_references(passing, measured), passing=passing)
+    for run in reversed(passing):
+        if result.previous is None and any(row.measured and _place(row) in measured for row in run.rows):
+            result.previous = run
+        before = {place: row for place, (other, row) in result.references.items() if other is run}
         found: dict[tuple[str, str], list[Change]] = {}
-        for change in compare(before, [left.pop(_place(row)) for row in before]).select(RESULTS):
+        for change in compare(before.values(), [measured[place] for place in before]).select(RESULTS):
             if quarantined(change.row.key, change.variant):
                 result.quarantined[change.row.key, change.variant] = f"{change.kind} since {run.run_id}"
             else:
@@ -206,9 +219,23 @@ def compare_to_last_passing(
             machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
             fixes = working_fixes(case, rows)
             result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine))
-    result.count = len(measured) - len(left)
-    result.new = {row.key for row in left.values()} - {row.key for row in measured.values() if _place(row) not in left}
+    result.count = len(result.references)
+    result.new = {row.key for row in measured.values()} - {place[0] for place in result.references}
     return result
+
+
+def _references(passing: Iterable[NightlyRun], measured: Collection[Place]) -> References:
+    """Return place -> the last of these runs that measured it, and the result. A flaky result that does not differ from
+    the one before it is no reference: a fix that dies in two steps would never differ."""
+    found: References = {}
+    for run in passing:
+        for row in run.rows:
+            place = _place(row)
+            if row.measured and place in measured and (row.key, row.variant) not in run.quarantined:
+                since = compare([found[place][1]], [row]) if place in found and not row.steady else None
+                if since is None or since.changes or since.incomparable:
+                    found[place] = run, row
+    return found
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
@@ -220,14 +247,55 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
         stored = [compared(row, cases) for each in stored_rows(run.folder, []).values() for row in each]
         if cells & {row.cell for row in stored}:
             results = [from_row(row) for row in stored]
-            differs = (
-                any(row.state == "unexpected" for row in stored) or compare_to_last_passing(results, found).changed
-            )
-            found.append(make_run(run.folder.name, results, int(bool(differs))))
+            since = compare_to_last_passing(results, found)
+            differs = any(row.state == "unexpected" for row in against_history(stored, cases, since)) or since.changed
+            made = make_run(run.folder.name, results, int(bool(differs)))
+            found.append(replace(made, partial=run.state != ENDED or lacks_results(stored)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)
     return name_files(since, make_run("", results))
+
+
+def against_history(rows: Iterable[Row], cases: Mapping[str, Case], since: Regressions) -> list[Row]:
+    """Mark as unexpected what has no expectation and was better: in the last passing run that measured it, or, of a fix
+    that fails, with the newest older release."""
+    changed = {_place(change.row) for each in since.changed for change in each.changes}
+    upgraded = {(each.case, each.stack) for each in since.changed if DATED & each.versions.keys()}
+
+    def better_before(row: Row) -> tuple[str | None, str] | None:
+        place = row.cell_id, row.hardware.profile, row.stack.name, row.variant
+        now = STATES.get(row.verdict or "")
+        if place not in since.references:
+            failing_fix = row.role == "fix" and now == "reproduces" and row.verdict != "FIXED"
+            return _worked(row, cases.get(row.case), since.passing) if failing_fix else None
+        run, before = since.references[place]
+        works_now = row.verdict == "FIXED" and STATES.get(before.verdict or "") != "absent"
+        upstream = now == "absent" and (row.case, row.stack.name) in upgraded
+        same = before.verdict == as_expected(row.verdict or "") or not changed & {place, (*place[:3], "unfixed")}
+        return None if same or works_now or upstream else (before.verdict, run.run_id)
+
+    marked = []
+    for row in rows:
+        known = better_before(row) if row.state == "no_expectation" and row.measured else None
+        note = f"no expectation; measured in {known[1]}" if known else ""
+        marked.append(replace(row, state="unexpected", expected_verdict=known[0], note=note) if known else row)
+    return marked
+
+
+def _worked(row: Row, case: Case | None, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
+    """Return FIXED and where it was measured, if the newest older release on this hardware shows it."""
+    place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
+    found = [(run.stacks.get(one.stack, {}), one.verdict, run.run_id) for run in passing for one in run.rows
+             if one.measured and (one.key, one.hardware, one.variant) == place]  # fmt: skip
+    if case:
+        for end in (end for entry in case.expect for end in entry.measured_at):
+            listed = expected(case, row.params, row.variant, end, row.hardware.profile, row.hardware.capabilities)
+            release = " + ".join(f"{name} {version}" for name, version in end.items())
+            found += [(end, cast(Any, listed.verdicts[row.variant]), release)] if listed else []
+    older = [each for each in found if is_older(each[0], versions)]
+    newest = next((one for one in older if not any(is_older(one[0], other[0]) for other in older)), None)
+    return (newest[1], newest[2]) if newest and newest[1] == "FIXED" else None
 
 
 def name_files(since: Regressions, now: NightlyRun) -> Regressions:
@@ -250,9 +318,6 @@ def differing_packages(then: Mapping[str, str], now: Mapping[str, str]) -> dict[
 def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})} if then else {}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-Place = tuple[str, str, str, str]
 
 
 def _place(row: VariantResult) -> Place:
@@ -281,7 +346,8 @@ class Requested:
 
     ``cells``: cell id -> stacks; None: unknown, so that every variant in ``variants`` (case -> variants) is taken as
     requested. ``hardware``: patterns. ``unstarted``: "hardware stack cell-id" of cells for which there was no time;
-    None: unknown. ``stacks``: those that it measured (a stack may have several names).
+    None: unknown. ``stacks``: those that it measured (a stack may have several names). ``catalog``: case -> all its
+    variants.
     """
 
     variants: Mapping[str, Collection[str]]
@@ -289,9 +355,12 @@ class Requested:
     hardware: Sequence[str] = ("auto",)
     unstarted: Collection[str] | None = ()
     stacks: Collection[str] = ()
+    catalog: Mapping[str, Collection[str]] | None = None
 
     def excuse(self, row: VariantResult) -> str:
         """Return why this run need not have measured a variant; "" where it should have."""
+        if self.catalog is not None and row.variant not in self.catalog.get(row.case, ()):
+            return "no longer in the catalog"
         if row.variant not in self.variants.get(row.case, ()):
             return "not requested"
         if self.cells is None:

@@ -174,8 +174,9 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
         cells, hardware = (asked.cells, asked.hardware) if asked else ([], [])
     except ConfigError:
         asked = None
+    known = {slug: set(case.variants) for slug, case in catalog.load().cases.items()}
     if run is None or asked is None:
-        return Requested({slug: set(case.variants) for slug, case in catalog.load().cases.items()})
+        return Requested(known, catalog=known)
     stacks: dict[str, set[str]] = {}
     for cell in cells:
         stacks.setdefault(cell.key, set()).add(cell.stack)
@@ -188,7 +189,7 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
         named = [each for each in case.variants if any(fnmatchcase(each, pattern) for pattern in patterns or ())]
         variants[case.slug] = set(variants_of(case, named) if patterns else case.variants)
     unstarted = None if run.left is None and asked.settings.time_limit else run.left or ()
-    return Requested(variants, stacks, tuple(hardware), unstarted, {row.stack for row in rows})
+    return Requested(variants, stacks, tuple(hardware), unstarted, {row.stack for row in rows}, known)
 
 
 def lock_path(folder: Path, stack: str, run_id: str) -> Path:

@@ -348,7 +348,7 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
     if upgrade.missing:
         cells = counted(len({key for key, _ in upgrade.missing}), "cell")
         minutes = f"about {max(1, round(upgrade.seconds / 60))} min"
-        yield f"To measure these {cells}: --measure ({minutes}, and building {source} or {target} if they are missing)."
+        yield f"To measure {cells}: --measure ({minutes}, and building {source} or {target} if they are missing)."
 
 
 def to_json(upgrade: Upgrade) -> dict[str, Any]:

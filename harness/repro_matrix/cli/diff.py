@@ -48,21 +48,25 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     folder = runs.of(Path(args.other).expanduser())
     asked = load_requested(folder, other.rows) if runs.read(folder) else None
     result = everything.without_unrequested(asked) if asked else everything
-    unrequested = len(everything.changes) - len(result.changes)
     if not result.cells:
         raise ConfigError(f"nothing to compare: {args.one} and {args.other} have no cell in common")
     unreadable = len(one.unreadable) + len(other.unreadable)
     code = result.exit_code or (ExitCode.INCOMPLETE if unreadable else 0)
     if args.json:
-        values = {**diffs.diff_to_json(result), "unreadable": unreadable, "unrequested": unrequested, "exit_code": code}
+        values = {
+            **diffs.diff_to_json(result),
+            "unreadable": unreadable,
+            "unrequested": sum(result.excused.values()),
+            "exit_code": code,
+        }
         print_json({"a": args.one, "b": args.other, **values})
         return code
     reason = {0: "no difference", 1: "results differ"}.get(code, "the second side lacks results of the first")
     if unreadable and not result.exit_code:
         reason = f"no difference, but {counted(unreadable, 'file')} could not be read"
     print_wrapped(*diffs.describe_diff(result, args.all))
-    if unrequested:
-        print_wrapped(f"not compared: {counted(unrequested, 'result')} that {args.other} was not asked for")
+    for excuse, number in result.excused.items():
+        print_wrapped(f"not compared: {counted(number, 'result')} of {args.one}: {excuse}")
     print_wrapped(f"exit code {code}: {reason}")
     return code
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from repro_matrix.analysis import diff as diffs
-from repro_matrix.analysis.history import since_last_passing
+from repro_matrix.analysis.history import against_history, since_last_passing
 from repro_matrix.analysis.inputs import from_row, load_side
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode, ReproError
@@ -82,7 +82,9 @@ def measure(
     rows = quarantine.mark_rows(rows, entries, today)
     expired = quarantine.expired(rows, entries, today)
     folder = results_folder(prepared.settings)
-    head = headline(rows, cases, since_last_passing(folder, rows, cases))
+    since = since_last_passing(folder, rows, cases)
+    rows = quarantine.mark_rows(against_history(rows, cases, since), entries, today)
+    head = headline(rows, cases, since)
     written = write_run_page(folder) if page else None
     changed, keys = None, {row.cell_id for row in rows}
     if before:  # what was not selected now is not missing

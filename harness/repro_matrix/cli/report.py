@@ -44,10 +44,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--site writes its own files: remove --output and --format")
     selection = _selection(args.overrides)
     target = _target(args, folders, results_root, "-selected" if selection else "")
-    found = load.load_results(folders, selection)
+    history = Path(args.history).expanduser() if args.history else None
+    found = load.load_results(folders, selection, history)
     if not found.cells and not found.remarks.incomplete:
         _refuse_nothing(selection, folders, found)
-    history = Path(args.history).expanduser() if args.history else None
     if history and history.is_dir() and not (history / FILE).exists():
         print_notes([f"{history}: no {FILE}, so no history is shown. `repro nightly --history` writes one."])
     if args.site:

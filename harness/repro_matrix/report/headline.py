@@ -41,6 +41,7 @@ SKIPS = {
     "stack": "need a stack that is not built", "build": "have an extension that cannot be built",
     "memory": "need more memory", "weights": "need weights", "same": "equal the unfixed variant here",
 }  # fmt: skip
+GONE = "no longer reproduces"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Attention:
 @dataclass(frozen=True)
 class CaseStatus:
     """What one case shows on the newest stack that was measured. ``fixes``: documented ones that work in every cell in
-    which the failure reproduces; ``failing``: the other documented ones."""
+    which the failure reproduces; ``failing``: the other documented ones, also those that fail on an older stack where
+    nothing is expected; ``lost``: those that were launched and gave no evidence."""
 
     case: str
     title: str
@@ -82,18 +84,21 @@ class CaseStatus:
     simulated: bool
     fixes: tuple[str, ...] = ()
     failing: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     releases: Releases = field(default_factory=Releases)
 
 
 @dataclass(frozen=True)
 class Headline:
-    """``previous``: the last passing run that the results were compared with; "" where there is none."""
+    """``previous``: the last passing run that the results were compared with; "" where there is none. ``partial``: it
+    measured less than requested."""
 
     rows: Sequence[Row]
     cases: Sequence[CaseStatus]
     attention: Sequence[Attention]
     changes: int = 0
     previous: str = ""
+    partial: bool = False
 
     def count(self, *states: CaseState) -> int:
         return sum(each.state in states for each in self.cases)
@@ -115,7 +120,20 @@ class Headline:
     def fixes(self) -> tuple[int, int]:
         """Documented fixes that work, and all that were tried where the failure reproduces."""
         works = sum(len(each.fixes) for each in self.cases)
-        return works, works + sum(len(each.failing) for each in self.cases)
+        return works, works + sum(len(each.failing) + len(each.lost) for each in self.cases)
+
+    @cached_property
+    def lost(self) -> int:
+        """Documented fixes that were tried and not measured."""
+        return sum(len(each.lost) for each in self.cases)
+
+    @cached_property
+    def unconfirmed(self) -> list[str]:
+        """What no expectation confirms: ``1 result differs from the CPU``."""
+        number = self.kinds["differs_from_cpu"]
+        differ = f"{counted(number, 'result')} {'differs' if number == 1 else 'differ'} from the CPU"
+        new = f"{counted(len(self.new), 'result')} without an expectation"
+        return [differ] * bool(number) + [new] * bool(self.new)
 
     @cached_property
     def new(self) -> list[Row]:
@@ -140,7 +158,7 @@ class Headline:
         return {
             "sentences": self.sentences, "known_failures": self.failures,
             "cases": dict(Counter(each.state for each in self.cases)),
-            "documented_fixes": {"work": works, "tried": tried}, "attention": dict(self.kinds),
+            "documented_fixes": {"work": works, "tried": tried, "lost": self.lost}, "attention": dict(self.kinds),
             "changed": self.changes, "previous": self.previous or None, "new": len(self.new),
         }  # fmt: skip
 
@@ -181,13 +199,16 @@ class Headline:
         ranks = Counter(row.ranks for row in rows).most_common(1)[0][0]
         commits = {row.commit[:7] for row in rows if row.commit}
         named = f"commit {min(commits)}" if len(commits) == 1 else counted(len(commits), "commit")
-        begun, ended = min(row.started for row in rows), max(row.ended or row.started for row in rows)
+        ended, seconds = 0.0, 0.0  # those in which a cell was measured: of several runs, without the time between them
+        for start, end in sorted((row.started, row.ended or row.started) for row in rows):
+            seconds += max(0.0, end - max(start, ended))
+            ended = max(ended, end)
         parts = [
             packages, f"each case on its newest of {stacks} stacks, this one for most" if stacks > 1 else "",
             ", ".join(dict.fromkeys(map(device, rows))), counted(ranks, "rank"),
-            named + " with changed files" * any(row.dirty for row in rows),
+            (named if commits else "no commit") + " with changed files" * any(row.dirty for row in rows),
             datetime.fromtimestamp(ended, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "" if ended - begun > 86_400 else duration(ended - begun),
+            "" if ended - min(row.started for row in rows) > 86_400 else duration(seconds),
         ]  # fmt: skip
         return " · ".join(filter(None, parts))
 
@@ -196,7 +217,8 @@ class Headline:
         """The answer; the first sentence names the stack."""
         if not any(row.attempts for row in self.rows):
             return ["Nothing was measured."]
-        return [*self._failures(), *self._fixes(), *self._changes()]
+        last = [f"{each}." for each in self.unconfirmed]
+        return [*self._failures(), *self._fixes(), *filter(None, [self.changed]), *last]
 
     def _failures(self) -> Iterator[str]:
         if self.failures:
@@ -207,8 +229,11 @@ class Headline:
             yield f"{self.count('reproduces')} of {known} {verb} on {self.stack}{some}."
         if number := self.count("fixed"):
             yield f"{_are(number)} fixed upstream."
-        if number := self.count("absent"):
+        gone = sum(each.detail == GONE for each in self.cases)
+        if number := self.count("absent") - gone:
             yield f"{_are(number)} not reproduced here."
+        if gone:
+            yield f"{gone} no longer {'reproduces' if gone == 1 else 'reproduce'}."
         if number := self.count("other_failure"):
             yield f"{number} {'fails' if number == 1 else 'fail'} with another error."
         if number := self.count("unclear"):
@@ -221,13 +246,18 @@ class Headline:
         else:
             expected = {(row.case, row.variant) for row in self.rows if row.state in ("expected", "matches_cpu")}
             failing = [(each.case, name) for each in self.cases for name in each.failing]
-            known = [f"{case}/{name}" for case, name in failing if (case, name) in expected]
-            names = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
-            some = f"{works} of {counted(tried, 'documented fix')} work"
-            yield f"{some}; known to fail here: {names}." if known else f"{some}."
+            new = (f"{row.case}/{row.variant} on {row.stack.name}" for row in self.new if _is_failing_fix(row))
+            lists = {"known to fail here": [f"{case}/{name}" for case, name in failing if (case, name) in expected],
+                     "failing without an expectation": list(dict.fromkeys(new))}  # fmt: skip
+            parts = [
+                f"{works} of {counted(tried, 'documented fix')} work",
+                f"{self.lost} not measured" * bool(self.lost),
+            ]
+            for what, names in lists.items():
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                parts += [f"{what}: {', '.join(names[:3])}{more}"] if names else []
+            yield f"{'; '.join(filter(None, parts))}."
         yield from (f"{each}." for each in self.differences)
-        if number := self.kinds["differs_from_cpu"]:
-            yield f"{counted(number, 'result')} {'differs' if number == 1 else 'differ'} from the CPU."
         passed, failed = self.count("passes"), self.count("fails")
         if passed or failed:
             yield f"{passed} of {counted(passed + failed, 'control')} passed."
@@ -245,12 +275,12 @@ class Headline:
         }  # fmt: skip
         return [f"{number} {(one if number == 1 else many)[kind]}" for kind in one if (number := self.kinds[kind])]  # type: ignore[index]
 
-    def _changes(self) -> Iterator[str]:
-        if self.previous:
-            what = counted(self.changes, "result") if self.changes else "Nothing"
-            yield f"{what} changed since the last passing run ({self.previous})."
-        if self.new:
-            yield f"{counted(len(self.new), 'result')} without an expectation."
+    @property
+    def changed(self) -> str:
+        """Say what changed since the last passing run; "" where there is none."""
+        what = counted(self.changes, "result") if self.changes else "Nothing"
+        partial = ", which measured less than requested" * self.partial
+        return f"{what} changed since the last passing run ({self.previous}{partial})." if self.previous else ""
 
 
 def _are(number: int) -> str:
@@ -291,16 +321,18 @@ def headline(rows: Sequence[Row], cases: Mapping[str, Case], since: Regressions 
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
     changed = {(each.case, each.stack): each for each in since.changed} if since else {}
     attention = sorted(_attention(rows, changed), key=lambda each: list(ATTENTION).index(each.kind))
-    order = list(CASE_STATES)
+    order, previous = list(CASE_STATES), since.previous if since else None
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.case)), attention,
-        sum(len(each.changes) for each in changed.values()), since.previous if since else "",
+        sum(len(each.changes) for each in changed.values()), previous.run_id if previous else "",
+        bool(previous and previous.partial),
     )  # fmt: skip
 
 
 def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
     """Return what one case shows on the newest of its stacks. ``case``: None if the catalog does not have it."""
     newest = max(map(age, rows))
+    older = [row for row in rows if age(row) != newest]
     rows = [row for row in rows if age(row) == newest]
     releases = releases_of(case) if case else Releases()
     first = [row for row in rows if row.first and row.attempts]
@@ -309,11 +341,20 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
     for row in rows:
         if row.role == "fix" and row.verdict and row.measured and STATES.get(row.verdict, "reproduces") == "reproduces":
             verdicts[row.variant].add(row.verdict)
+    for row in older:
+        if row.state == "no_expectation" and _is_failing_fix(row):
+            verdicts[row.variant].add(str(row.verdict))
     works = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
     failing = tuple(variant for variant in verdicts if variant not in works)
+    lost = tuple(dict.fromkeys(row.variant for row in rows if row.role == "fix" and row.attempts and not row.measured
+                               and row.variant not in verdicts))  # fmt: skip
     one = rows[0]
     title = case.title if case else one.title
-    return CaseStatus(one.case, title, state, detail, bool(one.simulated), works, failing, releases)
+    return CaseStatus(one.case, title, state, detail, bool(one.simulated), works, failing, lost, releases)
+
+
+def _is_failing_fix(row: Row) -> bool:
+    return row.role == "fix" and row.measured and row.verdict in ("NOT_FIXED", "DIFFERENT_FAILURE")
 
 
 def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tuple[CaseState, str]:
@@ -331,6 +372,9 @@ def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tup
         return "reproduces", f"flaky: {flaky.outcome}" if flaky else in_cells
     if set(usual) == {"passed"}:
         upstream = any(row.verdict == "FIXED_UPSTREAM" for row in rows)
+        if any(row.state in ("unexpected", "quarantined") and STATES.get(row.expected_verdict or "") == "reproduces"
+               for row in rows):  # fmt: skip
+            return "absent", GONE  # on a release on which it did
         ended = releases.ended if releases.after and releases.after.state == "absent" else ""
         return ("fixed", ended or "upstream") if upstream or ended else ("absent", "")
     failures = dict.fromkeys(name for row in first for each in row.evidence_attempts for name in each.failures)

@@ -12,10 +12,11 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from repro_matrix.analysis.claims import ClaimRow, ledger
-from repro_matrix.analysis.history import compare_to_last_passing, load_history, make_run, since_last_passing
+from repro_matrix.analysis.history import (
+    Regressions,
+    against_history,
+    compare_to_last_passing,
+    load_history,
+    make_run,
+    since_last_passing,
+)
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue
@@ -48,17 +56,21 @@ class Results:
     """``stored_cases``: before anything was selected."""
 
     catalog: Catalogue
-    cells: list[Cell] = field(default_factory=list)
-    remarks: Remarks = field(default_factory=Remarks)
-    stored_cases: set[str] = field(default_factory=set)
-    claims: list[ClaimRow] = field(default_factory=list)
+    headline: Headline
+    cells: Sequence[Cell]
+    remarks: Remarks
+    stored_cases: set[str]
+    claims: Sequence[ClaimRow]
 
 
-def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]] | None = None) -> Results:
+def load_results(
+    folders: Sequence[Path], selection: Mapping[str, Sequence[str]] | None = None, history: Path | None = None
+) -> Results:
     """Load the cells of these folders. ``selection``: axis -> patterns. Cases that are not in the catalog cannot be
-    graded: they are named and left out. Raises ResultsError: a folder is missing or cannot be read."""
+    graded: they are named and left out. They are compared with the last passing runs: of a history, else of the runs
+    beside them. Raises ResultsError: a folder is missing or cannot be read."""
     catalog = catalogs.load()
-    loaded = Results(catalog)
+    cells: list[Cell] = []
     entries, today = quarantine.read(), datetime.now(timezone.utc).date()
     texts: list[str] = []
     expired: list[str] = []
@@ -71,22 +83,28 @@ def load_results(folders: Sequence[Path], selection: Mapping[str, Sequence[str]]
         stored += rows
         rows = [row for row in rows if row.case in catalog.cases and _is_selected(row, selection or {})]
         expired += quarantine.expired(rows, entries, today)
-        rows = quarantine.mark_rows(rows, entries, today)
-        loaded.cells += cells_of(rows, name if len(folders) > 1 else "")
-    loaded.stored_cases = {row.case for row in stored}
-    shown = dict.fromkeys(cell.row.case for cell in loaded.cells)
-    loaded.claims = ledger([catalog.cases[name] for name in shown], stored, catalog.strategies)
+        cells += cells_of(quarantine.mark_rows(rows, entries, today), name if len(folders) > 1 else "")
+    rows, since = [row for cell in cells for row in cell.rows], Regressions()
+    if history is not None:
+        since = compare_to_last_passing(map(from_row, rows), load_history(history, []))
+    elif len(folders) == 1:
+        since = since_last_passing(folders[0], rows, catalog.cases)
+    rows = quarantine.mark_rows(against_history(rows, catalog.cases, since), entries, today)
+    members, stored_cases = iter(rows), {row.case for row in stored}
+    cells = [replace(cell, rows=tuple(islice(members, len(cell.rows)))) for cell in cells]
+    shown = [catalog.cases[name] for name in dict.fromkeys(row.case for row in rows)]
     incomplete = [
         f"{folder}: the run was interrupted. To continue: repro matrix --resume results={folder}"
         for folder in folders
         if (run := runs.read(folder)) and run.interrupted
     ]
-    ungraded = sorted(loaded.stored_cases - catalog.cases.keys())
+    ungraded = sorted(stored_cases - catalog.cases.keys())
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]
     damaged = [text for text in texts if "computed from their evidence" not in text]  # a lost summary loses nothing
     notes = [*(text for text in texts if text not in damaged), *(f"left out: {text}" for text in catalog.left_out)]
-    loaded.remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
-    return loaded
+    remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
+    claims = ledger(shown, stored, catalog.strategies)
+    return Results(catalog, headline(rows, catalog.cases, since), cells, remarks, stored_cases, claims)
 
 
 def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
@@ -102,19 +120,10 @@ def page(loaded: Results, folders: Sequence[Path], history: Path | None = None, 
     if history is not None:
         if not history.is_dir():
             raise ResultsError(f"{history}: no such folder")
-        rows = [from_row(row) for cell in loaded.cells for row in cell.rows]
-        past = [*load_history(history, notes), make_run("these results", rows)]
-    return build_page(loaded.cells, headline_of(loaded, folders, history), title(folders), created_line(folders),
+        past = [*load_history(history, notes), make_run("these results", map(from_row, loaded.headline.rows))]
+    return build_page(loaded.cells, loaded.headline, title(folders), created_line(folders),
                       loaded.catalog.cases, notes=notes, claims=loaded.claims, runs=past,
                       beside=[target and target.resolve().parent] == [each.resolve() for each in folders])  # fmt: skip
-
-
-def headline_of(loaded: Results, folders: Sequence[Path], history: Path | None = None) -> Headline:
-    """Return what these results show, compared with the last passing runs: of a history, else of the runs beside."""
-    rows, cases = [row for cell in loaded.cells for row in cell.rows], loaded.catalog.cases
-    if history is not None:
-        return headline(rows, cases, compare_to_last_passing(map(from_row, rows), load_history(history, [])))
-    return headline(rows, cases, since_last_passing(folders[0], rows, cases) if len(folders) == 1 else None)
 
 
 def render(
@@ -123,7 +132,7 @@ def render(
     """Return loaded results in a format: html, text, junit, markdown or json."""
     if form == "html":
         return render_file(page(loaded, folders, history, target))
-    head = headline_of(loaded, folders, history)
+    head = loaded.headline
     if form == "json":
         names = [str(folder) for folder in folders]
         return formats.to_json(loaded.cells, head, loaded.claims, names, created_line(folders), loaded.remarks)

@@ -289,11 +289,11 @@ def describe_exit(code: int, head: Headline, summary: Summary, differences: int 
     left, different = len(summary.not_started), head.differences
     different += [f"{counted(differences, 'result')} changed since the compared run"] if differences else []
     reasons = {
-        0: "everything as expected",
+        0: "nothing differs from its expectation" if head.unconfirmed else "everything as expected",
         1: "; ".join(different) or "a result differs",
         2: "a quarantine entry has expired: see above",
-        3: "less was measured than requested: see above, and `repro doctor`",
+        3: "less was measured or confirmed than requested: see above, and `repro doctor`",
     }
-    parts = [reasons[code]] if code in reasons else []
+    parts = [reasons[code], *head.unconfirmed] if code in reasons else []
     parts += [f"not started within the time limit: {counted(left, 'cell')}"] if left else []
     return ": ".join(filter(None, (f"exit code {code}", "; ".join(parts))))

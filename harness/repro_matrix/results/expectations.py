@@ -201,20 +201,25 @@ def _minor(version: Version, plus: int = 0) -> str:
 
 def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) -> ExitCode:
     """Return DIFFERS for a result that differs from its expectation, else INCOMPLETE where less was measured than
-    requested: attempts without evidence, cells without a comparison, or mostly results on GPUs that nothing expects."""
+    requested: attempts without evidence, cells without a comparison, or too much that nothing confirms."""
     if any(row.state == "unexpected" for row in rows):
         return ExitCode.DIFFERS
     measured = {row.cell for row in rows if row.attempts and row.complete}
+    few = stopped_early or len(measured) < min_cells
+    return ExitCode.INCOMPLETE if few or lacks_results(rows) or mostly_unconfirmed(rows) else ExitCode.OK
+
+
+def lacks_results(rows: Sequence[Row]) -> bool:
+    """Whether attempts gave no evidence, or cells no comparison."""
+    # A build that failed is no property of the stack: another try, or a compiler, would measure it.
+    lost = any(row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen for row in rows)
+    return lost or bool(uncompared_failures(rows))
+
+
+def mostly_unconfirmed(rows: Iterable[Row]) -> bool:
+    """Whether more than half of what GPUs showed differs from a CPU or has no expectation."""
     on_gpus = [row.state for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"]
-    incomplete = (
-        stopped_early
-        or len(measured) < min_cells
-        # A build that failed is no property of the stack: another try, or a compiler, would measure it.
-        or any(row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen for row in rows)
-        or uncompared_failures(rows)
-        or 2 * on_gpus.count("no_expectation") > len(on_gpus)
-    )
-    return ExitCode.INCOMPLETE if incomplete else ExitCode.OK
+    return 2 * sum(state in ("no_expectation", "differs_from_cpu") for state in on_gpus) > len(on_gpus)
 
 
 def bisect_exit(rows: Iterable[Row]) -> int:
