@@ -135,7 +135,7 @@ BY_MODEL = claiming({**HOLDS, "model": "m", "condition": "hidden 1024"}, {**HOLD
 @pytest.mark.parametrize(
     ("known", "documents", "detail"),
     [
-        (BY_MODEL, [cell("FIXED"), cell("NOT_FIXED", model="n")], "holds in hidden 1024; not in 2048"),
+        (BY_MODEL, [cell("FIXED"), cell("NOT_FIXED", model="n")], "holds: hidden 1024; not: 2048"),
         (FIXED, [cell("FIXED", stack=OLD), cell("NOT_FIXED", stack=NEW)], "holds in torch 2.2.2; not in torch 2.13.0"),
         (FIXED, [cell("FIXED"), cell("NOT_FIXED", scale="full")],
          "holds in setting tiny random weights; not in setting full random weights"),

@@ -238,8 +238,8 @@ def _conditions(decided: Sequence[Evidence]) -> str:
         for item in decided:
             sides[item.holds].add(getattr(item, axis, None) or item.versions.get(axis) or "any other")
         if not sides[True] & sides[False]:
-            name = "" if axis == "when" else f"{axis} "
-            return f"holds in {name}{_list(sides[True])}; not in {name}{_list(sides[False])}"
+            where = ":" if axis == "when" else f" in {axis}"
+            return f"holds{where} {_list(sides[True])}; not{where} {_list(sides[False])}"
     held = sum(bool(item.holds) for item in decided)
     return f"measurements disagree: {held} for it, {len(decided) - held} against it"
 
