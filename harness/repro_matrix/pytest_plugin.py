@@ -85,7 +85,7 @@ class Measurement:
             with workspace.folder(run, self.texts) as finish:
                 summary = workspace.execute(run, self._take, self._stop, on_warning=self.notes.append)
                 finish(summary)
-            problem: BaseException = MeasureError(summary.problem or "the run was ended")
+            problem: BaseException = summary.problem or MeasureError("the run was ended")
         except BaseException as error:  # noqa: BLE001 - the tests would wait for ever
             problem = error
         for results in self._results.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,7 @@ def test_plan_is_near_the_measured_peak(model: ModelSizes, strategy: str, measur
 
 def planned(
     text: str = "train-step", strategy: str = "fsdp", profile: Profile = CPU, machine: Machine = ROOMY,
-    deadline: float | None = None,
+    deadline: float | None = None, cap: float = math.inf,
 ) -> CellPlan:  # fmt: skip
     """The first cell of a case, whose model is Qwen-14B at full size."""
     selection = overrides.parse([f"case={text}", "model=qwen-14b", f"strategy={strategy}"])
@@ -74,7 +75,7 @@ def planned(
     stacks = {name: replace(STACK, name=name) for name in ("current", "torch2.2-tf4.39")}
     settings = RunSettings(scale=Scale.full, deadline=deadline)
     (cell,) = Planner(CATALOGUE, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
-    return add_memory(cell, CATALOGUE.cases[text], machine, lambda variant: QWEN_14B, deadline)
+    return add_memory(cell, CATALOGUE.cases[text], machine, lambda variant: QWEN_14B, deadline, cap)
 
 
 def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
@@ -139,8 +140,22 @@ def test_choose_reference_takes_the_first_that_fits() -> None:
 def test_deadline_follows_from_the_plan_unless_the_user_sets_one() -> None:
     variant = planned().variants[0]
     assert variant.deadline > 3600 > CATALOGUE.cases["train-step"].launch.deadline
-    assert variant.expected_s and variant.expected_s * DEADLINE_FACTOR == variant.deadline
+    assert variant.expected_s and variant.expected_s * DEADLINE_FACTOR["cpu"] == variant.deadline
     assert planned(deadline=77.0).variants[0].deadline == 77.0
+    node = {"profile": Profile("gpu8", "cuda", "nccl", gpus(8, 80)), "machine": replace(ROOMY, gpus=gpus(8, 80))}
+    assert planned(**node).variants[0].deadline > 3600 == planned(**node, cap=3600).variants[0].deadline
+    assert planned(**node, cap=3600, deadline=4000.0).variants[0].deadline == 4000, "the user's own is not capped"
+    assert planned(cap=3600).variants[0].deadline == variant.deadline, "a CPU is not locked"
+
+
+def test_ranks_that_share_a_gpu_need_its_memory_together() -> None:
+    """Two ranks of Qwen-14B under FSDP: 50 GiB each fit two GPUs, not one that they share."""
+    for profile, fits in ((Profile("gpu2", "cuda", "nccl", gpus(2, 80)), True),
+                          (Profile("shared", "cuda", "gloo", gpus(1, 80), shared=True), False)):  # fmt: skip
+        need, _ = choose_reference(QWEN_14B, Layout("fsdp", 2, "cuda"), profile, ROOMY)
+        reason = too_much(need, profile, ROOMY)
+        assert (reason is None) == fits, reason
+        assert fits or "for 2 ranks" in str(reason)
 
 
 # -- what the stack reports of the real models

@@ -221,7 +221,7 @@ def test_full_disk_stops_the_run_and_is_reported(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Store, "save", mock.Mock(side_effect=ResultsError("the disk is full")))
     launcher = Fake()
     summary = run(tmp_path, launcher)
-    assert summary.problem == "the disk is full" and len(launcher.launched) == 1
+    assert str(summary.problem) == "the disk is full" and len(launcher.launched) == 1
 
 
 def test_gpus_of_another_run_are_waited_for(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class Run:
         self.used: list[tuple[str, ...]] = []
         self.variants: list[str] = []
         self.texts: list[str] = []
+        self.settings = RunSettings(variants=["root-call"])
 
     def __call__(self, gpus: list[FakeGpu], fault: Fault | None = None, *others: Profile) -> Summary:
         FakeNvml(gpus).install(self.monkeypatch)
@@ -45,9 +46,9 @@ class Run:
             self.texts.append(event.text)
 
         listed = tuple(Gpu(index, gpu.name, gpu.uuid, gpu.memory_mb) for index, gpu in enumerate(gpus))
-        profiles, settings = [Profile("any", "cuda", "nccl", listed), *others], RunSettings(variants=["root-call"])
+        profiles = [Profile("any", "cuda", "nccl", listed), *others]
         with Nvml(gpu.uuid for gpu in gpus) as nvml:
-            opened = engine_of(self.folder, Fake(launch), settings, on_event=watch, profiles=profiles, nvml=nvml)
+            opened = engine_of(self.folder, Fake(launch), self.settings, on_event=watch, profiles=profiles, nvml=nvml)
             with opened as (engine, plans):
                 return engine.run(plans, threading.Event())
 
@@ -125,6 +126,25 @@ def test_gpu_with_a_problem_after_its_attempt_is_not_used_again(run: Run, change
     summary = run(gpus, lambda attempt, stop: vars(gpus[1]).update(change) if len(run.used) == 1 else None)
     assert gpus[1].uuid in run.used[0] and all(gpus[1].uuid not in used for used in run.used[1:])
     assert note in summary.gpu_notes[0] and verdicts(summary) == FIXED, "what the attempt showed stands"
+
+
+def hang(attempt: Attempt, backend: str) -> Any:
+    """Two ranks that stand still until the deadline, for no known reason."""
+    seen = observation(attempt, None, backend=backend, timed_out=True)
+    for rank in seen["ranks"]:
+        rank.update(terminated_by="timeout", signal="SIGTERM", exit_code=None)
+        rank["record"].update(done=False, exception=None)
+    return seen
+
+
+@pytest.mark.parametrize(("backend", "launched"), [("nccl", 3), ("gloo", 5)])
+def test_run_stops_after_three_unexplained_hangs_with_nccl(run: Run, backend: str, launched: int) -> None:
+    run.settings = RunSettings(variants=["root-call", "summon", "no-orig-params", "ddp"], repeat=1, jobs=1)
+    summary = run([FakeGpu() for _ in range(2)], lambda attempt, stop: hang(attempt, backend))
+    assert len(run.variants) == launched and (summary.problem is not None) == (backend == "nccl")
+    if summary.problem:
+        assert summary.problem.exit_code == 3 and "NCCL_P2P_DISABLE" in str(summary.problem)
+        assert not summary.interrupted and not summary.documents, "--resume goes on"
 
 
 def test_too_few_gpus_left_is_infra_and_names_them(run: Run) -> None:

@@ -98,7 +98,9 @@ def test_plan_retry_repeats_some_errors_once() -> None:
         assert plan_retry(ended(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
         assert plan_retry(ended(why, retry_of=why)) is None, "never twice"
     why = {"kind": TOO_SLOW, "message": "still at work"}
-    assert plan_retry(ended(why)) == {"retry_of": why, "deadline": LONGER * 40}
+    assert plan_retry(ended(why)) == {"retry_of": why, "deadline": LONGER * 40} == plan_retry(ended(why), gpu_cap=100)
+    assert plan_retry(ended(why), ["GPU-1"], gpu_cap=119) is None, "it would hold the GPU for longer"
+    assert plan_retry(ended(why), ["GPU-1"], gpu_cap=120) == {"retry_of": why, "deadline": 120}
     assert plan_retry(ended({"kind": "memory", "message": "m"}), ["GPU-1"]) is None is plan_retry(ended())
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from repro_matrix.config.schema import Case
 from repro_matrix.config.settings import LauncherName
-from repro_matrix.errors import MeasureError
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, Variant
@@ -96,7 +95,7 @@ def measure(slug: str, times: int, overrides: list[str]) -> dict[str, list[Docum
             prepared = session.prepare(request.with_values({key: usual[key] for key in usual.keys() - given}))
             summary = workspace.execute(prepared, lambda event: None, stop, on_warning=log)
             if summary.problem:
-                raise MeasureError(summary.problem)
+                raise summary.problem
             if stop.is_set():
                 return None
             found[launcher.value] = summary.documents

@@ -11,7 +11,7 @@ from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.history import against_history, since_last_passing
 from repro_matrix.analysis.inputs import from_row, load_side
 from repro_matrix.cli import options as arguments
-from repro_matrix.errors import ConfigError, ExitCode, ReproError
+from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report import run_summary
 from repro_matrix.report.formats import record
 from repro_matrix.report.headline import headline
@@ -101,7 +101,7 @@ def measure(
             print_wrapped(*diffs.describe_diff(changed), "")
         print(f"results: {folder}" + (f"\npage: {written}" if written else ""))
     if summary.problem:
-        raise ReproError(summary.problem)
+        raise summary.problem
     if summary.interrupted:
         log("interrupted: --resume continues with what is missing")
     if summary.interrupted or for_git:

@@ -10,7 +10,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
-from repro_matrix.errors import ConfigError, ExitCode, ReproError, unknown
+from repro_matrix.errors import ConfigError, ExitCode, unknown
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results.summary import error_at
 from repro_matrix.runner import session, workspace
@@ -66,7 +66,7 @@ def run_script(args: argparse.Namespace) -> int:
     with workspace.interruptible(stop, log, stored):
         summary = workspace.execute(prepared, lambda event: None, stop, resume=args.resume, on_warning=log)
     if summary.problem:
-        raise ReproError(summary.problem)
+        raise summary.problem
     if not summary.documents:  # interrupted; said when it was
         return ExitCode.INTERRUPTED
     document = summary.documents[0]

@@ -10,7 +10,7 @@ from repro_matrix.analysis import upgrade
 from repro_matrix.analysis.upgrade import End, Upgrade
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
-from repro_matrix.errors import ConfigError, ReproError
+from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.summary import Row
@@ -77,7 +77,7 @@ def _measure(request: Request, missing: Upgrade, ends: dict[str, End]) -> list[R
     with workspace.interruptible(stop, log), Progress() as progress:
         summary = workspace.execute(prepared, progress.event, stop, resume=True, on_warning=progress.warn)
     if summary.problem:
-        raise ReproError(summary.problem)
+        raise summary.problem
     if summary.interrupted:
         raise KeyboardInterrupt
     ends.update({spec: End(spec, stack.versions) for spec, stack in built.items()})

@@ -17,6 +17,7 @@ copies       further whole models that a case's script keeps
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -47,7 +48,8 @@ ONCE = ("turns", "layers")  # on one rank at a time, not on two
 SECONDS = {"cpu": 1.5e-7, "cuda": 5e-8}
 SLOWER = {"none": 0, "turns": 2, "layers": 3}
 START_S = 15.0
-DEADLINE_FACTOR = 20  # a machine that others use, a slow disk; hangs are detected long before
+# A CPU that others use, a slow disk; a GPU is locked for the attempt.
+DEADLINE_FACTOR = {"cpu": 20, "cuda": 4}
 
 
 @dataclass(frozen=True)
@@ -227,9 +229,11 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
     """Return why it does not fit, with the numbers; None: it fits."""
     if need.device and profile.gpus:
         smallest = min(profile.gpus, key=lambda gpu: gpu.memory_mb)
-        if need.device_rank > smallest.memory_mb * MIB:
+        sharing = need.ranks if profile.shared else 1  # ranks on one GPU
+        if need.device_rank * sharing > smallest.memory_mb * MIB:
             full = fullest(need.device)
             have = f"{smallest.name} has {smallest.memory_mb / 1024:.0f}"
+            have += f" for {counted(sharing, 'rank')}" if sharing > 1 else ""
             return f"needs {need.device_rank / GIB:.1f} GiB a rank on the device ({full.describe()}); {have}"
     free = machine.memory_gb if machine.free_gb is None else machine.free_gb  # other processes use the rest
     if need.host_node > free * GIB:
@@ -253,18 +257,22 @@ def add_memory(
     machine: Machine,
     look_up: Callable[[VariantPlan], ModelSizes | None],
     deadline: float | None = None,
+    gpu_cap: float = math.inf,
 ) -> CellPlan:
     """Return the cell with its variants' needs; variants that cannot fit are skipped, all of them where the first one
-    cannot. ``look_up``: a variant's model facts; None: unknown, nothing is planned. ``deadline``: the user's own."""
+    cannot. ``look_up``: a variant's model facts; None: unknown, nothing is planned. ``deadline``: the user's own;
+    ``gpu_cap``: the longest one that is planned for GPUs."""
     variants = []
     for variant in cell.variants:
         facts = None if variant.skipped else look_up(variant)
-        variants.append(_with_memory(variant, facts, case, cell.profile, machine, deadline) if facts else variant)
+        planned = _with_memory(variant, facts, case, cell.profile, machine) if facts else variant
+        limit = deadline or min(planned.deadline, gpu_cap if planned.gpus else math.inf)
+        variants.append(replace(planned, deadline=limit))
     return replace(cell, variants=skip_with_first(variants))
 
 
 def _with_memory(
-    variant: VariantPlan, facts: ModelSizes, case: Case, profile: Profile, machine: Machine, deadline: float | None
+    variant: VariantPlan, facts: ModelSizes, case: Case, profile: Profile, machine: Machine
 ) -> VariantPlan:
     kind, strategy = case.pass_criteria.kind, variant.settings["strategy"]
     layout = Layout(
@@ -284,5 +292,5 @@ def _with_memory(
         return planned
     seconds = expected_seconds(facts, replace(layout, reference=reference), machine.cores)
     settings = variant.settings if case.reference_models else {**variant.settings, "reference": reference}
-    deadline = deadline or max(variant.deadline, DEADLINE_FACTOR * seconds)
+    deadline = max(variant.deadline, DEADLINE_FACTOR[layout.place] * seconds)
     return replace(planned, expected_s=seconds, settings=settings, deadline=deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -182,17 +183,19 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
     return found
 
 
-def plan_retry(observation: Observation, gpus: Sequence[str] = ()) -> dict[str, Any] | None:
+def plan_retry(observation: Observation, gpus: Sequence[str] = (), gpu_cap: float = math.inf) -> dict[str, Any] | None:
     """Return the changes to the task (schedule.Task) for a retry, or None where the result stands.
 
-    No attempt is repeated more than once. ``gpus``: those that it ran on.
+    No attempt is repeated more than once. ``gpus``: those that it ran on; ``gpu_cap``: a longer retry would hold them
+    for too long.
     """
     error, attempt = observation["infra_error"], observation["attempt"]
     if error is None or attempt.get("retry_of"):
         return None
     reason = {"kind": error["kind"], "message": error["message"]}
     if error["kind"] == TOO_SLOW:
-        return {"retry_of": reason, "deadline": LONGER * attempt["deadline_s"]}
+        deadline = LONGER * attempt["deadline_s"]
+        return {"retry_of": reason, "deadline": deadline} if not gpus or deadline <= gpu_cap else None
     return {"retry_of": reason, "avoid": tuple(gpus)} if error["kind"] in OTHER_GPUS else None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from repro_matrix.errors import ResultsError
+from repro_matrix.errors import MeasureError, ReproError, ResultsError
 from repro_matrix.grading import grade
 from repro_matrix.grading.expectations import recorded_capabilities
 from repro_matrix.grading.regrade import verdicts_of, with_expectations
@@ -38,6 +38,8 @@ from repro_matrix.runner.attempts import (
 from repro_matrix.runner.gpu_pool import GpuPool, GpuProblem
 from repro_matrix.runner.schedule import LOAD_S, MOST_PER_CORE, CpuLoad, Schedule, Task, expect, recorded
 from repro_matrix.runner.session import Session
+
+MAX_HANGS = 3  # with NCCL, without a known reason: then the node is the likely cause, and the rest would hang, too
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Summary:
     interrupted: bool = False
     not_started: list[Cell] = field(default_factory=list)  # when the time limit was reached
     gpu_notes: list[str] = field(default_factory=list)  # GPUs that were not used, and why
-    problem: str | None = None  # what stopped the run early (a full disk), or None
+    problem: ReproError | None = None  # what stopped the run early (a full disk), or None
 
 
 @dataclass
@@ -116,6 +118,7 @@ class Engine:
         self._cells: list[_Cell] = []
         self._running: dict[Future[tuple[Observation, dict[str, GpuProblem]]], _Running] = {}
         self._summary = Summary()
+        self._hangs: set[str] = set()  # variants that hung with NCCL, for no known reason
         self._load = CpuLoad()
         self._ends: float | None = None  # by the monotonic clock: no cell starts after it
 
@@ -129,9 +132,9 @@ class Engine:
         try:
             self._open(plans, resume)
             self._work(stop)
-        except ResultsError as error:
+        except (ResultsError, MeasureError) as error:
             stop.set()
-            result.problem = str(error)
+            result.problem = error
         result.gpu_notes = self.pool.notes
         result.interrupted = stop.is_set() and result.problem is None
         result.wall_s = time.monotonic() - began
@@ -270,7 +273,7 @@ class Engine:
         cell = self._cells[task.cell]
         if observation["attempt"]["interrupted"]:
             return  # no result: --resume repeats it, and its cell is not complete
-        changes = plan_retry(observation, gpus)
+        changes = plan_retry(observation, gpus, self.session.settings.gpu_deadline_cap)
         if changes:
             self.schedule.repeat(task, changes)
             reason, deadline = changes["retry_of"], changes.get("deadline")
@@ -293,6 +296,14 @@ class Engine:
             self.store.save(cell.path, cell.document)
         else:
             self._settle(cell)
+        if outcome["outcome"] == "hang" and not outcome.get("recognized") and "nccl" in attempt["backend"]:
+            self._hangs.add(f"{cell.plan.cell.key} {task.variant}")
+        if len(self._hangs) >= MAX_HANGS:
+            raise MeasureError(
+                f"stopped after {MAX_HANGS} hangs with NCCL that no known failure explains "
+                f"({', '.join(sorted(self._hangs))}). The node may be the cause: run `repro doctor`, "
+                "try env.NCCL_P2P_DISABLE=1. --resume continues."
+            )
 
     @cached_property
     def _grading_keys(self) -> dict[str, str]:

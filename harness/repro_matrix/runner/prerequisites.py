@@ -313,6 +313,13 @@ def with_memory(
         return facts[variant.stack].model(question(variant.settings))
 
     return [
-        add_memory(plan, catalogue.cases[plan.cell.case], machine, partial(look_up, plan.cell.case), settings.deadline)
+        add_memory(
+            plan,
+            catalogue.cases[plan.cell.case],
+            machine,
+            partial(look_up, plan.cell.case),
+            settings.deadline,
+            settings.gpu_deadline_cap,
+        )
         for plan in plans
     ], problems

@@ -194,7 +194,7 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
             return None
         lacking = [document for document in summary.documents if _lacks_gpus(document)]
         problems = wrong_canaries(document for document in summary.documents if document not in lacking)
-        problems += [summary.problem] if summary.problem else []
+        problems += [str(summary.problem)] if summary.problem else []
         if problems:
             return "; ".join(problems)
         # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.

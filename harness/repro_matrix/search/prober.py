@@ -197,7 +197,7 @@ class CellRunner(ExitStack):
             prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, shared=self._place
         )
         if summary.problem or summary.interrupted:
-            raise Stopped(summary.problem or "interrupted", 2 if summary.problem else 130)
+            raise Stopped(str(summary.problem or "interrupted"), summary.problem.exit_code if summary.problem else 130)
         document = summary.documents[0]
         store = Store(runs.results_folder(prepared.settings))
         path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
