@@ -160,7 +160,7 @@ def judge_pair(
         return verdict("FIXED", both)
     if after == "reproduced":
         return verdict("NOT_FIXED", f"{both}: {fix[0].reason}", fix)
-    reason = f"unfixed {count_outcomes(unfixed)}; the fix shows another failure: {fix[0].reason}"
+    reason = f"unfixed {count_outcomes(unfixed)}; the fix shows a different failure: {fix[0].reason}"
     return verdict("DIFFERENT_FAILURE", reason, fix)
 
 
