@@ -198,6 +198,8 @@ def _environment(settings: dict[str, Any]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         # Otherwise gloo resolves the host name, which takes seconds where DNS does not know it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if settings["device"] == "cuda" and settings["backend"] == "nccl" and settings["devices"] < settings["world_size"]:
+        separate_hosts()
     if settings["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
@@ -241,6 +243,15 @@ def float32_facts() -> dict[str, Any]:
         except RuntimeError as error:  # newer releases raise when both of their interfaces were used
             facts["unknown"] = clip(str(error), 200)
     return facts
+
+
+def separate_hosts() -> None:
+    """Let NCCL take each rank for another machine: it refuses two ranks of one machine on one GPU.
+
+    They talk over sockets. NVIDIA does not support this; profile gpu1-nccl is never published.
+    """
+    os.environ["NCCL_HOSTID"] = f"repro-rank-{os.environ.get('RANK', '0')}"
+    os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
 
 
 def _release(package: str) -> tuple[int, ...]:
@@ -297,6 +308,8 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--scale", choices=["tiny", "full"], default="tiny")
     parser.add_argument("--weights", choices=["random", "hub"], default="random")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto")
+    parser.add_argument("--devices", type=int, help="GPUs that the ranks use; default: one for each")
     parser.add_argument("--tp-size", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
@@ -332,9 +345,11 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
         scale=args.scale,
         weights=args.weights,
         device=args.device,
+        backend=args.backend,
         steps=args.steps,
         seed=args.seed,
     )
+    settings["devices"] = args.devices or settings["devices"]
     spec = case["variants"][args.variant] or {}
     settings["env"] = {**((case.get("launch") or {}).get("env") or {}), **(spec.get("env") or {})}
     return settings

@@ -25,7 +25,14 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
     found = catalog.load()
     assert not found.left_out
     assert set(found.strategies) == {"ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp"}
-    assert set(found.hardware) == {"auto", "cpu", "gpu1-shared", "a100x8", *(f"gpu{n}" for n in range(1, 9))}
+    assert set(found.hardware) == {
+        "auto",
+        "cpu",
+        "gpu1-shared",
+        "gpu1-nccl",
+        "a100x8",
+        *(f"gpu{n}" for n in range(1, 9)),
+    }
     for case in found.cases.values():
         assert case.kind == "control" or case.references, case.slug
         first, *others = [variant.role for variant in case.variants.values()]

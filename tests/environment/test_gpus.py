@@ -90,6 +90,7 @@ def test_exclusive_gpu_is_not_shared_by_ranks(machine: Detect) -> None:
     assert [profile.name for profile in profiles] == ["gpu1", "cpu"] and len(profiles[0].warnings(4096)) == 1
     with pytest.raises(ConfigError, match="exclusive_process"):
         settle("gpu1-shared", KNOWN, exclusive)
+    assert settle("gpu1-nccl", KNOWN, usual).backend == "nccl", "where it is named only: auto never takes it"
 
 
 def test_settle_names_the_reason_why_gpus_are_missing(machine: Detect) -> None:

@@ -225,3 +225,19 @@ def test_killed_controller_leaves_nothing_after_the_next_run(tmp_path: Path, nam
         assert locks.acquire(["GPU-test"])  # taking the lock over clears it, too
         assert not processes.with_token(RUN_TOKEN, run_id) and not folder.parent.exists()
     assert clear_leftovers(state) == []
+
+
+@pytest.mark.parametrize("launcher", ["forkserver", "torchrun"], indirect=True)
+@pytest.mark.parametrize(("devices", "backend", "apart"), [(1, "nccl", True), (2, "nccl", False), (1, "gloo", False)])
+def test_ranks_that_share_a_gpu_over_nccl_are_hosts_of_their_own(
+    tmp_path: Path, launcher: Launcher, devices: int, backend: str, apart: bool
+) -> None:
+    """Ranks as they are launched for profiles gpu1-nccl, gpu2 and gpu1-shared; none of them touches a GPU."""
+    attempt = scripted(
+        tmp_path / "a", "import os\nrun.fact('nccl', {k: v for k, v in os.environ.items() if 'NCCL_' in k})"
+    )
+    attempt.settings.update(device="cuda", backend=backend, devices=devices)
+    ranks = [each["nccl"] for each in facts(launched(launcher, attempt))]
+    assert [rank.get("NCCL_HOSTID") for rank in ranks] == (["repro-rank-0", "repro-rank-1"] if apart else [None] * 2)
+    wanted = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    assert all((wanted.items() <= rank.items()) == apart for rank in ranks)

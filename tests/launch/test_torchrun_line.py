@@ -17,6 +17,7 @@ from repro_matrix.cli import main as cli
 from repro_matrix.environment.stacks import spec
 from repro_matrix.grading.observation import raised_chain
 from repro_matrix.grading.root_cause import is_peer_error
+from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.paths import ROOT
 
@@ -71,3 +72,10 @@ def test_torchrun_line_gives_the_errors_of_the_run(show: Show, warm: ForkserverL
     ]
     # torchrun may end a rank before it prints its error.
     assert all(printed) or (any(printed) and "closing signal SIGTERM" in done.stderr), done
+
+
+def test_torchrun_line_of_ranks_that_share_a_gpu_names_backend_and_devices(tmp_path: Path) -> None:
+    attempt = recipe_of(tmp_path / "run", "train-step", "control")
+    assert "--devices" not in torchrun_line(attempt)
+    attempt.settings.update(device="cuda", backend="nccl", devices=1)
+    assert "--device cuda" in torchrun_line(attempt) and "--backend nccl --devices 1" in torchrun_line(attempt)

@@ -33,6 +33,7 @@ def gpus(count: int, name: str = "NVIDIA A100-SXM4-80GB") -> tuple[Gpu, ...]:
 ONE, TWO = (Profile(f"gpu{count}", "cuda", "nccl", gpus(count)) for count in (1, 2))
 EXCLUSIVE = replace(TWO, gpus=(TWO.gpus[0], replace(TWO.gpus[1], mode="exclusive_process")))
 SHARED = Profile("gpu1-shared", "cuda", "gloo", gpus(1), shared=True)
+HOSTS = replace(SHARED, name="gpu1-nccl", backend="nccl")
 
 
 @dataclass
@@ -74,12 +75,21 @@ def test_plan_gives_every_variant_its_settings() -> None:
 
 
 ALONE = FakeStack(versions={"torch": "2.11.0+cu130"})
+OLDER = FakeStack(versions={**VERSIONS, "torch": "2.7.1"})
 WITHOUT = {name: version for name, version in VERSIONS.items() if name != "deepspeed"}
 UNBUILT = FakeStack(missing={"deepspeed": "no C++ compiler"}, versions=WITHOUT)
 SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     ((NORM,), {}, None, ""),
     ((NORM,), {"profile": ONE}, "gpus", "needs 2 GPUs; hardware gpu1 has 1"),
     ((NORM,), {"profile": SHARED}, "shared", "does not declare `allow_gpu_sharing`"),
+    ((*TRAIN, "strategy=zero3"), {"profile": SHARED}, "shared", "strategy zero3 does not declare"),
+    ((*TRAIN, "strategy=fsdp"), {"profile": SHARED}, None, ""),
+    ((*TRAIN, "strategy=fsdp"), {"profile": SHARED, "stack": OLDER}, "packages", "shared_gpu needs torch>=2.8"),
+    ((*TRAIN, "strategy=fsdp2"), {"profile": SHARED, "stack": OLDER}, "packages", "shared_gpu needs torch>=2.13"),
+    *(((*TRAIN, f"strategy={name}"), {"profile": HOSTS}, None, "") for name in CATALOGUE.strategies),
+    ((NORM,), {"profile": HOSTS}, None, ""),
+    (("case=device-map-distributed",), {"profile": HOSTS}, "shared", "compute on each other's GPUs"),
+    (("case=qwen-device-map-devices",), {"profile": HOSTS}, "gpus", "needs 2 GPUs"),
     (("case=qwen-remote-code-run",), {"profile": TWO}, "accelerator", "hardware gpu2"),
     (("case=device-map-distributed",), {"profile": EXCLUSIVE}, "gpu_mode", "GPU 1 is in exclusive_process mode"),
     ((NORM,), {"profile": EXCLUSIVE}, None, ""),  # one rank a GPU is what that mode is for
@@ -182,7 +192,7 @@ def test_place_one_gpu_measures_what_it_can() -> None:
     on_gpu = [variant for plan in found if plan.cell.hardware == "gpu1-shared" for variant in plan.variants]
     shared = [variant for variant in on_gpu if not variant.skipped]
     assert shared and all(variant.gpus == 1 and variant.settings["backend"] == "gloo" for variant in shared)
-    assert {variant.settings["strategy"]["slug"] for variant in shared} == {"ddp"}
+    assert {plan.variants[0].settings["strategy"]["slug"] for plan in found if plan.profile.shared} == {"ddp"}
     assert sum(not plan.skipped for plan in found) >= sum(not plan.skipped for plan in plans())
 
 

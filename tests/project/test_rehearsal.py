@@ -42,6 +42,15 @@ def test_matrix_on_one_gpu_runs_the_cases_that_can_share_it(tmp_path: Path) -> N
     assert found.keys() == {"gpu1-shared train-step", "gpu1-shared ddp-uneven-batches"}
 
 
+def test_matrix_on_one_gpu_as_two_hosts_runs_every_strategy(tmp_path: Path) -> None:
+    words = ["case=train-step", "model=qwen1.5-0.5b", "strategy=fsdp,tp", "hardware=gpu1-nccl"]
+    code, said, found = matrix(tmp_path, [FakeGpu(H200)], *words)
+    assert code == 0, said
+    (document,) = found.values()  # of two strategies, the last
+    assert document["hardware"]["backend"] == "nccl" and document["hardware"]["shares_gpu"]
+    assert document["verdicts"]["control"]["name"] == "PASSED"
+
+
 def test_matrix_on_eight_gpus_runs_attempts_side_by_side(tmp_path: Path) -> None:
     words = ["case=train-step,ddp-ready-once,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
     code, said, found = matrix(tmp_path, [FakeGpu() for _ in range(8)], *words)

@@ -114,6 +114,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("2 attempts that count, fewer than 3 (repeat=3)", [with_fix(attempts=LOST)]),
     ("--allow SIGNATURE_MISMATCH", [cell("SIGNATURE_MISMATCH")]),
     ("--allow FIX_BREAKS", [cell("FIX_BREAKS")]),
+    ("a test of the harness", [on("a", "gpu1-nccl", accelerator="cuda", backend="nccl", shares_gpu=True)]),
     ("profile cpu: cpu b against a", [on("a"), on("b"), on("a")]),
 ]  # fmt: skip
 

@@ -121,19 +121,28 @@ class Canaries:
 def test_canary_cells_are_planned_on_every_profile(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int) -> None:
     """Two ranks on one GPU were skipped: every run on a machine with one GPU ended as if the harness were broken."""
     canaries = Canaries(monkeypatch, name)
-    assert canaries.problem is None and canaries.ranks == [{(name, ranks)}]
+    alone = {("nccl-alone", 1)} if name != "cpu" else set()
+    assert canaries.problem is None and canaries.ranks == [{(name, ranks)} | alone]
     (plans,) = canaries.rounds
-    assert {plan.cell.case for plan in plans} == PLANTED.keys()
-    assert [variant.skip for plan in plans for variant in plan.variants] == [None] * 4
+    assert {plan.cell.case for plan in plans if plan.cell.hardware == name} == PLANTED.keys()
+    settings = [variant.settings for plan in plans for variant in plan.variants if not variant.skip]
+    assert len(settings) == 4 + len(alone)
+    nccl = [each for each in settings if each["backend"] == "nccl" and each["world_size"] == 1]
+    assert nccl or name == "cpu", "one rank with NCCL wherever there is a GPU"
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
 def test_canary_cells_with_gpus_in_use_try_fewer_ranks(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     canaries = Canaries(monkeypatch, "cpu", "gpu2", free=free)
-    first = {("cpu", 2), ("gpu2", 2)}
+    first = {("cpu", 2), ("gpu2", 2), ("nccl-alone", 1)}
     assert canaries.problem is None and canaries.ranks == ([first] if free == 2 else [first, {("gpu2", 1)}])
     problem = Canaries(monkeypatch, "gpu2", free=1, kind="device").problem
     assert problem and problem.count("planted") == 3, "any other kind is a problem"
+
+
+def test_canary_of_a_torch_without_nccl_is_measured_over_gloo_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_canary.STACK", replace(STACK, probe={"nccl_version": None}))
+    assert Canaries(monkeypatch, "gpu1-shared").ranks == [{("gpu1-shared", 2)}]
 
 
 @pytest.mark.ranks

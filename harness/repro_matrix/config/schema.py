@@ -95,11 +95,12 @@ class Needy(Strict):
 
     requires: list[Requirement] = []
     # What it needs on that hardware beside ``requires``.
-    requires_on: dict[Literal["cpu", "cuda"], list[Requirement]] = {}
+    # shared_gpu: a GPU that all ranks share, over gloo.
+    requires_on: dict[Literal["cpu", "cuda", "shared_gpu"], list[Requirement]] = {}
 
-    def needs_on(self, accelerator: str) -> list[str]:
-        """All that a stack must have for it on ``cpu`` or ``cuda``."""
-        beside = [item for kind, listed in self.requires_on.items() if kind == accelerator for item in listed]
+    def needs_on(self, *kinds: str) -> list[str]:
+        """All that a stack must have for it on hardware of these kinds (the keys of ``requires_on``)."""
+        beside = [item for kind, listed in self.requires_on.items() if kind in kinds for item in listed]
         return [*self.requires, *beside]
 
 

@@ -193,6 +193,11 @@ class Profile:
     shared: bool = False  # all ranks of an attempt on one GPU
     idle: int = 0  # usable GPUs that it does not need
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return what ``requires_on`` calls it."""
+        return (self.accelerator, *(["shared_gpu"] if self.shared and self.backend == "gloo" else []))
+
     def words(self) -> str:
         """Return it for the first line of a run: ``gpu2 (2 x NVIDIA H200; 1 more unused), backend nccl``."""
         idle = f"; {self.idle} more unused" if self.idle else ""
@@ -256,7 +261,8 @@ def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machin
     if first.accelerator == "cpu":
         return [first]
     can_share = not any(_exclusive(gpu) for gpu in machine.gpus)
-    shared = [spec.slug for spec in known.values() if spec.shared and len(machine.gpus) == spec.gpus and can_share]
+    fitting = [spec for spec in known.values() if spec.shared and _backend(spec) == "gloo"]
+    shared = [spec.slug for spec in fitting if len(machine.gpus) == spec.gpus and can_share]
     return [first, *(settle(name, known, machine) for name in (*shared, "cpu"))]
 
 

@@ -337,6 +337,8 @@ def torchrun_line(attempt: Attempt) -> str:
     default_tp = attempt.world_size if settings["strategy"]["slug"] == "tp" else 1
     words += ["--tp-size", str(settings["tp_size"])] if settings["tp_size"] != default_tp else []
     words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
+    if attempt.device == "cuda" and settings["devices"] < attempt.world_size:  # they share a GPU
+        words += ["--backend", attempt.backend, "--devices", str(settings["devices"])]
     for name, value in settings["flags"].items():
         # The script reads the value as YAML: write a plain string as it is, anything else as JSON.
         plain = isinstance(value, str) and yaml.safe_load(value) == value

@@ -186,6 +186,8 @@ def _unsuitable(catalogue: Catalogue, cell: Cell, profile: Profile) -> str | Non
     ranks = variant.world_size or cell.ranks
     devices = 1 if profile.shared else first(variant.devices, case.launch.devices, ranks)
     strategy = catalogue.strategies[variant.strategy or cell.strategy]
+    if "shared_gpu" in {*profile.kinds} & strategy.requires_on.keys():  # the stack's releases are not known here
+        return f"strategy {strategy.slug} shares a GPU with some releases only: name hardware={profile.name}"
     return next((skip.reason for skip in wrong_hardware(case, strategy, devices, ranks, profile)), None)
 
 
@@ -239,7 +241,9 @@ def wrong_hardware(case: Case, strategy: Strategy, devices: int, ranks: int, pro
         why = f" ({case.requires.reason})" if case.requires.reason and needed == required else ""
         have = f"hardware {profile.name} has {len(profile.gpus) or 'none'}{why}"
         yield Skip("gpus", f"needs {counted(needed, 'GPU')}; {have}", (f"{needed} GPUs",))
-    if profile.shared and not (case.allow_gpu_sharing and strategy.allow_gpu_sharing):
+    if profile.shared and case.requires.requires_default_compute_mode:
+        yield Skip("shared", "its ranks compute on each other's GPUs, and they share one")
+    if "shared_gpu" in profile.kinds and not (case.allow_gpu_sharing and strategy.allow_gpu_sharing):
         subject = "the case" if not case.allow_gpu_sharing else f"strategy {strategy.slug}"
         yield Skip("shared", f"ranks that share one GPU: {subject} does not declare `allow_gpu_sharing`")
     exclusive = next((gpu for gpu in profile.gpus if gpu.mode.startswith("exclusive")), None)

@@ -159,8 +159,8 @@ class Planner:
             return Skip("stack", reason, (f"stack {variant.stack or cell.stack}",))
         if "torch" not in stack.versions and not isinstance(case, AdhocCase):
             return Skip("packages", no_torch(stack), (TORCH,))
-        kind = profile.accelerator
-        needed = [*case.requires.packages, *variant.needs_on(kind), *model.requires, *strategy.needs_on(kind)]
+        kinds = profile.kinds
+        needed = [*case.requires.packages, *variant.needs_on(*kinds), *model.requires, *strategy.needs_on(*kinds)]
         named = {Requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
@@ -175,7 +175,7 @@ class Planner:
         reasons = ", ".join(" and ".join(needs) + has for has, needs in by_release.items())
         other = case.requires.stack if case.requires.stack != stack.name else None
         why = case.requires.reason if unmet.keys() & set(case.requires.packages) else None
-        reason = f"stack {stack.name}: on {kind} needs {reasons}"
+        reason = f"stack {stack.name}: on {profile.kinds[-1]} needs {reasons}"
         reason += (f"; needs stack {other}" if other else "") + (f" ({why})" if why else "")
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
 

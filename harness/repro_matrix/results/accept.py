@@ -70,6 +70,8 @@ def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[st
         yield "", "its commit is unknown: measured outside a checkout, or git could not compare the files"
     elif document["provenance"]["git_dirty"] is not False:
         yield "", "measured with uncommitted changes. Commit, then measure again."
+    if document["hardware"].get("shares_gpu") and document["hardware"]["backend"] == "nccl":
+        yield "", "its ranks shared one GPU over NCCL, each as a host of its own: a test of the harness"
     for note in document["stack"].get("changed", ())[:1]:
         yield "", f"measured in an environment that was changed after its installation: {note}"
     for name, variant in document["variants"].items():

@@ -20,6 +20,7 @@ from repro_matrix.config.catalog import Catalogue, parse, read_yaml
 from repro_matrix.config.schema import Case, Model, Strategy
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.environment.gpus import Gpu, Nvml
+from repro_matrix.environment.machine import Profile
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.launch import open_launcher
 from repro_matrix.paths import CONF, REPROS, cache_dir
@@ -40,6 +41,7 @@ RESUMED = "what is recorded is kept: --resume continues the run"
 _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "none", "config": {}}
 _INVARIANTS = {"collectives": ["reduce"]}
 _STRATEGY = {"slug": "none", "title": "no strategy", "allow_gpu_sharing": True, "invariants": _INVARIANTS}
+NCCL_ALONE = "nccl-alone"  # the profile of one rank with NCCL on any of the run's GPUs
 # case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
@@ -143,16 +145,23 @@ def canary_catalogue(of: Catalogue, imports: Sequence[str] = ()) -> Catalogue:
 
 def plan_canary(session: Session, ranks: Mapping[str, int]) -> list[CellPlan]:
     """Plan the canary cells on every stack and profile of ``ranks`` (profile -> how many) where the run launches
-    something. ``session``: with the canary catalogue."""
+    something, and one rank with NCCL where that is on GPUs. ``session``: with the canary catalogue."""
     launched = [(each.stack, plan.profile.name) for plan in session.plans for each in plan.variants if not each.skipped]
+    on_gpus = {profile.name for profile in session.profiles if profile.gpus}
+    launched += [(stack, NCCL_ALONE) for stack, name in launched if name in on_gpus and _has_nccl(session, stack)]
     cells = [
         Cell(case, "none", "none", (), stack, name, ranks[name])
         for stack, name in dict.fromkeys(launched)
-        for case in session.catalogue.cases
+        for case in (session.catalogue.cases if name != NCCL_ALONE else ["canary-healthy"])
         if name in ranks
     ]
     settings, profiles = RunSettings(env=dict(session.settings.env)), {each.name: each for each in session.profiles}
     return Planner(session.catalogue, settings, profiles, session.machine, dict(session.stacks), {}).plan(cells)
+
+
+def _has_nccl(session: Session, stack: str) -> bool:
+    probe = session.stacks[stack].probe
+    return not probe or bool(probe["nccl_version"])
 
 
 def _usual_imports(of: Catalogue, among: Iterable[CellPlan]) -> tuple[str, ...]:
@@ -185,9 +194,10 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
     Their documents are not kept. There are no canary cells where nothing is launched.
     """
     planted = canary_catalogue(session.catalogue, _usual_imports(session.catalogue, session.plans))
-    inner = replace(session, catalogue=planted, time_limit=None)
+    alone = [Profile(NCCL_ALONE, "cuda", "nccl", tuple(session.gpus))] if session.gpus else []
+    inner = replace(session, catalogue=planted, time_limit=None, profiles=[*session.profiles, *alone])
     two = {profile.name for profile in session.profiles if not profile.gpus or profile.shared or len(profile.gpus) > 1}
-    ranks = {profile.name: 2 if profile.name in two else 1 for profile in session.profiles}
+    ranks = {profile.name: 2 if profile.name in two else 1 for profile in inner.profiles}
     while cells := plan_canary(inner, ranks):
         summary = Engine(inner, place, Store(place.run_dir / "canary"), lambda event: None).run(cells, stop)
         if stop.is_set():
