@@ -321,7 +321,7 @@ def changed_files(before: str | None, now: str | None, uncommitted: bool) -> lis
                 ).splitlines()
             if uncommitted:
                 changed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *listed) or ""
-                found += [f"{line[3:]} (uncommitted)" for line in changed.splitlines()]
+                found += [f"{line[3:]} (uncommitted now)" for line in changed.splitlines()]
     return list(dict.fromkeys(found))
 
 
