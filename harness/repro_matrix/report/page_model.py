@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.analysis.claims import ClaimRow
@@ -155,18 +156,12 @@ def _strips(title: str, columns: Sequence[str], results: Results) -> Axis:
             steady += bool(names)
     several = len({where for where, _ in alike}) > 1
     strips = [
-        Strip(where * several, tuple(names), tuple(_spans(columns, entries)))
+        Strip(where * several, tuple(names), tuple((one, same[0][1], same[-1][1]) for one, same in spans if one))
         for (where, entries), names in alike.items()
+        if (spans := [(one, list(same)) for one, same in groupby(zip(entries, columns), key=itemgetter(0))])
     ]
     strips.sort(key=lambda strip: columns.index(strip.spans[-1][1]), reverse=True)
     return Axis(title, tuple(columns), tuple(strips[:MOST_STRIPS]), steady)
-
-
-def _spans(columns: Sequence[str], entries: Iterable[Label | None]) -> Iterator[tuple[Label, str, str]]:
-    for one, same in groupby(zip(entries, columns), key=lambda item: item[0]):
-        measured = [column for _, column in same]
-        if one:
-            yield one, measured[0], measured[-1]
 
 
 def history(runs: Sequence[NightlyRun]) -> Axis:
@@ -289,17 +284,7 @@ def build_page(
     by_case: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         by_case[cell.row.case].append(cell)
-    views = [
-        case_view(
-            by_case[one.case],
-            one,
-            cases.get(one.case),
-            [each for each in claims if each.case == one.case],
-            runs,
-            [each for each in head.attention if each.row.case == one.case],
-        )
-        for one in head.cases
-    ]
+    views = [case_view(by_case[one.case], one, cases.get(one.case), claims, runs, head.attention) for one in head.cases]
     views.sort(key=lambda view: (list(SYMBOLS).index(view.state), bool(view.simulated)))
     return Page(title, created, head, tuple(views), tuple(notes), history(runs) if len(runs) > 1 else None, beside)
 
@@ -308,7 +293,8 @@ def case_view(
     cells: Sequence[Cell], status: CaseStatus, case: Case | None,
     claims: Sequence[ClaimRow] = (), runs: Sequence[NightlyRun] = (), attention: Sequence[Attention] = (),
 ) -> CaseView:  # fmt: skip
-    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalog."""
+    """Return what is shown of one case. ``cells``: at least one. ``case``: None if it is not in the catalog. ``claims``
+    and ``attention``: of any case."""
     ordered = sorted(cells, key=lambda cell: (cell.row.model, cell.row.strategy))
     ordered = sorted(ordered, key=lambda cell: age(cell.row), reverse=True)
     varying = [len(set(values)) > 1 for values in zip(*(cell.place for cell in cells))]
@@ -323,7 +309,8 @@ def case_view(
     symbols = dict.fromkeys((cell.row.strategy for cell in cells), "not_measured")
     for name, members in by_strategy.items():
         symbols[name] = case_status([row for cell in members for row in cell.rows], case).state
-    symbols |= dict.fromkeys((each.row.strategy for each in attention), "attention")
+    news = tuple(each for each in attention if each.row.case == status.case)
+    symbols |= dict.fromkeys((each.row.strategy for each in news), "attention")
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
         fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)
@@ -340,8 +327,8 @@ def case_view(
         variants=variants,
         failures=failures,
         axes=tuple(release_axes(cells)),
-        claims=tuple(claims),
-        attention=tuple(attention),
+        claims=tuple(each for each in claims if each.case == status.case),
+        attention=news,
         past=tuple(_past(status.case, runs)),
     )
 
