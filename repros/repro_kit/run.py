@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, Callable
 from repro_kit.machine import machine_facts
 from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, collectives, nccl_environment
 from repro_kit.record import Record, clip, describe_exception, holds, plain
-from repro_kit.settings import resolve, variant_axis
+from repro_kit.settings import host_of_its_own, resolve, variant_axis
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +199,7 @@ def _environment(settings: dict[str, Any]) -> None:
         # Otherwise gloo resolves the host name, which takes seconds where DNS does not know it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if settings["device"] == "cuda" and settings["backend"] == "nccl" and settings["devices"] < settings["world_size"]:
-        separate_hosts()
+        os.environ.update(host_of_its_own(int(os.environ.get("RANK", "0"))))
     if settings["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
@@ -243,15 +243,6 @@ def float32_facts() -> dict[str, Any]:
         except RuntimeError as error:  # newer releases raise when both of their interfaces were used
             facts["unknown"] = clip(str(error), 200)
     return facts
-
-
-def separate_hosts() -> None:
-    """Let NCCL take each rank for another machine: it refuses two ranks of one machine on one GPU.
-
-    They talk over sockets. NVIDIA does not support this; profile gpu1-nccl is never published.
-    """
-    os.environ["NCCL_HOSTID"] = f"repro-rank-{os.environ.get('RANK', '0')}"
-    os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
 
 
 def _release(package: str) -> tuple[int, ...]:

@@ -107,3 +107,12 @@ def resolve(
     }
     out.update({key: value for key, value in run.items() if value is not None})
     return out
+
+
+def host_of_its_own(rank: int) -> dict[str, str]:
+    """Return the variables that let NCCL take a rank for another machine: it refuses two of one machine on one GPU.
+
+    The ranks then talk over sockets. NVIDIA does not support this; profile gpu1-nccl is never published.
+    """
+    sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    return {"NCCL_HOSTID": f"repro-rank-{rank}", **sockets}

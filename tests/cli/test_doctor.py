@@ -4,6 +4,9 @@ probe. Nothing launches ranks unless it is marked."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 from fake_nvml import FakeGpu, FakeNvml, Process
-from fake_stack import lines, python_that_says
+from fake_stack import devices_of, lines, python_that_says
 from repro_matrix.cli import main as cli
 from repro_matrix.results.store import Store
 from repro_matrix.runner import session
@@ -150,6 +153,78 @@ def test_prepare_probes_all_selected_gpus_and_no_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([FakeGpu(), FakeGpu()]).install(monkeypatch)
     monkeypatch.setattr("repro_matrix.launch.processes.op_compiled", lambda stack: True)
-    monkeypatch.setattr(CHECK, lambda stack, profile, _: (seen.add(len(profile.gpus)), ({}, None))[1])
+    monkeypatch.setattr(CHECK, lambda stack, profile, *_: (seen.add(len(profile.gpus)), ({}, None))[1])
     prepared = session.prepare(words, build_stacks=False, probe=True)
     assert seen == probed and {plan.profile.name for plan in prepared.plans} >= {first}
+
+
+HANGS = """echo '{"stage": "all-reduce"}'; [ -n "$NCCL_P2P_DISABLE" ] || exec sleep 60; echo '{"stage": "done"}'"""
+WRONG = """echo '{"error": "RuntimeError: the sum of 1048576 numbers is wrong"}'"""
+TWICE = """[ "$NCCL_HOSTID" = repro-rank-$3 ] && echo '{"error": "Duplicate GPU detected"}'"""
+
+
+@pytest.mark.parametrize(
+    ("pair", "hardware", "reasons"),
+    [
+        (HANGS, "gpu2", ["it hangs", "add env.NCCL_P2P_DISABLE=1"]),
+        (WRONG, "gpu2", ["sum of 1048576 numbers is wrong", "NCCL_P2P_DISABLE=1 does not help"]),
+        ("echo Killed", "gpu2", ["a rank did not start: Killed"]),
+        (TWICE, "gpu1-nccl", ["Duplicate GPU detected", "hardware=gpu1-shared uses gloo"]),
+        (WRONG, "gpu1", []),  # one rank alone is for the canary
+        (WRONG, "gpu1-shared", []),
+    ],
+)
+def test_doctor_lets_two_ranks_add_numbers_with_nccl(
+    pair: str, hardware: str, reasons: list[str], repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("repro_matrix.environment.probe.PAIR_S", 1.0)
+    gpus = [FakeGpu() for _ in range(2 if hardware == "gpu2" else 1)]
+    python = python_that_says(tmp_path, *lines(len(gpus)), pair=pair)
+    words = ("doctor", *ONE[:2], f"stack=python:{python}", f"hardware={hardware}", "--json")
+    done = repro(FakeNvml(gpus), *words)
+    problems = json.loads(done.out)["problems"]
+    assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
+    assert all(reason in problems[0] for reason in reasons)
+    if pair == HANGS:
+        remedied = repro(FakeNvml(gpus), *words, "env.NCCL_P2P_DISABLE=1")
+        assert remedied.code == 0, "what the ranks are given, the probe is given too"
+
+
+def test_doctor_names_what_the_ranks_will_and_will_not_get(repro: Repro, tmp_path: Path) -> None:
+    python = python_that_says(tmp_path, *lines(2, imports={"deepspeed": "MissingCUDAException: CUDA_HOME ..."}))
+    shell = {
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_DEBUG": "INFO",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    words = (
+        "doctor",
+        "case=train-step",
+        "model=qwen1.5-0.5b",
+        f"stack=python:{python}",
+        "env.NCCL_DEBUG=WARN",
+        "--json",
+    )
+    notes = json.loads(repro(FakeNvml([FakeGpu(), FakeGpu()]), *words, env=shell).out)["notes"]
+    (shell_note,) = [note for note in notes if "this shell" in note]
+    assert "env.CUDA_LAUNCH_BLOCKING=1 env.NCCL_P2P_DISABLE=1" in shell_note and "NCCL_DEBUG" not in shell_note
+    assert "DEVICE_ORDER" not in shell_note, "the launcher reads it itself"
+    (package_note,) = [note for note in notes if "deepspeed does not import" in note]
+    assert "CUDA_HOME to a CUDA toolkit" in package_note
+
+
+def test_doctor_on_eight_gpus_takes_less_than_five_seconds(tmp_path: Path) -> None:
+    """Without the time of the stack's own torch, which an interpreter of the test stands in for."""
+    gpus = [FakeGpu() for _ in range(8)]
+    python = python_that_says(tmp_path, *lines(8, devices=devices_of(gpus)))
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    env |= FakeNvml(gpus).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "repro_matrix", "doctor", f"stack=python:{python}", "--json"]
+    subprocess.run(command, env=env, capture_output=True, timeout=100)  # the first one reads from a cold disk
+    before = os.times()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    after = os.times()
+    assert done.returncode == 0 and json.loads(done.stdout)["hardware"] == ["a100x8", "cpu"]
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    assert cpu_s < 5 and after.elapsed - before.elapsed < 20, "seconds of CPU: the tests' machine is shared"

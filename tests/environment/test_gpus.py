@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.config import catalog
 from repro_matrix.environment import machine as machines
+from repro_matrix.environment import probe as probe_module
 from repro_matrix.environment.gpus import RUN_TOKEN, DriverError, Gpu, GpuState, Nvml, Pynvml, states
 from repro_matrix.environment.machine import Machine, Profile, detect, settle, settle_all
 from repro_matrix.environment.probe import ask, parse_output, problem
@@ -336,7 +337,7 @@ def answer(**parts: Any) -> dict[str, Any]:
         ({"torch": "2.13.0+cpu", "cuda": None}, "without CUDA", True),
         ({"hip": "6.4", "cuda": None}, "ROCm", True),
         ({"init_error": "Error 802: system not yet initialized", "gpus": 0, "cuda": "12.1"}, "fabricmanager", False),
-        ({"gpus": 1}, "1 of 2", False),
+        ({"gpus": 1}, "1 of 2.* container", False),
         ({"devices": [OK, BAD]}, r"GPU 1 \(GPU-1\): AcceleratorError.* CUDA_VISIBLE_DEVICES without it", False),
         ({"devices": [OTHER, OK]}, "NVIDIA H200.* GPU 0", False),  # another order
         ({"devices": [OK, NO_KERNEL]}, "GPU 1.* no kernel image", True),
@@ -387,3 +388,36 @@ def test_check_torch_leaves_out_locked_and_full_gpus(tmp_path: Path, monkeypatch
     assert recorded["devices"] == [{"name": A100, "capability": "8.0"}] * 3
     assert (tmp_path / "asked").read_text().split()[1:] == ["0"]
     assert (tmp_path / "visible").read_text().strip() == ",".join(gpu.uuid for gpu in gpus)
+
+
+ON_THE_CPU = """
+import sys
+import torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import device_probe
+torch.cuda.set_device = lambda device: None
+for name in ("zeros", "full"):
+    setattr(torch, name, lambda *args, make=getattr(torch, name), device=None: make(*args))
+begin, reduce = dist.init_process_group, dist.all_reduce
+dist.init_process_group = lambda backend, **more: begin("gloo", **more)
+dist.all_reduce = lambda numbers: (reduce(numbers), numbers.add_(numbers.numel() > 1 and sys.argv[4] == "corrupt"))
+device_probe.all_reduce(int(sys.argv[2]), sys.argv[3], 0)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("how", "last"), [("works", {"stage": "done"}), ("corrupt", {"error": "wrong"})])
+def test_pair_of_the_probe_adds_numbers_of_two_processes(how: str, last: dict[str, str], tmp_path: Path) -> None:
+    """The worker itself, with gloo for NCCL and the CPU for a GPU."""
+    folder = str(Path(probe_module.SCRIPT).parent)
+    command = [[sys.executable, "-c", ON_THE_CPU, folder, str(rank), str(tmp_path), how] for rank in (0, 1)]
+    ranks = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in command]
+    for out in [rank.communicate(timeout=100)[0] for rank in ranks]:
+        ((name, text),) = last.items()
+        assert text in json.loads(out.splitlines()[-1])[name]
+
+
+def test_machine_lists_what_nccl_reads(machine: Detect) -> None:
+    here = machine(FakeNvml([FakeGpu()]), {"etc/nccl.conf": "NCCL_IB_DISABLE=1"}, NCCL_DEBUG="INFO", HOME="/h")
+    assert here.shell == ("NCCL_DEBUG=INFO",) and here.nccl_files == ("/etc/nccl.conf",)
+    assert len(here.notes({})) == 2 and len(here.notes({"NCCL_DEBUG": "WARN"})) == 1

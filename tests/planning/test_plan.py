@@ -44,6 +44,7 @@ class FakeStack:
     changed: tuple[str, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=lambda: dict(VERSIONS))
+    probe: dict[str, Any] = field(default_factory=dict)
 
 
 def plans(
@@ -75,6 +76,7 @@ def test_plan_gives_every_variant_its_settings() -> None:
 
 
 ALONE = FakeStack(versions={"torch": "2.11.0+cu130"})
+NO_NVCC = FakeStack(probe={"imports": {"deepspeed": "MissingCUDAException: CUDA_HOME does not exist"}})
 OLDER = FakeStack(versions={**VERSIONS, "torch": "2.7.1"})
 WITHOUT = {name: version for name, version in VERSIONS.items() if name != "deepspeed"}
 UNBUILT = FakeStack(missing={"deepspeed": "no C++ compiler"}, versions=WITHOUT)
@@ -98,6 +100,8 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     (("case=train-step", "model=qwen-7b"), {"stack": ALONE}, "packages", "transformers"),  # its script imports it
     ((*TRAIN, "strategy=zero3"), {"stack": FakeStack(versions=WITHOUT)}, "packages", "deepspeed"),
     ((*TRAIN, "strategy=zero3"), {"stack": UNBUILT}, "build", "no C++ compiler"),
+    ((*TRAIN, "strategy=zero3"), {"stack": NO_NVCC, "profile": TWO}, "build", "CUDA_HOME does not exist"),
+    ((*TRAIN, "strategy=zero3"), {"stack": NO_NVCC}, None, ""),  # on the CPU it imports
     (("case=tp-heads-not-divisible", "ranks=8"), {}, "ranks", "needs exactly 4"),
     (("case=tp-heads-not-divisible",), {}, None, ""),  # that is what it is about
     (("case=train-step", TP, "model=qwen2.5-0.5b", "ranks=8"), {}, "divisible", "14 attention heads"),

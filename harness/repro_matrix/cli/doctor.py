@@ -38,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
     machine, profile = prepared.machine, prepared.profile
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()), None) or resolve("current")
-    torch = ask_torch(stack, profile)
+    given = prepared.settings.env
+    torch = ask_torch(stack, profile, given)
     problems += _problems(torch, stack, profile, machine)
     shm, untraceable = shm_mb(), no_ptrace()
     notes = [*map(str, machine.left_out), *([machine.hidden] if machine.hidden else [])]
@@ -47,6 +48,7 @@ def main(args: argparse.Namespace) -> int:
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
     notes += [f"stack {name} would be built first" for name in prepared.to_build]
     notes += profile.warnings(shm)
+    notes += [*machine.notes(given), *probe.import_notes(torch)] if profile.gpus else []
     notes += [f"py-spy cannot inspect ranks ({untraceable}): hangs are dumped by faulthandler"] if untraceable else []
     now = states([gpu.uuid for gpu in machine.gpus])
     rows: list[dict[str, Any]] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ _NO_GPU = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES; the last is what 
 _NO_DEVICES = ("", "void", "none")  # of NVIDIA_VISIBLE_DEVICES: the container is to have no GPU
 PY_SPY_S = 15.0
 _SIGNS = ("dev/nvidia[0-9]*", "proc/driver/nvidia/version", "dev/dxg")  # the last: a GPU of Windows under WSL
+_SHELL = re.compile(r"(TORCH_)?NCCL_|CUDA_(?!VISIBLE_DEVICES$|DEVICE_ORDER$|HOME$|PATH$|VERSION$)")
 SHM_MB = 1024  # NCCL takes some 10 MB for every pair of ranks that share memory, data loaders more; Docker gives 64
 GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # planned hardware whose file does not say
 
@@ -48,7 +50,19 @@ class Machine:
     # Why there is no usable GPU although some are here or were requested; () where there simply is none.
     unusable: tuple[str, ...] = ()
     hidden: str | None = None  # that CUDA_VISIBLE_DEVICES asks for no GPU
+    shell: tuple[str, ...] = ()  # variables about NCCL and CUDA, "NAME=value", that ranks do not inherit
+    nccl_files: tuple[str, ...] = ()  # files from which NCCL takes variables
     free_gb: float | None = None  # of memory_gb, not used by any process now; None for hardware that is not here
+
+    def notes(self, given: Mapping[str, str]) -> list[str]:
+        """Return what NCCL will see on this machine beside, or against, the user's shell. ``given``: the run's env."""
+        dropped = [text for text in self.shell if text.partition("=")[0] not in given]
+        more = " ".join(f"env.{text}" for text in dropped)
+        texts = [f"set in this shell, and ranks do not inherit it: {', '.join(dropped)}. Give it to them with {more}"]
+        files = [
+            f"NCCL reads {name} in every rank, and results depend on it: see what it sets" for name in self.nccl_files
+        ]
+        return [*(texts if dropped else []), *files]
 
 
 def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Machine:
@@ -87,6 +101,8 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         left_out=left_out,
         unusable=tuple(reasons),
         hidden=f"{VISIBLE_DEVICES}={text!r} asks for no GPU" if asks_for_none else None,
+        shell=tuple(f"{name}={value}" for name, value in sorted(env.items()) if _SHELL.match(name)),
+        nccl_files=tuple(f"/{path.relative_to(root)}" for path in (root / "etc/nccl.conf",) if path.exists()),
         free_gb=_gib(min(memory.available, allowed_bytes - cgroup_used())),
     )
 

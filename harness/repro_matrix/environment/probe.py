@@ -8,8 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+from repro_kit.settings import host_of_its_own
 
 from repro_matrix.environment.machine import Machine, Profile, count_names
 from repro_matrix.environment.stacks import Stack
@@ -17,6 +23,7 @@ from repro_matrix.paths import PACKAGE
 
 SCRIPT = PACKAGE / "launch" / "worker" / "device_probe.py"
 LIMIT_S = 240.0  # a cold import from a network disk, and cuInit on eight GPUs without persistence mode
+PAIR_START_S, PAIR_S = 60.0, 8.0  # of the two ranks: until each has its GPU, and for NCCL from then on
 RECORDED = ("torch", "cuda", "arch_list", "nccl_version")
 Json = dict[str, Any]
 
@@ -48,6 +55,50 @@ def ask(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> 
     return answer
 
 
+def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str]) -> Json:
+    """Let two ranks add numbers with NCCL; return {} where that works. One device: they share it.
+
+    ``pair``: what went wrong. ``without_p2p``: whether it works with NCCL_P2P_DISABLE=1, tried at the same time.
+    """
+    if len(devices) == 1:
+        shared = _all_reduce(stack, [*devices, *devices], [{**env, **host_of_its_own(rank)} for rank in (0, 1)])
+        return {"pair": shared, "shared": True} if shared else {}
+    with ThreadPoolExecutor(2) as pool:
+        usual, detour = pool.map(
+            lambda more: _all_reduce(stack, devices, [{**env, **more}] * 2), ({}, {"NCCL_P2P_DISABLE": "1"})
+        )
+    return {"pair": usual, "without_p2p": detour is None} if usual else {}
+
+
+def _all_reduce(stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str, str]]) -> str | None:
+    """Return what went wrong, or None."""
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="repro-pair-")))
+        outputs, ranks = [folder / f"rank-{rank}.log" for rank in (0, 1)], []
+        for rank, (device, env) in enumerate(zip(devices, envs)):
+            log = opened.enter_context(open(outputs[rank], "wb"))
+            command = [stack.python, str(SCRIPT), "rank", str(rank), str(folder), str(device)]
+            ranks.append(opened.enter_context(subprocess.Popen(command, stdout=log, stderr=log, env=env)))
+            opened.callback(ranks[-1].kill)
+        limit, begun = time.monotonic() + PAIR_START_S, False
+        while time.monotonic() < limit and any(rank.poll() is None for rank in ranks):
+            answers = [parse_output(output.read_bytes()) for output in outputs]
+            if any(answer.get("error") for answer in answers):
+                break
+            if not begun and all(answer.get("stage") in ("all-reduce", "done") for answer in answers):
+                limit, begun = time.monotonic() + PAIR_S, True
+            time.sleep(0.05)
+        texts = [output.read_text(encoding="utf-8", errors="replace").strip() for output in outputs]
+    for text, answer in ((text, parse_output(text.encode())) for text in texts):
+        if answer.get("error"):
+            return str(answer["error"])
+        if answer.get("stage") == "all-reduce" and begun:
+            return f"it hangs (not done after {PAIR_S:g} s)"
+        if answer.get("stage") != "done":
+            return f"a rank did not start: {text.splitlines()[-1][:200] if text else 'no output'}"
+    return None
+
+
 def parse_output(output: bytes) -> Json:
     """Return the probe's lines as one mapping, without what packages print besides."""
     answer: Json = {"devices": []}
@@ -65,7 +116,8 @@ def parse_output(output: bytes) -> Json:
 def record(answer: Mapping[str, Any]) -> Json:
     """Return what results keep: what a measurement can depend on, and nothing that differs from run to run."""
     devices = [{key: device.get(key) for key in ("name", "capability")} for device in answer.get("devices", ())]
-    return {**{name: answer.get(name) for name in RECORDED}, "devices": devices}
+    failed = {"imports": answer["imports"]} if answer.get("imports") else {}
+    return {**{name: answer.get(name) for name in RECORDED}, "devices": devices, **failed}
 
 
 def describe(answer: Mapping[str, Any]) -> str:
@@ -78,9 +130,18 @@ def describe(answer: Mapping[str, Any]) -> str:
     return f"torch {answer.get('torch') or 'unknown'} ({built}){gpus}"
 
 
+def import_notes(answer: Mapping[str, Any]) -> list[str]:
+    """Return a line for each package that does not import where a GPU is visible."""
+    remedy = "set CUDA_HOME to a CUDA toolkit that has nvcc, or install a newer release of it"
+    return [
+        f"{name} does not import with a GPU visible, and cells that need it are skipped on GPUs ({error}): {remedy}"
+        for name, error in (answer.get("imports") or {}).items()
+    ]
+
+
 def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine) -> str | None:
     """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can."""
-    diagnosis = _problem(answer, profile)
+    diagnosis = problem_of_torch(answer, profile)
     if diagnosis is None:
         return None
     reason, other_build_helps = diagnosis
@@ -100,7 +161,7 @@ def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: 
     return ";\n  ".join([*lines, "hardware=cpu runs with gloo anyway"])
 
 
-def _problem(answer: Mapping[str, Any], profile: Profile) -> tuple[str, bool] | None:
+def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, bool] | None:
     """Return (what is wrong, whether another build of torch helps)."""
     if answer.get("import_error"):
         return f"it does not import: {answer['import_error']}", False
@@ -112,7 +173,9 @@ def _problem(answer: Mapping[str, Any], profile: Profile) -> tuple[str, bool] | 
         return f"the probe (at: {answer.get('stage')}) {answer['failed']}", False
     devices = answer["devices"]
     if not answer.get("gpus") == len(devices) == len(profile.gpus):
-        return f"it sees {answer.get('gpus')} of {len(profile.gpus)} GPUs", False
+        fewer = f"it sees {answer.get('gpus')} of {len(profile.gpus)} GPUs"
+        remedy = "a container was given fewer than NVML shows: pass all in, or list its own in CUDA_VISIBLE_DEVICES"
+        return f"{fewer} ({remedy})", False
     for gpu, device in zip(profile.gpus, devices):
         if device.get("error"):
             more = "; CUDA_VISIBLE_DEVICES without it runs on the others" if len(devices) > 1 else ""
@@ -124,4 +187,15 @@ def _problem(answer: Mapping[str, Any], profile: Profile) -> tuple[str, bool] | 
             return f"it sees {name}, where NVML has GPU {gpu.index}: {gpu.name} ({gpu.capability})", False
     if profile.backend == "nccl" and not answer.get("nccl"):
         return "it was built without NCCL", True
+    if answer.get("pair"):
+        return f"an all-reduce of two ranks with NCCL fails: {answer['pair']}{_detour(answer)}", False
     return None
+
+
+def _detour(answer: Mapping[str, Any]) -> str:
+    """Return what to do about a failed pair."""
+    if answer.get("shared"):
+        return "; this NCCL does not let two ranks share a GPU: hardware=gpu1-shared uses gloo instead"
+    if answer["without_p2p"]:
+        return "; direct copies between these GPUs are broken, and it works without them: add env.NCCL_P2P_DISABLE=1"
+    return "; NCCL_P2P_DISABLE=1 does not help: NCCL_DEBUG=INFO with any program under torchrun shows where it stops"

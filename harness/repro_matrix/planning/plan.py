@@ -164,10 +164,13 @@ class Planner:
         named = {Requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
-        unmet = {item: text for item in needed if (text := unmet_requirement(item, stack.versions))}
+        broken = stack.probe.get("imports", {}) if profile.accelerator == "cuda" else {}
+        versions = {name: version for name, version in stack.versions.items() if name not in broken}
+        missing = {**stack.missing, **broken}
+        unmet = {item: text for item in needed if (text := unmet_requirement(item, versions))}
         if not unmet:
             return None
-        unusable = {item: stack.missing[name] for item in unmet if (name := Requirement(item).name) in stack.missing}
+        unusable = {item: missing[name] for item in unmet if (name := Requirement(item).name) in missing}
         by_release: dict[str, list[str]] = {}  # what the stack has -> what is needed instead
         for text in dict.fromkeys((unmet | unusable).values()):
             need, space, has = text.partition(" (")

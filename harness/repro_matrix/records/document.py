@@ -84,6 +84,7 @@ class Probe(TypedDict):
     arch_list: list[str] | None
     nccl_version: str | int | None
     devices: list[ProbedDevice]
+    imports: NotRequired[dict[str, str]]  # packages that do not import where a GPU is visible, and why
 
 
 class Around(TypedDict):

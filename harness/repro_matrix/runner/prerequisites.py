@@ -48,14 +48,16 @@ Json = dict[str, Any]
 ROOM_MB = 1024  # free memory that a context, a library's workspace and a small matrix need
 
 
-def ask_torch(stack: Stack, profile: Profile) -> Json:
-    """Ask a stack's torch about the GPUs; only those compute that no other run has locked and that have room for it."""
+def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = None) -> Json:
+    """Ask a stack's torch about the GPUs; only those compute that no other run has locked and that have room for it.
+
+    ``given``: the variables that the run gives its ranks (``env.NAME=value``)."""
     run_id = f"probe-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     uuids = tuple(gpu.uuid for gpu in profile.gpus)
     settings = {"device": profile.accelerator, "backend": profile.backend, "case": "probe", "variant": "probe"}
     attempt = Attempt(
         run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.LIMIT_S,
-        stack.environment({}), uuids,
+        {**stack.environment({}), **(given or {})}, uuids,
     )  # fmt: skip
     env = stack_environment(attempt)
     if not uuids:
@@ -64,12 +66,19 @@ def ask_torch(stack: Stack, profile: Profile) -> Json:
         free = [name for name in uuids if locks.acquire([name])]
         memory = states(free)
         roomy = [name for name in free if (free_mb := memory[name].free_mb) is None or free_mb >= ROOM_MB]
-        return probe.ask(stack, [uuids.index(name) for name in roomy], env)
+        devices = [uuids.index(name) for name in roomy]
+        answer = probe.ask(stack, devices, env)
+        needed = 1 if profile.shared else 2
+        if profile.backend == "nccl" and len(devices) >= needed and not probe.problem_of_torch(answer, profile):
+            answer |= probe.ask_pair(stack, devices[:needed], env)
+        return answer
 
 
-def check_torch(stack: Stack, profile: Profile, machine: Machine) -> tuple[Json, str | None]:
+def check_torch(
+    stack: Stack, profile: Profile, machine: Machine, given: Mapping[str, str] | None = None
+) -> tuple[Json, str | None]:
     """Return (what is recorded, why the stack cannot be used on these GPUs or None)."""
-    answer = ask_torch(stack, profile)
+    answer = ask_torch(stack, profile, given)
     return probe.record(answer), probe.problem(answer, stack, profile, machine)
 
 
@@ -133,7 +142,7 @@ def _check_gpus(session: Session, cells: Iterable[matrix.Cell]) -> None:
     profile = replace(session.profile, gpus=tuple(session.gpus))
     used = {cell.stack for cell in on_gpus} | _stacks_of_variants(session, on_gpus)
     for name in sorted(used & session.stacks.keys()):
-        answer, problem = check_torch(session.stacks[name], profile, session.machine)
+        answer, problem = check_torch(session.stacks[name], profile, session.machine, session.settings.env)
         if problem is None:
             session.stacks[name] = replace(session.stacks[name], probe=answer)
             continue

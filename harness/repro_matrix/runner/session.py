@@ -230,7 +230,8 @@ class Session:
         if self.profile.accelerator == "cpu":
             return [*wrong, *(hidden if self.machine.driver else [])]  # GPUs are here, and none is selected
         gpus = map(str, self.machine.left_out)
-        return [*wrong, *gpus, *hidden, *self.profile.warnings(machine_module.shm_mb())]
+        warnings = self.profile.warnings(machine_module.shm_mb())
+        return [*wrong, *gpus, *hidden, *warnings, *self.machine.notes(self.settings.env)]
 
 
 def prepare(

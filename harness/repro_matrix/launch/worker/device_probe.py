@@ -1,7 +1,9 @@
 """Report, in a stack's own python, what torch is and whether it can use the devices that it is given.
 
     device_probe.py cpu          torch's version and backends
-    device_probe.py 0,2          the same, and CUDA: initialise it, count, compute on devices 0 and 2
+    device_probe.py 0,2          the same, and CUDA: initialise it, count, compute on devices 0 and 2, and import the
+                                 packages that behave otherwise where a GPU is visible
+    device_probe.py rank 1 FOLDER 2    be rank 1 of 2 on device 2, and add numbers with NCCL
 
 It prints one JSON object a line, so that a hang or a crash shows how far it got: ``stage`` names the next step, at
 last "done".
@@ -10,7 +12,10 @@ Standard library and torch; Python 3.9 and torch 2.2, too.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import os
 import sys
 from typing import Any
 
@@ -37,6 +42,7 @@ def main(wanted: str) -> None:
     report(torch=torch.__version__, cuda=torch.version.cuda, hip=hip, nccl=nccl)
     if wanted != "cpu":
         devices(torch, {int(part) for part in wanted.split(",") if part})
+        imports()
     report(stage="done")
 
 
@@ -74,5 +80,43 @@ def compute(torch: Any, index: int) -> None:
         raise RuntimeError(f"the device computed {total} instead of {16 * 16 * 17}")
 
 
+def imports() -> None:
+    """Older releases of DeepSpeed look for nvcc when they are imported and a GPU is visible."""
+    failed = {}
+    for name in ("deepspeed", "accelerate", "peft"):
+        report(stage=f"import {name}")
+        try:
+            if importlib.util.find_spec(name):
+                importlib.import_module(name)
+        except BaseException as error:
+            failed[name] = describe(error)
+    report(imports=failed)
+
+
+def all_reduce(rank: int, folder: str, device: int) -> None:
+    """Add numbers of two ranks, few and many; never returns. The launcher counts the time from ``stage``."""
+    report(stage="import torch")
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.cuda.set_device(device)
+        torch.zeros(1, device="cuda")
+        report(stage="all-reduce")
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        for size in (1, 1 << 20):
+            numbers = torch.full((size,), rank + 1.0, device="cuda")
+            dist.all_reduce(numbers)
+            if not bool((numbers == 3.0).all()):
+                raise RuntimeError(f"the sum of {size} numbers is wrong")
+        report(stage="done")
+    except BaseException as error:
+        last = str(error).partition("Last error:\n")[2].splitlines()[:1]  # NCCL's own
+        report(error=last[0] if last else describe(error))
+    os._exit(0)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        all_reduce(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     main(sys.argv[1] if len(sys.argv) > 1 else "cpu")
