@@ -24,7 +24,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     [
         (["--help"], {"pydantic", "repro_matrix.cli.options"}),
         (["list"], {"hydra", "transformers", "psutil"}),
-        (["show", "fsdp-generate", "--json"], {"hydra", "repro_matrix.runner.engine", "repro_matrix.launch.torchrun"}),
+        (["show", "fsdp-generate", "--json"], {"hydra", "repro_matrix.runner.engine", "rich.console"}),
     ],
 )
 def test_quick_commands_import_nothing_heavy(words: list[str], heavy: set[str]) -> None:
@@ -110,6 +110,9 @@ def test_show_has_the_role_and_the_command_of_each_variant(capsys: pytest.Captur
     roles = {variant["variant"]: variant["role"] for variant in shown["variants"]}
     assert (roles["unfixed"], roles["summon"], roles["no-cache"]) == ("unfixed", "fix", "non_fix")
     assert json.loads(call(capsys, "list", "case=qwen15-fsdp-norm-shard", "--json")[1])[0]["variants"] == roles
+    assert all(variant["expected"] and variant["last"] for variant in shown["variants"] if variant["role"] == "fix")
+    first = shown["variants"][0]
+    assert first["expected"] == "reproduced" and first["last"].startswith("reproduced 20"), "it has no verdict"
     assert shown["symptom"].startswith("RuntimeError: ") and "reproduces in " in shown["releases"]
     assert "supported" in {claim["status"] for claim in shown["claims"]}
 

@@ -60,6 +60,24 @@ def test_difference_is_shown_with_its_log_and_command() -> None:
     assert [case[1] for case in cases] == ["loud", "quiet"] and "works: fix" in " ".join(cases[1])
 
 
+def test_error_text_is_shown_once_and_log_lines_are_whole() -> None:
+    odd = cell("NOT_FIXED", "unexpected", case="loud")
+    odd["verdicts"]["fix"]["reason"] = "unfixed reproduced 3/3; fix reproduced 3/3: RuntimeError: boom"
+    first = odd["variants"]["fix"]["attempts"][0]["observation"]["ranks"][0]
+    odd["variants"]["fix"]["attempts"][0]["observation"]["ranks"][0] = {
+        **first, "log_tail": "the beginning of a long line " * 40 + "\n  File x, line 3\nRuntimeError: boom\n",
+    }  # fmt: skip
+    assert [line for line in shown(odd) if line.startswith("    |")] == ["    |   File x, line 3"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_titles_are_shown_at_the_usual_widths(width: int) -> None:
+    result = {**cell(case="a-case-with-a-name-that-is-long"), "title": "Every rank waits " * 5}
+    (line,) = [line for line in shown(result, width=width) if line.startswith("  reproduces")]
+    assert ("Every rank" in line) == (width >= 80) and len(line) <= width
+    assert ("works: fix" in line) == (width != 80)
+
+
 def test_healthy_run_fits_on_a_screen() -> None:
     results = [cell(case=f"case-{index}") for index in range(40)]
     skipped = identified(document({"unfixed": "needs 2 GPUs"}, {}, case="other"))

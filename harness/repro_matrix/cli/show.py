@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from repro_matrix.analysis.claims import ClaimRow, ledger
-from repro_matrix.analysis.releases import releases_of
+from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.cli import options
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
@@ -32,6 +33,7 @@ from repro_matrix.runner import prerequisites
 from repro_matrix.runner.session import Request, Session, ask
 from repro_matrix.text import counted, first_line
 
+OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
 
@@ -47,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     options.one_case(args.case, args.overrides)
     named = [word for word in args.overrides if "=" not in word]
     texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{','.join(named)}]"] if named else [])
-    request = ask(texts)
+    request = ask(texts, expect=args.case)
     names = expand("case", [args.case], request.catalogue.cases)
     if len(names) > 1:
         raise ConfigError(f"{args.case}: `repro show` takes one case, and these are {len(names)}: {', '.join(names)}")
@@ -56,9 +58,9 @@ def main(args: argparse.Namespace) -> int:
     case = request.catalogue.cases[names[0]]
     prepared, plan = _plan_first_cell(request, case)
     commands = args.commands or bool(prepared.settings.variants)
-    variants = list(_variants(prepared, plan, case, commands or args.json))
     predicted = {prediction.case for claim in case.claims for prediction in claim.predictions if prediction.case}
     rows = runs.rows_of_cases({case.slug, *predicted})
+    variants = list(_variants(prepared, plan, case, rows, commands or args.json))
     claims = ledger([case], rows, request.catalogue.strategies)
     symptom, reproduced = _symptom(case, rows), releases_of(case)
     script = request.catalogue.script(case)
@@ -74,9 +76,14 @@ def main(args: argparse.Namespace) -> int:
     title = f"Variants, as expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
         title = f"Variants. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
-    heads = ["variant", "what it changes", "role", "verdict", "help"]
+    heads = ["variant", "what it changes", "role", "expected", "last measured", "help"]
     table = [
-        [v["variant"], _changes(case.variants[v["variant"]]), v["role"], v["expected"], v["help"]] for v in variants
+        [
+            v["variant"],
+            _changes(case.variants[v["variant"]]),
+            *(v[name] for name in ("role", "expected", "last", "help")),
+        ]
+        for v in variants
     ]
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
     for each in variants if commands else ():
@@ -94,9 +101,25 @@ def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> s
     return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
 
 
-def _verdict(case: Case, name: str) -> str:
-    """Return an expected verdict as a run on this machine reports it: the baseline shows where the failure was."""
-    return "FIXED_UPSTREAM" if name == "NOT_REPRODUCED" and releases_of(case).reproduces else name
+def _expected(case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]) -> str:
+    """Return an expected verdict as a run on this machine reports it: the baseline shows where the failure was. Of the
+    unfixed variant the outcome, which follows from the verdicts of the others."""
+    if needed := depends_on_capabilities(case, name):
+        return f"by {', '.join(needed)}"  # known when ranks have run
+    if case.kind == "failure" and name == next(iter(case.variants)):
+        others = (_expected(case, plan, other, versions) for other in case.variants if other != name)
+        return next((OUTCOMES[STATES[verdict]] for verdict in others if verdict in STATES), "")
+    entry = expected(case, plan.cell.where, name, versions, plan.profile.name)
+    verdict = entry.verdicts[name] if entry else "PASSED" if case.kind == "control" else ""
+    return "FIXED_UPSTREAM" if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces else verdict
+
+
+def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
+    """Return the newest stored result of a variant of the cell, and its date."""
+    place = plan.cell.key, plan.profile.name, stack, name
+    found = [r for r in rows if r.attempts and (r.cell_id, r.hardware.profile, r.stack.name, r.variant) == place]
+    last = max(found, key=lambda row: row.started, default=None)
+    return f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}" if last else ""
 
 
 def _symptom(case: Case, rows: Sequence[Row]) -> str:
@@ -131,18 +154,19 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     return prepared, prepared.plans[0]
 
 
-def _variants(prepared: Session, plan: CellPlan, case: Case, commands: bool) -> Iterator[dict[str, Any]]:
+def _variants(
+    prepared: Session, plan: CellPlan, case: Case, rows: Sequence[Row], commands: bool
+) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
         name, settings, stack = variant.variant, variant.settings, prepared.stacks.get(variant.stack)
         declared = case.variants[name]
-        needed = depends_on_capabilities(case, name)  # known when ranks have run
-        entry = expected(case, plan.cell.where, name, stack.versions if stack else {}, plan.profile.name)
         yield {
             "variant": name, "role": declared.role, "help": declared.help, "flags": settings["flags"],
             "options": settings["strategy"]["options"], "model": settings["model"]["slug"],
             "strategy": settings["strategy"]["slug"], "stack": variant.stack, "world_size": variant.world_size,
             "skipped": variant.skipped,
-            "expected": f"by {', '.join(needed)}" if needed else _verdict(case, entry.verdicts[name]) if entry else "",
+            "expected": _expected(case, plan, name, stack.versions if stack else {}),
+            "last": _last(rows, plan, name, plan.cell.stack),
             "torchrun": _torchrun(prepared, variant, stack) if commands else "",
         }  # fmt: skip
 

@@ -19,7 +19,8 @@ from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 LOG_LINES = 4
 MOST_CASES = 7  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
-DETAIL, SHORTEST = 38, 24  # columns of what is said of a case, and of its title
+LOG_TAIL = 800  # characters of a log that a summary has
+DETAIL, SHORTEST = 38, 20  # columns of what is said of a case, and of its title
 
 
 def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:
@@ -55,10 +56,19 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
         texts = {one.variant: one.help for one in head.rows if one.case == row.case}
         works = "; ".join(f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES])
         yield from wrap(f"what works instead: {works or 'no documented fix'}", "    ", 3, width)
-    printed = [one_line(line) for line in row.errors[0]["log"].splitlines()] if row.errors else []
-    for line in [line for line in printed if line.strip()][-LOG_LINES:]:
+    for line in _log_lines(row):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
     yield f"    $ {one_line(shlex.join(each.command))}"
+
+
+def _log_lines(row: Row) -> list[str]:
+    """Return the end of the first error's log, whole lines, without the error text that the reason has already."""
+    if not row.errors:
+        return []
+    log, text = row.errors[0]["log"], first_line(row.errors[0]["message"])[:60]
+    cut = len(log) == LOG_TAIL and "\n" in log  # its first line may have lost its beginning
+    lines = [one_line(line) for line in log.splitlines()[cut:]]
+    return [line for line in lines if line.strip() and not (text and text in line and text in row.reason)][-LOG_LINES:]
 
 
 def _problem_lines(rows: Sequence[Row], width: int) -> Iterator[str]:
@@ -101,30 +111,35 @@ def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
         return
     shown = cases if everything else cases[:MOST_CASES]
     names, states = max(len(each.case) for each in shown), max(len(CASE_STATES[each.state]) for each in shown)
+    titles = max(len(first_line(one_line(each.title))) for each in shown)
     yield ""
     for each in shown:
         start = f"  {CASE_STATES[each.state]:<{states}}  {each.case:<{names}}  "
-        room = width - len(start) - DETAIL
-        if room < SHORTEST:
-            yield from wrap(f"{start.rstrip()}  {_case_detail(each)}", "", 4, width)
+        free = width - len(start)
+        room, title = max(free - DETAIL, free // 2), first_line(one_line(each.title))
+        if room >= SHORTEST:
+            room = min(room, titles + 2)
+            detail = first_line(one_line(_case_detail(each, free - room)))
+            yield f"{start}{first_line(title, room - 2):<{room}}{first_line(detail, free - room)}".rstrip()
+        elif free >= SHORTEST:  # no room for both: the title of what is usual
+            yield f"{start}{first_line(title if each.fixes else _case_detail(each, free), free)}"
         else:
-            title, detail = (first_line(one_line(text)) for text in (each.title, _case_detail(each)))
-            yield f"{start}{first_line(title, room - 2):<{room}}{first_line(detail, DETAIL)}".rstrip()
+            yield from wrap(f"{start.rstrip()}  {_case_detail(each, DETAIL)}", "", 4, width)
     if len(shown) < len(cases):
         yield f"  ... {len(cases) - len(shown)} more: repro report --format text. Details of one: repro show CASE"
 
 
-def _case_detail(each: CaseStatus) -> str:
+def _case_detail(each: CaseStatus, size: int) -> str:
     """Return the fixes that work, as many as there is room for, or what else there is to say."""
     if each.state != "reproduces":
         return each.detail
-    for number in range(len(each.fixes), 0, -1):
+    text = (
+        f"{counted(len(each.fixes), 'fix')} work" if each.fixes else "no documented fix works" if each.failing else ""
+    )
+    for number in range(1, len(each.fixes) + 1):
         more = f" (+{len(each.fixes) - number})" if number < len(each.fixes) else ""
-        text = f"works: {', '.join(each.fixes[:number])}{more}"
-        if len(text) <= DETAIL or number == 1:
-            break
-    else:
-        text = "no documented fix works" if each.failing else ""
+        names = f"works: {', '.join(each.fixes[:number])}{more}"
+        text = names if len(names) <= size else text
     return "; ".join(filter(None, (text, each.detail)))
 
 

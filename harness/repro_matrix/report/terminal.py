@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from repro_matrix.text import WIDTH, counted, one_line, wrap
 
@@ -96,17 +97,19 @@ def style(text: str) -> str:
 # Printing
 
 
-def console(stderr: bool = False) -> Console:
-    from rich.console import Console
+def is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+
+def console() -> Console:
+    from rich.console import Console  # a tenth of the time of `repro show`
+
+    return Console(highlight=False, soft_wrap=False, width=columns())
 
 
 def columns() -> int:
-    """Return the width of lines: the terminal's, or COLUMNS where there is none; ``NARROW`` to ``WIDTH``."""
-    out, wanted = console(), os.environ.get("COLUMNS", "")
-    width = out.width if out.is_terminal else int(wanted) if wanted.isdigit() else WIDTH
-    return max(NARROW, min(width, WIDTH))
+    """Return the width of lines: COLUMNS, else the terminal's, else ``WIDTH``; at least ``NARROW``."""
+    return max(NARROW, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def print_json(value: Any) -> None:
@@ -116,10 +119,9 @@ def print_json(value: Any) -> None:
 
 def print_notes(texts: Sequence[str], most: int = 10) -> None:
     """Print notes on stderr, so that stdout holds the answer only."""
-    out = console(stderr=True)
     for text in texts[:most]:
         note = one_line(f"note: {text}")
-        print("\n".join(wrap(note, width=min(out.width, WIDTH))) if out.is_terminal else note, file=sys.stderr)
+        print("\n".join(wrap(note, width=columns())) if is_terminal(sys.stderr) else note, file=sys.stderr)
     if len(texts) > most:
         print(f"note: {len(texts) - most} more notes", file=sys.stderr)
 
@@ -136,12 +138,17 @@ def print_wrapped(*texts: str) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
     """Print a table. On a terminal of less than ``WIDTH`` columns each row is a line, and the columns that are named
     in ``narrow`` are lines below it."""
+    texts = [["" if value is None else one_line(str(value)) for value in row] for row in rows]
+    if not is_terminal(sys.stdout):
+        widths = [max(map(len, column)) for column in zip(columns, *texts)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *texts)]
+        print("\n".join([title] * bool(title) + lines))
+        return
     from rich.table import Table
     from rich.text import Text
 
     out = console()
-    texts = [["" if value is None else one_line(str(value)) for value in row] for row in rows]
-    if out.is_terminal and out.width < WIDTH and narrow:
+    if out.width < WIDTH and narrow:
         print_lines([title] if title else [])
         for row in texts:
             cells = [(name, f"{name} {text}" if text.isdigit() else text) for name, text in zip(columns, row) if text]
@@ -157,8 +164,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         table.add_column(name, overflow="fold")
     for row in texts:
         table.add_row(*(Text(text, style=style(text)) for text in row))
-    if not out.is_terminal:
-        out.width = 100_000
     with out.capture() as capture:
         out.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
@@ -166,13 +171,13 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines as they are; on a terminal titles (three capitals) are bold, and verdicts have their color."""
-    out = console()
-    if not out.is_terminal:
+    if not is_terminal(sys.stdout):
         for line in lines:
             print(line)
         return
     from rich.text import Text
 
+    out = console()
     for line in lines:
         word = line.strip().partition(" ")[0]
         text = Text(line, style="bold" if re.match("[A-Z]{3}", line) and word not in VERDICTS else "")

@@ -33,6 +33,7 @@ SEARCHES = "searches"
 MANIFEST = "run.manifest"  # no .json: these are cells
 KEPT = 20
 ENDED, UNFINISHED = "ended", "unfinished"
+HEAD = 800  # bytes of a line of a summary that hold the case and its kind
 LOOK_BACK = 5  # runs whose results count as the history of a cell
 
 
@@ -195,7 +196,7 @@ def rows_of_cases(slugs: Collection[str]) -> list[Row]:
     last run, of searches and the published ones. Other rows are not parsed."""
     wanted = [f'"case":"{slug}"'.encode() for slug in slugs] + [b'"kind":"control"']
     folders = dict.fromkeys((of(scratch()), scratch() / SEARCHES, *project.published()))
-    found = [stored_rows(folder, [], lambda line: any(each in line for each in wanted)) for folder in folders]
+    found = [stored_rows(folder, [], lambda line: any(each in line[:HEAD] for each in wanted)) for folder in folders]
     return [row for cells in found for rows in cells.values() for row in rows]
 
 
