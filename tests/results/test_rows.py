@@ -57,7 +57,7 @@ def shown(rows: list[Row]) -> list[tuple[str, str, str]]:
     return [(row.evidence, row.variant, row.outcome) for row in rows]
 
 
-@pytest.mark.parametrize("how", ["edited", "grader", "variant", "cut"])
+@pytest.mark.parametrize("how", ["edited", "grader", "variant", "cut", "verdict"])
 def test_load_rows_grades_only_stale_cells(
     how: str, folder: Path, cases: Mapping[str, Case], graded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,8 +77,12 @@ def test_load_rows_grades_only_stale_cells(
         lines = (folder / SUMMARY).read_bytes().splitlines(keepends=True)
         others = [line for line in lines if adapter().validate_json(line).evidence != first]
         (folder / SUMMARY).write_bytes(b"".join(others) + lines[0][:200])
-    again = load_rows(folder, cases)
-    assert graded == [first]
+    elif how == "verdict":  # of a row that is otherwise fresh
+        path = folder / SUMMARY
+        path.write_bytes(path.read_bytes().replace(b'"outcome":"reproduced"', b'"outcome":"passed"', 1))
+    notes: list[str] = []
+    again = load_rows(folder, cases, notes)
+    assert graded == [first] and bool(notes) == (how == "verdict")
     if how == "edited":
         assert again[0].title == "another title"
     else:

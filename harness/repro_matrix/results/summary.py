@@ -38,6 +38,7 @@ from repro_matrix.records.outcome import FailureId, Outcome, StoredOutcome
 from repro_matrix.results.store import SUMMARY, Store, document_at, documents_in, files, listed
 
 COMPRESSED = f"{SUMMARY}.zst"  # of the baseline
+DIGEST = b',"digest":"'
 # The settings that make two measurements comparable; not the device and its backend, because results of a CPU and a GPU
 # are compared.
 COMPARED = ("model", "flags", "strategy", "world_size", "tp_size", "steps", "seed")
@@ -247,7 +248,7 @@ def stored_rows(
     folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None
 ) -> dict[str, list[Row]]:  # fmt: skip
     """Read evidence -> rows as they are stored, fresh or not. The last rows of a cell win; lines that cannot be read
-    count as missing. ``wanted``: of which lines."""
+    count as missing, and so do edited ones. ``wanted``: of which lines."""
     found: dict[str, list[Row]] = {}
     for path in (folder / SUMMARY, *sorted(folder.glob(f"*/{COMPRESSED}"))):
         try:
@@ -258,6 +259,11 @@ def stored_rows(
             notes.append(f"{path}: cannot be read: {error}. Its rows are computed from their evidence.")
             continue
         for line in filter(wanted, filter(None, content.split(b"\n"))):
+            text, _, digest = line.rpartition(DIGEST)
+            if digest != _hash(text)[:8].encode() + b'"}':
+                note = f"{path}: holds edited rows. They are computed from their evidence."
+                notes += [note] if text and note not in notes else []
+                continue
             with suppress(ValueError):
                 row = adapter().validate_json(line)
                 found[row.evidence] = [*([] if row.first else found.get(row.evidence, [])), row]
@@ -266,8 +272,14 @@ def stored_rows(
 
 def write_rows(folder: Path, rows: Iterable[Row], name: str = SUMMARY) -> None:
     """Replace the summary in one step."""
-    text = b"".join(adapter().dump_json(row) + b"\n" for row in rows)
+    text = b"".join(map(_line, rows))
     write_bytes(folder / name, zstandard.compress(text, 19) if name.endswith(".zst") else text)
+
+
+def _line(row: Row) -> bytes:
+    """Return a row's line, with a digest of what stands before it."""
+    text = adapter().dump_json(row)[:-1]
+    return text + DIGEST + _hash(text)[:8].encode() + b'"}\n'
 
 
 def write_baseline(root: Path, cases: Mapping[str, Case]) -> None:
@@ -289,7 +301,7 @@ def append_cell(folder: Path, document: Document, cases: Mapping[str, Case], key
         state, key = evidence_state(Path(document["path"])), keys.get(document["case"], "")
         rows = rows_of(document, cases, os.path.relpath(document["path"], folder), state, key)
         with open(folder / SUMMARY, "ab") as out:  # an empty line ends one that was cut off
-            out.write(b"".join([b"\n", *(adapter().dump_json(row) + b"\n" for row in rows)]))
+            out.write(b"".join([b"\n", *map(_line, rows)]))
 
 
 def evidence_state(file: Path) -> str:
