@@ -8,9 +8,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import random
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -190,6 +192,11 @@ def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> N
         ("[INFO] [Rank 0] DeepSpeed info: version=0.14.2, git-hash=unknown", {"deepspeed": "0.14.2"}),
         ("Successfully installed peft-0.10.0 torch-2.2.2", {"peft": "0.10.0", "torch": "2.2.2"}),
         ("- Transformers 4.38.2", {"transformers": "4.38.2"}), ("torchvision==0.15.2", {}),
+        ("Requires: torch (>=2.0)", {}), ("Collecting torch==2.1.0", {}), ("  Uninstalling torch-1.13.1:", {}),
+        ("  Found existing installation: torch 1.13.1", {}), ("FSDP2 is in torch 2.4 or newer", {}),
+        ("Requirement already satisfied: peft==0.10.0 in /usr/lib", {"peft": "0.10.0"}),
+        ("accelerate 0.30.0 requires torch==2.3.0, but you have torch 2.2.2 which is incompatible.",
+         {"accelerate": "0.30.0", "torch": "2.2.2"}),
     ],
 )  # fmt: skip
 def test_versions_of_tools_output_are_read(line: str, said: dict[str, str]) -> None:
@@ -230,6 +237,30 @@ def test_match_of_a_failure_gives_its_exit_code(match: Match) -> None:
     assert found["advice"]["fsdp-uniform-dtype"]["fits"] and found["versions_source"] == "the log"
     code, out, _ = match(OWN)
     assert code == 1 and "not a known failure" in out and "load (/w/train.py:7)" in out
+
+
+def test_match_text_of_a_failure_and_of_a_healthy_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = ["torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "deepspeed==0.19.8"]
+    lines = [
+        *versions,
+        *(f"[rank1]: {line}" for line in UNIFORM),
+        *(f"[rank0]: {line}" for line in ECHO),
+        "train.py FAILED",
+    ]
+    caught = [*OWN, "step 2 loss 1.9", "Training completed."]
+    texts = []
+    monkeypatch.chdir(tmp_path)
+    for number, each in enumerate((lines, ["step 2 loss inf"], [WATCHDOG], caught)):
+        Path(f"{number}.log").write_text("\n".join(each))
+        cli.main(["match", f"{number}.log"])
+        texts.append(capsys.readouterr().out)
+    text = "\n".join(texts)
+    path = Path(__file__).parent / "snapshots" / "match.txt"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), "if that is intended: UPDATE_SNAPSHOTS=1 pytest"
 
 
 def test_match_takes_versions_that_the_log_does_not_name(match: Match, tmp_path: Path) -> None:
@@ -273,6 +304,49 @@ def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank
     found = answer(["step 1 loss 2.0", *line.split("\n"), "step 2 loss 1.9"])
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[W socket.cpp:426] [c10d] The server socket has failed to bind to [::]:1 (errno: 98 - Address already in use)",
+        "[W socket.cpp:663] [c10d] The client socket has failed to connect to [n1]:29500 (errno: 111)",
+        "n1:12:34 [0] NCCL INFO NET/Plugin : No plugin found (libnccl-net.so), using internal implementation",
+        "n1:12:34 [0] NCCL INFO TUNER/Plugin: libnccl-tuner.so: cannot open shared object file",
+        "n1:12:34 [0] NCCL INFO [Service thread] Connection closed by localRank 1",
+        "Tip: use gradient checkpointing to avoid CUDA out of memory errors",
+        'WARNING: if you see "CUDA out of memory", reduce the batch size',
+        "if the watchdog reports a collective timeout, raise --timeout",
+        "2026-01-01 INFO on CUDA out of memory the batch is halved",
+        "val_loss improved; best_loss: inf, loss scale: 65536",
+    ],
+)
+def test_match_of_a_line_that_only_mentions_a_failure_is_nothing(line: str) -> None:
+    assert answer(["step 1 loss 2.0", line, "step 2 loss 1.9"]).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("after", "code"),
+    [
+        (["step 3 loss 1.8", "step 4 loss 1.7", "Training completed."], 3),
+        ([f"step {step} loss 1.8" for step in range(3, 300)], 3),
+        (["step 3 loss 1.8", "step 4 loss 1.7"], 1),  # perhaps what was in the buffer of a process that crashed
+        (["Training completed."], 1),  # nothing was trained after it
+        (["step 3 loss nan", "Training completed."], 1),
+        (["step 3 loss 1.8", "Training completed.", "  exitcode  : 1 (pid: 7)"], 1),
+        (["step 3 loss 1.8", "Training completed.", *OWN], 1),  # the same error again, at the end
+    ],
+)
+def test_match_of_an_error_that_was_caught_is_nothing(after: list[str], code: int) -> None:
+    found = answer(["step 1 loss 2.0", *OWN, *after])
+    assert found.exit_code == code and bool(found.recovered) == (code == 3)
+
+
+@pytest.mark.parametrize("unit", ["* ", "(a)", "torch 1.0 ", "Error", "[E ", "loss="])
+def test_scan_of_a_long_row_of_anything_ends(unit: str) -> None:
+    began = time.process_time()
+    seen([unit * (60_000 // len(unit)) + " error"])
+    assert time.process_time() - began < 5  # each took minutes, or for ever
 
 
 def test_scan_after_an_early_error_reads_no_further_line() -> None:

@@ -22,12 +22,19 @@ class FailureRule(Strict):
     shows: Literal["cause", "end", "peer"]
     text: Regex
     case: str = ""  # the case that it is, in an older or another package's wording
+    words: list[str] = Field(default=[])  # without them, words of the text
+    any_level: bool = False  # also a line that a logger prints as information
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
     advice: list[str] = Field(min_length=1)
     references: list[str] = Field(min_length=1)
 
 
+# What stands before a failure that a sentence only mentions.
+ADVICE = re.compile(
+    r"(?i)\b(?:to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
+    r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$"
+)
 # How launchers and schedulers print how a process ended.
 _EXIT_CODE = re.compile(
     r"(?:\bexitcode\s*:?|\breturn code\s*=?|\bexit (?:code|status)\s*[:=]?|\bexited? with (?:code|status))\s*(-?\d+)"

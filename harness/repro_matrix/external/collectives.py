@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from repro_matrix.config.failure_rules import ADVICE
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.hangs import collective_kind
 from repro_matrix.text import list_ranks
@@ -60,11 +61,12 @@ class Waits:
     absent: tuple[int, ...] = ()  # ranks that monitoredBarrier names
     fingerprints: dict[int, Wait] = field(default_factory=dict)
 
-    def read(self, text: str, number: int, rank: int | None) -> None:
-        """Read a line."""
-        if not any(word in text.lower() for word in WORDS):
-            return
-        if _HANG.search(text):
+    def read(self, text: str, number: int, rank: int | None) -> bool:
+        """Read a line; return whether it may be about a collective."""
+        low = text.lower()
+        if not any(word in low for word in WORDS):
+            return False
+        if (hang := _HANG.search(text)) and not ADVICE.search(text, 0, hang.start()):
             self.line = self.line or number
         for found in _FINGERPRINT.finditer(text):
             entered = int(found[2]) if found[2] else None
@@ -79,6 +81,7 @@ class Waits:
                 number, int(stated[1]) if stated else rank, group[1] if group else "",
                 int(sequence) if sequence else None, work["op"] if work else "", int(limit) / 1000 if limit else None,
             ))  # fmt: skip
+        return True
 
 
 @dataclass(frozen=True)

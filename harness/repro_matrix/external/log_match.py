@@ -83,6 +83,7 @@ class Answer:
     hang: Hang | None = None
     like: list[str] = field(default_factory=list)  # known hangs whose ranks wait in the same kinds of collectives
     findings: list[Finding] = field(default_factory=list)  # other lines: causes, then how processes ended, then peers
+    recovered: list[Failure | Finding] = field(default_factory=list)  # training went on after them, and none ended it
 
     @property
     def names(self) -> list[str]:
@@ -139,9 +140,23 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     kinds = {each.rule.name for each in found if each.rule and not each.echo}
     order = ["cause", "end", "peer"]
     answer.findings = sorted(
-        (each for each in seen.findings if each.line not in lines and each.kind not in kinds),
+        (
+            each
+            for each in seen.findings.values()
+            if each.line not in lines
+            and each.kind not in kinds
+            and not (each.warning and seen.progress.after(each.last))
+        ),
         key=lambda each: (order.index(rules()[each.kind].shows), each.kind == "ended-without-error", each.line),
     )
+    recovered, shown = seen.progress.recovered, [rules()[each.kind] for each in seen.findings.values()]
+    if answer.hang and recovered(answer.hang.line):
+        answer.hang = None
+    if not (answer.hang or launchers or any(rule.shows == "end" or rule.exit_codes for rule in shown)):
+        answer.recovered = [each for each in found if not each.error.signal and recovered(each.error.last)]
+        answer.recovered += [each for each in answer.findings if recovered(each.last)]
+        answer.failures = [each for each in found if each not in answer.recovered]
+        answer.findings = [each for each in answer.findings if each not in answer.recovered]
     for case, signature in catalogue.remarks:
         note = next((each for each in seen.notes if _is_remark(signature, each)), None)
         if note is not None:

@@ -12,6 +12,7 @@ import io
 import re
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,7 +20,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from repro_matrix.config.failure_rules import rule_of, rules
+from repro_matrix.config.failure_rules import ADVICE, FailureRule, rule_of, rules
 from repro_matrix.config.schema import Case, Signature
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.errors import ReproError
@@ -81,6 +82,12 @@ _VERSION = re.compile(
     rf"|[ :]+){_NUMBER}(?=$|[\s,;'\"`)]|\.dist-info)",
     re.IGNORECASE | re.ASCII,
 )
+# What stands before, or after, the version of a package that is wanted, or gone, not installed.
+_WANTED = re.compile(
+    r"(?i)\b(?:requires?|requirement|required|requested|collecting|(?:un|pip )install\w*|existing installation"
+    r"|downloading|cached|upgrade|downgrade|deprecated|removed|since|until|before|minimum|least|supports?|needs?)\b"
+)
+_OR_NEWER = re.compile(r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b)")
 _PYTHON = re.compile(r"\bPython (?:version: )?(?P<version>3\.\d+(?:\.\d+)?)|/lib/python(?P<path>3\.\d+)/")
 
 
@@ -91,15 +98,23 @@ class Versions:
     releases: dict[str, dict[str, int]] = field(default_factory=dict)
     python: str = ""
 
-    def read(self, text: str, number: int) -> None:
+    def read(self, text: str, number: int) -> bool:
+        """Read the versions in a line; return whether there are any. The same for the others."""
+        named = False
         for found in _VERSION.finditer(text):
+            before = text[max(0, found.start() - 200) : found.start()].replace("Requirement already satisfied", "")
+            if _WANTED.search(before.rpartition("but you have")[2]) or _OR_NEWER.match(text, found.end()):
+                continue
             version = str(Version(found["version"]))
             self.releases.setdefault(found["package"].lower().removeprefix("py"), {}).setdefault(version, number)
+            named = True
+        return named
 
-    def read_python(self, text: str) -> None:
+    def read_python(self, text: str) -> bool:
         found = None if self.python else _PYTHON.search(text)
         if found:
             self.python = found["version"] or found["path"]
+        return bool(found)
 
     @property
     def known(self) -> dict[str, str]:
@@ -129,18 +144,23 @@ class Summary:
     rank: int | None = None
     _root_next: bool = False
 
-    def read(self, text: str) -> None:
-        self._root_next = self._root_next or "Root Cause" in text
+    def read(self, text: str) -> bool:
+        begins = "Root Cause" in text
+        self._root_next = self._root_next or begins
         found = _SUMMARY.match(text)
         if found and found["rank"]:
             self.rank = int(found["rank"])
             if self._root_next:
                 self.root, self._root_next = self.rank, False
+        return begins or found is not None
 
 
 # --- lines that show a kind of failure (config/failure_rules.yaml)
 
 _STATED = re.compile(r"\b[Rr]ank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(local_rank: \d+)")
+_NOTE = re.compile(r"\[I[ \d]|^I\d{4} |(?<![=\w])(?:INFO|DEBUG)\b")
+_WARNED = re.compile(r"\[W[ \d]|^W\d{4} |(?<!NCCL )\b(?:WARN|WARNING|UserWarning)\b")
+_TYPED = re.compile(r"[a-z](?:Error|Exception)\b")
 MAX_FINDINGS = 300
 
 
@@ -153,6 +173,39 @@ class Finding:
     kind: str  # the name of the rule
     text: str
     place: str = ""  # "local rank 5"
+    last: int = 0  # the last line that shows it
+    warning: bool = False  # only warned of
+
+
+# --- whether training went on
+
+_STEP = re.compile(r"(?i)(?<![a-z])loss\b\W{0,6}[-+]?\d")
+_DONE = re.compile(
+    r"(?i)train_runtime|\btraining (?:is |has |was )?(?:complete|done|finished|ended)|finished training"
+    r"|exits successfully|\.fit` stopped|exit code:? 0\b|^\W*(?:all )?(?:done|finished|completed)\W*$"
+)
+STEPS = 200  # more lines than a process that has crashed still writes from its buffer (8 KiB)
+
+
+@dataclass
+class Progress:
+    """The last lines that show a step's loss, and the last one that says that training is complete."""
+
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
+    done: int = 0
+
+    def read(self, batch: list[str], shapes: list[bytes], first: int) -> None:
+        """Read the steps of a batch of lines, the last ones only."""
+        numbers = (at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at] and _STEP.search(batch[at]))
+        self.steps.extend(reversed([first + at for at in islice(numbers, STEPS)]))
+
+    def after(self, line: int) -> bool:
+        """Whether a step follows a line."""
+        return bool(self.steps) and self.steps[-1] > line
+
+    def recovered(self, line: int) -> bool:
+        """Whether training went on after a line, and was complete or went on for long."""
+        return (len(self.steps) == STEPS and self.steps[0] > line) or any(line < at < self.done for at in self.steps)
 
 
 # --- the scan
@@ -161,6 +214,7 @@ class Finding:
 _TRACEBACKS = (
     HEADER.lower(), '", line ', "error", "exception", "root cause", "exitcode", "rank    ", "exit code", "exit status",
     "exited with", "return code", "/lib/python3", "python 3.", "python version", *UPSTREAM, *TRAINERS,
+    "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",
 )  # fmt: skip
 LINES = 4096  # that are read together
 SHAPES = 100_000  # lines without their digits that are remembered
@@ -188,7 +242,8 @@ class Scanned:
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
     summary: Summary = field(default_factory=Summary)
-    findings: list[Finding] = field(default_factory=list)
+    findings: dict[tuple[int | None, str, str], Finding] = field(default_factory=dict)  # by rank, kind and place
+    progress: Progress = field(default_factory=Progress)
     waits: Waits = field(default_factory=Waits)
 
 
@@ -212,7 +267,7 @@ class Catalogue:
             if text
         ]
         listed = [words for _, words in self.patterns] + [words for _, words, _ in self.messages]
-        listed += [words_of(rule.text) for rule in rules().values()]
+        listed += [rule.words or words_of(rule.text) for rule in rules().values()]
         every_word = {word for words in listed for word in words}.union(_TRACEBACKS, WAIT_WORDS)
         # A word that holds another one need not be asked for.
         least = [word for word in every_word if not any(o != word and o in word for o in every_word)]
@@ -252,21 +307,23 @@ _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 def scan(log: Iterable[str], known: Catalogue) -> Scanned:
     """Scan the lines of a log."""
     found, errors, labels = Scanned(), Errors(), Labels()
-    remaining, has_word = iter(log), dict[bytes, bool]()
+    remaining, has_word, plain = iter(log), dict[bytes, bool](), set[str]()  # plain: texts that show nothing
     while batch := list(islice(remaining, LINES)):
-        text = "\n".join(map(str.rstrip, batch)).lower().encode("utf-8", "replace")
+        text = " \n".join([*map(str.rstrip, batch), ""]).lower().encode("utf-8", "replace")
         shapes = text.translate(None, _DIGITS).split(b"\n")
         _ask(set(shapes), known.words, has_word)
         errors.expire(found.lines)
+        found.progress.read(batch, shapes, found.lines + 1)
         for raw, shape in zip(batch, shapes):
             found.lines += 1
             if has_word[shape] or errors.busy:
                 line = labels.split(raw, found.lines)
                 taken = errors.read(line)
-                if has_word[shape]:
+                if has_word[shape] and line.text not in plain:
                     # A line with more than a traceback's beginning: what stands beside it counts.
-                    beside = " ".join(raw.split(HEADER)) if HEADER in raw else line.text
-                    _note(found, replace(line, text=beside), known, errors, taken)
+                    beside = replace(line, text=" ".join(raw.split(HEADER))) if HEADER in raw else line
+                    if not _note(found, beside, known, errors, taken) and len(plain) < SHAPES:
+                        plain.add(line.text)
     errors.end()
     found.errors, found.more = list(errors.found.values()), errors.more
     return found
@@ -283,23 +340,34 @@ def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> 
         answers[shape] = any(word in shape for word in present)
 
 
-def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: bool) -> None:
+def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: bool) -> bool:
+    """Note what a line shows; return whether it shows anything, in a traceback or outside of it."""
     text = line.text
-    found.versions.read_python(text)
+    shows = found.versions.read_python(text)
     if text.lstrip("[>^~ ").startswith('File "'):
-        return
-    found.summary.read(text)
-    found.waits.read(text, line.number, line.rank)
-    message = None if taken or text.startswith("│") else known.message_in(text)
-    if message:
+        return shows
+    shows |= found.summary.read(text) | found.waits.read(text, line.number, line.rank)
+    message, rule = known.message_in(text), rule_of(text)
+    if message and not taken and not text.startswith("│"):
         errors.add_message(line, str(message[0].type), message[1])
-    elif (rule := rule_of(text)) and (not taken or rule.shows == "end"):
+    elif rule and (not taken or rule.shows == "end") and not _mentions(rule, text):
         _find(found, line, rule.name)
-    found.versions.read(text, line.number)
-    if len(found.notes) < MAX_NOTES and known.in_line(text):
+    if done := bool(_DONE.search(text)):
+        found.progress.done = line.number
+    shows |= found.versions.read(text, line.number)
+    if remark := known.in_line(text) and len(found.notes) < MAX_NOTES:
         warning = _WARNING.match(text)
         file, message_text = (warning["file"], warning["message"]) if warning else ("", text)
         found.notes.append(Note(line.number, line.label, line.rank, message_text[:MAX_NOTE], file))
+    return bool(shows or message or rule or done or remark)
+
+
+def _mentions(rule: FailureRule, text: str) -> bool:
+    """Whether a line only mentions a failure: a logger's note, or advice."""
+    if rule.shows == "end" or rule.exit_codes or rule.any_level:
+        return False
+    shown = re.search(rule.text, text)
+    return bool(_NOTE.search(text) and not _TYPED.search(text)) or bool(shown and ADVICE.search(text, 0, shown.start()))
 
 
 def _find(found: Scanned, line: Line, kind: str) -> None:
@@ -309,7 +377,10 @@ def _find(found: Scanned, line: Line, kind: str) -> None:
     if rank is None and _SUMMARY.match(line.text):
         rank = found.summary.rank
     place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
-    if len(found.findings) < MAX_FINDINGS and not any(
-        (each.rank, each.kind, each.place) == (rank, kind, place) for each in found.findings
-    ):
-        found.findings.append(Finding(line.number, rank, kind, line.text[:MAX_NOTE], place))
+    key, warning = (rank, kind, place), bool(_WARNED.search(line.text)) and not _TYPED.search(line.text)
+    old = found.findings.get(key)
+    if old and (old.warning <= warning):
+        found.findings[key] = replace(old, last=line.number)
+    elif old or len(found.findings) < MAX_FINDINGS:
+        text = line.text[:MAX_NOTE]
+        found.findings[key] = Finding(line.number, rank, kind, text, place, line.number, warning)

@@ -109,6 +109,7 @@ class Error:
     mixed: bool = False  # lines of another traceback may be among its own
     count: int = 1
     ranks: tuple[int, ...] = ()
+    last: int = 0  # the line of the last equal one
 
     @property
     def type(self) -> str:
@@ -140,10 +141,11 @@ _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*(?:\([\w.]+\))?
 _NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeout|Failure|Fault)$")
 # Without a traceback only a line that looks like the end of one is an error.
 _BARE = re.compile(
-    r"^(?:[\[(<][^\[\]<>]{1,80}[\])>]:? ?|[>`\"'* ]*[>`\"'*] ?)*"  # a job's prefix, a quotation
+    # A job's prefix, a quotation. All spaces are taken at once, else a row of asterisks takes for ever.
+    r"^ *(?:(?:\[[^\[\]]{1,80}\]:?|\([^()]{1,80}\):?|<[^<>]{1,80}>:?|[>`\"'*]) *(?! ))*(?<! {2})"
     r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault))(?:: (?P<message>\S.*)|\s*)$"
 )
-_TWICE = re.compile(r"^(?P<type>[\w.]*?[A-Z]\w*?(?:Error|Exception))(?P=type)+")  # of two ranks on one line
+_TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")  # of two ranks on one line
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
@@ -323,13 +325,14 @@ class Errors:
         if old is None and len(self.found) >= MAX_ERRORS:
             self.more += 1
             return
+        last = error.line
         # Of equal errors the one that is whole stands for all, at the place of the first.
         if old and (error.whole, not error.mixed, len(error.places)) > (old.whole, not old.mixed, len(old.places)):
             error = replace(error, line=old.line, label=old.label, rank=old.rank)
         elif old:
             error = old
         count = old.count + 1 if old else 1
-        self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)))
+        self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last)
 
 
 def _continues(now: _Open, line: Line) -> bool:

@@ -28,6 +28,7 @@ def log_json(
     found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names, "not_listed": seen.more}
     found["failures"] = [_failure_json(failure) for failure in answer.failures]
     found["remarks"] = [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks]
+    found["recovered"] = [_recovered(each) for each in answer.recovered]
     found["hang"] = None
     if answer.hang:
         waits = {rank: asdict(wait) for rank, wait in sorted(answer.hang.waits.items())}
@@ -118,6 +119,10 @@ class _Parts:
                 yield from self.finding(next(each for each in ends if each.kind == kind))
             if ends or answer.failures:
                 yield 2, self.elsewhere(ends)
+        if answer.recovered:
+            caught = [_recovered(each) for each in answer.recovered]
+            more = f" and {len(caught) - 4} more" if len(caught) > 4 else ""
+            yield 2, f"Training went on after: {', '.join(caught[:4])}{more}"
         if answer.exit_code == 3 and not answer.remarks:
             yield 2, "no failure in this log" if seen.lines else "this log is empty"
         elif not (answer.names or answer.like or answer.kinds or any(each.perhaps for each in answer.causes)):
@@ -208,6 +213,12 @@ class _Parts:
                 yield 4, f"What doesn't: {names}"
         references = f" ({', '.join(case.references)})" if case.references else ""
         yield 4, f"More: repro show {case.slug}{' [simulated]' if case.simulated else ''}{references}"
+
+
+def _recovered(each: Failure | Finding) -> str:
+    if isinstance(each, Finding):
+        return f"{each.kind} (line {each.line})"
+    return f"{each.error.type or 'a traceback'} (line {each.error.line})"
 
 
 def _place(finding: Finding) -> str:
