@@ -215,6 +215,22 @@ def test_nothing_is_left_out_of_the_documented_fixes() -> None:
     assert any("some-case/a on old" in each for each in both.sentences)
 
 
+def test_numbers_and_verbs_agree() -> None:
+    def text(count: int) -> str:
+        odd = night({"a": ("passed", "FIXED")})
+        odd = [replace(row, state="unexpected", expected_verdict="NOT_FIXED") if row.verdict else row for row in odd]
+        gone = [
+            replace(row, state="unexpected", expected_verdict="FIXED") if row.verdict else row for row in night(GONE)
+        ]
+        cells = [[replace(row, case=f"{name}{n}") for row in each] for n in range(count)
+                 for name, each in (("odd", odd), ("gone", gone), ("bad", cell("other_failure", {}))) ]  # fmt: skip
+        return " ".join(of(*cells).sentences)
+
+    assert "1 no longer reproduces. 1 fails with another error." in text(1)
+    assert "2 no longer reproduce. 2 fail with another error." in text(2)
+    assert "3 other results differ from" in text(1) and of(night(WORKS)[:1]).fixes == (0, 0)
+
+
 def test_a_run_that_measured_less_than_requested_is_named_so() -> None:
     assert "less than requested" in after(night(WORKS), night(WORKS), partial=True).changed
     assert "less than requested" not in after(night(WORKS), night(WORKS)).changed

@@ -6,6 +6,7 @@ The terminal, the page, JUnit, Markdown and the badge all take their words and n
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,7 +132,7 @@ class Headline:
     def unconfirmed(self) -> list[str]:
         """What no expectation confirms: ``1 result differs from the CPU``."""
         number = self.kinds["differs_from_cpu"]
-        differ = f"{counted(number, 'result')} {'differs' if number == 1 else 'differ'} from the CPU"
+        differ = f"{counted(number, 'result')} {_verb('differ', number)} from the CPU"
         new = f"{counted(len(self.new), 'result')} without an expectation"
         return [differ] * bool(number) + [new] * bool(self.new)
 
@@ -224,20 +225,15 @@ class Headline:
         if self.failures:
             simulated = sum(each.simulated and each.state == "reproduces" for each in self.cases)
             some = f", {simulated} of them simulated" if simulated else ""
-            known = counted(self.failures, "known failure")
-            verb = "reproduces" if self.failures == 1 else "reproduce"
-            yield f"{self.count('reproduces')} of {known} {verb} on {self.stack}{some}."
-        if number := self.count("fixed"):
-            yield f"{_are(number)} fixed upstream."
+            known = f"{counted(self.failures, 'known failure')} {_verb('reproduce', self.failures)}"
+            yield f"{self.count('reproduces')} of {known} on {self.stack}{some}."
         gone = sum(each.detail == GONE for each in self.cases)
-        if number := self.count("absent") - gone:
-            yield f"{_are(number)} not reproduced here."
-        if gone:
-            yield f"{gone} no longer {'reproduces' if gone == 1 else 'reproduce'}."
-        if number := self.count("other_failure"):
-            yield f"{number} {'fails' if number == 1 else 'fail'} with another error."
-        if number := self.count("unclear"):
-            yield f"{_are(number)} unclear."
+        numbers = {
+            "be fixed upstream": self.count("fixed"), "be not reproduced here": self.count("absent") - gone,
+            "no longer reproduce": gone, "fail with another error": self.count("other_failure"),
+            "be unclear": self.count("unclear"),
+        }  # fmt: skip
+        yield from (f"{number} {_verb(what, number)}." for what, number in numbers.items() if number)
 
     def _fixes(self) -> Iterator[str]:
         works, tried = self.fixes
@@ -249,14 +245,12 @@ class Headline:
             new = (f"{row.case}/{row.variant} on {row.stack.name}" for row in self.new if _is_failing_fix(row))
             lists = {"known to fail here": [f"{case}/{name}" for case, name in failing if (case, name) in expected],
                      "failing without an expectation": list(dict.fromkeys(new))}  # fmt: skip
-            parts = [
-                f"{works} of {counted(tried, 'documented fix')} work",
-                f"{self.lost} not measured" * bool(self.lost),
-            ]
+            parts = [f"{works} of {counted(tried, 'documented fix')} {_verb('work', tried)}"]
+            parts += [f"{self.lost} not measured"] if self.lost else []
             for what, names in lists.items():
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 parts += [f"{what}: {', '.join(names[:3])}{more}"] if names else []
-            yield f"{'; '.join(filter(None, parts))}."
+            yield f"{'; '.join(parts)}."
         yield from (f"{each}." for each in self.differences)
         passed, failed = self.count("passes"), self.count("fails")
         if passed or failed:
@@ -265,15 +259,13 @@ class Headline:
     @property
     def differences(self) -> list[str]:
         """What differs from its expectation, the most urgent first: ``1 documented fix stopped working``."""
-        one = {
-            "stopped_working": "documented fix stopped working", "came_back": "known failure came back",
-            "new_failure": "new failure", "different": "other result differs from its expectation",
+        other = _verb("differ from what is expected", self.kinds["different"])
+        names = {
+            "stopped_working": ("documented fix", "stopped working"), "came_back": ("known failure", "came back"),
+            "new_failure": ("new failure", ""), "different": ("other result", other),
         }  # fmt: skip
-        many = {
-            "stopped_working": "documented fixes stopped working", "came_back": "known failures came back",
-            "new_failure": "new failures", "different": "other results differ from their expectation",
-        }  # fmt: skip
-        return [f"{number} {(one if number == 1 else many)[kind]}" for kind in one if (number := self.kinds[kind])]  # type: ignore[index]
+        found = ((self.kinds[kind], *text) for kind, text in names.items())  # type: ignore[index]
+        return [f"{counted(number, what)} {how}".strip() for number, what, how in found if number]
 
     @property
     def changed(self) -> str:
@@ -283,8 +275,11 @@ class Headline:
         return f"{what} changed since the last passing run ({self.previous}{partial})." if self.previous else ""
 
 
-def _are(number: int) -> str:
-    return f"{number} {'is' if number == 1 else 'are'}"
+def _verb(text: str, number: int) -> str:
+    """Return a verb's form for a number: ``reproduce``, ``reproduces``; ``be fixed``, ``are fixed``, ``is fixed``."""
+    if text.startswith("be "):
+        return f"{'is' if number == 1 else 'are'}{text[2:]}"
+    return re.sub(r"(no longer )?(\w+)", r"\1\2s", text, count=1) if number == 1 else text
 
 
 def age(row: Row) -> tuple[Version, ...]:
@@ -319,12 +314,13 @@ def headline(rows: Sequence[Row], cases: Mapping[str, Case], since: Regressions 
     for row in rows:
         by_case[row.case].append(row)
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
-    changed = {(each.case, each.stack): each for each in since.changed} if since else {}
+    changed = {place: each for each in reversed(since.changed if since else ()) for place in
+               ((each.case, each.stack), *((each.case, each.stack, one.variant) for one in each.changes))}  # fmt: skip
     attention = sorted(_attention(rows, changed), key=lambda each: list(ATTENTION).index(each.kind))
     order, previous = list(CASE_STATES), since.previous if since else None
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.case)), attention,
-        sum(len(each.changes) for each in changed.values()), previous.run_id if previous else "",
+        sum(len(each.changes) for each in (since.changed if since else ())), previous.run_id if previous else "",
         bool(previous and previous.partial),
     )  # fmt: skip
 
@@ -384,7 +380,7 @@ def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tup
     return "other_failure", f"as in {', '.join(others)}" if others else first[0].reason
 
 
-def _attention(rows: Iterable[Row], changed: Mapping[tuple[str, str], ChangedCase]) -> Iterator[Attention]:
+def _attention(rows: Iterable[Row], changed: Mapping[tuple[str, ...], ChangedCase]) -> Iterator[Attention]:
     """Yield what differs from its expectation, or from what a CPU showed."""
     same: dict[object, list[Row]] = defaultdict(list)
     for row in rows:
@@ -394,7 +390,8 @@ def _attention(rows: Iterable[Row], changed: Mapping[tuple[str, str], ChangedCas
             detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
             same[kind, row.cell, detail].append(row)
     for (kind, *_), members in same.items():  # type: ignore[misc]
-        yield Attention(kind, tuple(members), changed.get((members[0].case, members[0].stack.name)))
+        place = members[0].case, members[0].stack.name
+        yield Attention(kind, tuple(members), changed.get((*place, members[0].variant), changed.get(place)))
 
 
 def kind_of(row: Row) -> Kind:
