@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     options.one_case(args.case, args.overrides)
     named = [word for word in args.overrides if "=" not in word]
     texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{','.join(named)}]"] if named else [])
-    request = ask(texts, expect=args.case)
+    request = ask(texts, only=args.case)
     names = expand("case", [args.case], request.catalogue.cases)
     if len(names) > 1:
         raise ConfigError(f"{args.case}: `repro show` takes one case, and these are {len(names)}: {', '.join(names)}")

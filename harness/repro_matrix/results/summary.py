@@ -8,6 +8,7 @@ it was computed from; every other cell is graded again. Expectations are compare
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -252,21 +253,22 @@ def stored_rows(
     found: dict[str, list[Row]] = {}
     for path in (folder / SUMMARY, *sorted(folder.glob(f"*/{COMPRESSED}"))):
         try:
-            content = path.read_bytes() if path.exists() else b""
-            if path.suffix == ".zst":
-                content = zstandard.ZstdDecompressor().decompressobj().decompress(content)
+            with open(path, "rb") as file:
+                stream = zstandard.ZstdDecompressor().stream_reader(file) if path.suffix == ".zst" else file
+                # Line by line: most of 25 MB may not be wanted.
+                for line in filter(wanted, io.BufferedReader(cast(Any, stream), 1 << 20)):
+                    text, _, digest = line.rpartition(DIGEST)
+                    if digest.rstrip() != _hash(text)[:8].encode() + b'"}':
+                        note = f"{path}: holds edited rows. They are computed from their evidence."
+                        notes += [note] if text and note not in notes else []
+                        continue
+                    with suppress(ValueError):
+                        row = adapter().validate_json(line)
+                        found[row.evidence] = [*([] if row.first else found.get(row.evidence, [])), row]
+        except FileNotFoundError:
+            continue
         except (OSError, zstandard.ZstdError) as error:
             notes.append(f"{path}: cannot be read: {error}. Its rows are computed from their evidence.")
-            continue
-        for line in filter(wanted, filter(None, content.split(b"\n"))):
-            text, _, digest = line.rpartition(DIGEST)
-            if digest != _hash(text)[:8].encode() + b'"}':
-                note = f"{path}: holds edited rows. They are computed from their evidence."
-                notes += [note] if text and note not in notes else []
-                continue
-            with suppress(ValueError):
-                row = adapter().validate_json(line)
-                found[row.evidence] = [*([] if row.first else found.get(row.evidence, [])), row]
     return found
 
 
