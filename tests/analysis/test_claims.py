@@ -212,7 +212,7 @@ def control_of(verdict: str, strategy: str = "fsdp2", **changes: Any) -> Documen
     return ran({"control": verdict}, changes=changes, control=outcome)
 
 
-GPU = {**cell("FIXED")["hardware"], "profile": "gpu1"}
+GPU = {**cell("FIXED")["hardware"], "profile": "gpu1", "accelerator": "cuda"}
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_expectation_is_narrowed_to_its_variant() -> None:
 def test_release_with_another_failure_id_begins_another_range() -> None:
     def stored(release: str, verdict: Verdict) -> Any:
         return {"params": "m/fsdp", "verdicts": {"fix": verdict.to_json()}, "variants": {"unfixed": {}, "fix": {}},
-                "stack": {"versions": {"transformers": release}}, "hardware": {"profile": "cpu"}}  # fmt: skip
+                "stack": {"versions": {"transformers": release}}, "hardware": {"accelerator": "cpu"}}  # fmt: skip
 
     shown = {"4.38.0": failing("a"), "4.39.0": failing("a"), "4.40.0": failing("b", "a")}
     ranges = expectations([item for at, v in shown.items() for item in measured(case(), stored(at, v), at)], "r")

@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fake_nvml import H200, FakeGpu, FakeNvml
 from junitparser import JUnitXml
 from repro_matrix.analysis.history import load_history
 from repro_matrix.paths import ROOT
+from repro_matrix.runner import session
 from two_nights import GITHUB, GITLAB, clone_project, steps
 
 ACTION = ROOT / "action.yml"
@@ -29,6 +32,37 @@ SCHEMAS = {
 }
 BIN = Path(sys.executable).parent
 Repro = Callable[[str], None]
+
+
+JOBS = {f"github {job['name']}": (job["hardware"], job["selection"]) for job in GITHUB["strategy"]["matrix"]["include"]}
+JOBS |= {
+    f"gitlab {name.removeprefix('night-')}": (job["variables"]["HARDWARE"], job["variables"].get("SELECTION", ""))
+    for name, job in GITLAB.items()
+    if name.startswith("night-")
+}
+MATRICES = {
+    f"matrix {path.stem}": ("auto", f"+matrix={path.stem}") for path in (ROOT / "conf" / "matrix").glob("*.yaml")
+}
+MACHINES = {"cpu": [], "gpu1": [FakeGpu(H200)], "a100x8": [FakeGpu() for _ in range(8)], "gpu2": [FakeGpu(H200)] * 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [*((name, name.split()[1]) for name in JOBS), *((name, machine) for name in MATRICES for machine in MACHINES)],
+)
+def test_job_plans_attempts_on_the_gpus_of_its_machine(
+    name: str, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hardware=gpu1` measured nothing every night: two ranks need two GPUs, and only `auto` lets them share one."""
+    hardware, selection = (JOBS | MATRICES)[name]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    FakeNvml([replace(gpu, uuid="") for gpu in MACHINES[machine]]).install(monkeypatch)
+    prepared = session.prepare([f"hardware={hardware}", *selection.split()], build_stacks=False, as_locked=True)
+    launched = [v for plan in prepared.plans for v in plan.variants if not v.skipped]
+    assert launched, "nothing would be measured"
+    # What the named stacks of `seeds` reproduce needs two GPUs, or the CPU.
+    assert any(v.gpus for v in launched) == (machine != "cpu") or (machine, name) == ("gpu1", "matrix seeds")
+    assert {v.cell.hardware for v in launched} <= {profile.name for profile in prepared.profiles}
 
 
 def validate(path: Path, schema: str) -> subprocess.CompletedProcess[str]:

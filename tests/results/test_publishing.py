@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import case, document, failed, observation
 from repro_matrix.config.schema import Case
+from repro_matrix.grading.regrade import with_expectations
+from repro_matrix.records.document import kind_of
 from repro_matrix.results.accept import Publication, place, publication
 from repro_matrix.results.expectations import unsupported
 
@@ -146,3 +148,42 @@ def test_publication_lists_changed_verdicts_with_the_old_ones() -> None:
     assert [c.variant for c in nothing] == ["other-fix"], "what decided nothing is no change"
     (one, _) = decide([], [new]).changes
     assert (one.case, one.where, one.stack) == ("some-case", "m/fsdp", "base+transformers@4.38.0")
+
+
+def on_gpus(verdict: str, profile: str, capability: str, backend: str = "nccl") -> Stored:
+    hardware = {**cell("4.30.0")["hardware"], "profile": profile, "accelerator": "cuda", "backend": backend,
+                "capabilities": {"gpu_capability": capability}, "shares_gpu": profile == "gpu1-shared"}  # fmt: skip
+    return cell("4.30.0", verdict, hardware=hardware)
+
+
+def test_evidence_of_gpus_is_kept_by_their_kind_and_not_by_the_name_of_a_profile() -> None:
+    """a100x8 and gpu8 may be one machine; gpu2 may be two T4s here and two H200s there."""
+    eight, again = on_gpus("FIXED", "a100x8", "8.0"), on_gpus("NOT_FIXED", "gpu8", "8.0")
+    t4, h200 = on_gpus("NOT_FIXED", "gpu2", "7.5"), on_gpus("FIXED", "gpu2", "9.0")
+    shared = on_gpus("NOT_FIXED", "gpu1-shared", "9.0", "gloo")
+    first = after([], decide([], [eight]))
+    held = after(first, decide(first, [again]))
+    assert len(held) == 1 and held[0]["hardware"]["profile"] == "gpu8", "the newer one of the same GPUs"
+    found = decide(held, [t4, h200, shared])
+    assert {(each["hardware"], each["verdicts"]["fix"]) for each in _entries(found)} == {
+        ("sm_80", "NOT_FIXED"), ("sm_75", "NOT_FIXED"), ("sm_90", "FIXED"), ("sm_90-shared", "NOT_FIXED"),
+    }  # fmt: skip
+    known = case(expect=_entries(found))
+    verdicts = {
+        (document["hardware"]["profile"], kind_of(document["hardware"])): with_expectations(document, known)["verdicts"]
+        for document in (eight, again, t4, h200, shared, on_gpus("FIXED", "gpu4", "10.0"))
+    }
+    compared = {where: one["fix"]["expected"] for where, one in verdicts.items()}
+    assert compared == {
+        ("a100x8", "sm_80"): "unexpected", ("gpu8", "sm_80"): "expected", ("gpu2", "sm_75"): "expected",
+        ("gpu2", "sm_90"): "expected", ("gpu1-shared", "sm_90-shared"): "expected",
+        ("gpu4", "sm_100"): "no_expectation",
+    }  # fmt: skip
+
+
+def test_kind_of_hardware_is_what_ranks_reported_else_what_was_probed() -> None:
+    devices = [{"name": "NVIDIA H200", "capability": "9.0"}]
+    gpu: Any = {"accelerator": "cuda", "probe": {"devices": devices}}
+    assert kind_of(gpu) == "sm_90" and kind_of({**gpu, "capabilities": {"gpu_capability": "8.0"}}) == "sm_80"
+    assert kind_of({**gpu, "probe": {"devices": [*devices, {"capability": "8.0"}]}}) == "cuda", "of two kinds"
+    assert kind_of({**gpu, "accelerator": "cpu"}) == "cpu"

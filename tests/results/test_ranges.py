@@ -18,7 +18,7 @@ def document(release: str, fix: str, torch: str = "2.2.2", where: str = "m/fsdp"
     verdicts = {"fix": {"name": fix}, **{variant: {"name": name} for variant, name in more.items()}}
     return {
         "params": where, "verdicts": verdicts, "variants": {"unfixed": {}, **{variant: {} for variant in verdicts}},
-        "stack": {"versions": {"torch": torch, "transformers": release}}, "hardware": {"profile": "cpu"},
+        "stack": {"versions": {"torch": torch, "transformers": release}}, "hardware": {"accelerator": "cpu"},
     }  # fmt: skip
 
 

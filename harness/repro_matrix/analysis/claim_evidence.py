@@ -234,4 +234,4 @@ def _same_place(one: Row, other: Row) -> bool:
     """Whether two rows are of the same releases on the same kind of hardware."""
     both = one.stack.versions.keys() & other.stack.versions.keys() - {"python"}
     same = all(same_release(one.stack.versions[name], other.stack.versions[name]) for name in both)
-    return one.hardware.profile == other.hardware.profile and "torch" in both and same
+    return one.hardware.kind == other.hardware.kind and "torch" in both and same

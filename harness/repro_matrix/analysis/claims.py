@@ -156,9 +156,10 @@ def _newest(evidence: list[Evidence], cells: Sequence[Cell]) -> list[Evidence]:
 def _is_about(prediction: Prediction, row: Row) -> bool:
     axes = (
         (prediction.model, row.model), (prediction.strategy, row.strategy), (prediction.ranks, row.ranks),
-        (prediction.stack, row.stack.name), (prediction.hardware, row.hardware.profile),
+        (prediction.stack, row.stack.name),
     )  # fmt: skip
-    return all(wanted is None or wanted == actual for wanted, actual in axes)
+    hardware = (None, row.hardware.accelerator, row.hardware.kind, row.hardware.profile)
+    return prediction.hardware in hardware and all(wanted is None or wanted == actual for wanted, actual in axes)
 
 
 def _evidence(
@@ -204,7 +205,7 @@ def _evidence(
 
 
 def _same_cell(one: Row, other: Row) -> bool:
-    return (one.cell_id, one.params, one.hardware.profile) == (other.cell_id, other.params, other.hardware.profile)
+    return (one.cell_id, one.params, one.hardware.kind) == (other.cell_id, other.params, other.hardware.kind)
 
 
 def _predicted(prediction: Prediction) -> str:

@@ -290,7 +290,7 @@ def _worked(row: Row, case: Case | None, passing: Iterable[NightlyRun]) -> tuple
              if one.measured and (one.key, one.hardware, one.variant) == place]  # fmt: skip
     if case:
         for end in (end for entry in case.expect for end in entry.measured_at):
-            listed = expected(case, row.params, row.variant, end, row.hardware.profile, row.hardware.capabilities)
+            listed = expected(case, row.params, row.variant, end, row.hardware.kind, row.hardware.capabilities)
             release = " + ".join(f"{name} {version}" for name, version in end.items())
             found += [(end, cast(Any, listed.verdicts[row.variant]), release)] if listed else []
     older = [each for each in found if is_older(each[0], versions)]

@@ -145,7 +145,7 @@ def compare(
 ) -> Upgrade:  # fmt: skip
     """Compare what is known of two stacks. ``variants``: only these. ``repeat``: attempts of what is not measured."""
     result, sides = Upgrade(*ends), [_Side(catalogue, end, rows) for end in ends]
-    hardware = sorted({row.hardware.profile for row in rows} | {"cpu"}, key=lambda name: name != "cpu")
+    hardware = sorted({row.hardware.kind for row in rows} | {"cpu"}, key=lambda name: name != "cpu")
     pairs: dict[str, dict[tuple[Cell, str], tuple[Known, Known]]] = defaultdict(dict)
     took = recorded(rows)
     for cell in cells:
@@ -196,7 +196,7 @@ class _Side:
         self.rows: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
         for row in sorted(rows, key=lambda row: row.started, reverse=True):
             if row.evidence_attempts and not row.stack.changed:
-                self.rows[row.cell_id, row.variant, row.hardware.profile].append(row)
+                self.rows[row.cell_id, row.variant, row.hardware.kind].append(row)
         self.expecting: dict[tuple[str, frozenset[str]], Case] = {}
 
     def known(self, cell: Cell, variant: str, hardware: str) -> Known | str | None:

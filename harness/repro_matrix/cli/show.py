@@ -109,15 +109,15 @@ def _expected(case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]
     if case.kind == "failure" and name == next(iter(case.variants)):
         others = (_expected(case, plan, other, versions) for other in case.variants if other != name)
         return next((OUTCOMES[STATES[verdict]] for verdict in others if verdict in STATES), "")
-    entry = expected(case, plan.cell.where, name, versions, plan.profile.name)
+    entry = expected(case, plan.cell.where, name, versions, plan.profile.kind)
     verdict = entry.verdicts[name] if entry else "PASSED" if case.kind == "control" else ""
     return "FIXED_UPSTREAM" if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces else verdict
 
 
 def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
     """Return the newest stored result of a variant of the cell, and its date."""
-    place = plan.cell.key, plan.profile.name, stack, name
-    found = [r for r in rows if r.attempts and (r.cell_id, r.hardware.profile, r.stack.name, r.variant) == place]
+    place = plan.cell.key, plan.profile.kind, stack, name
+    found = [r for r in rows if r.attempts and (r.cell_id, r.hardware.kind, r.stack.name, r.variant) == place]
     last = max(found, key=lambda row: row.started, default=None)
     return f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}" if last else ""
 

@@ -22,7 +22,7 @@ from repro_matrix.config.schema import Hardware
 from repro_matrix.environment import gpus as gpu_driver
 from repro_matrix.environment.gpus import DriverError, Gpu
 from repro_matrix.errors import ConfigError, unknown
-from repro_matrix.records.document import Around
+from repro_matrix.records.document import Around, hardware_kind
 from repro_matrix.text import counted, first_line
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -208,6 +208,12 @@ class Profile:
     gpus: tuple[Gpu, ...] = ()
     shared: bool = False  # all ranks of an attempt on one GPU
     idle: int = 0  # usable GPUs that it does not need
+
+    @property
+    def kind(self) -> str:
+        """Return what expectations call it, where its GPUs are of one kind."""
+        capabilities = {gpu.capability for gpu in self.gpus}
+        return hardware_kind(self.accelerator, capabilities.pop() if len(capabilities) == 1 else None, self.shared)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -31,10 +31,10 @@ def expected(
 ) -> Expectation | None:  # fmt: skip
     """Return the expectation of a variant of a cell, narrowed to this variant's verdict; None when there is none.
 
-    ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its profile; ``facts`` are the
-    machine's capabilities: where one that the variant depends on differs, or is unknown, nothing is expected. The most
-    specific of several wins: named cells before none, then the one with more version bounds; after that the later in
-    the file.
+    ``where`` holds the cell's axes, ``model/strategy[/flag=value...]``; ``hardware`` is its kind ("sm_80"); ``facts``
+    are the machine's capabilities: where one that the variant depends on differs, or is unknown, nothing is expected.
+    The most specific of several wins: named cells before none, then the one with more version bounds; after that the
+    later in the file.
     """
     best: tuple[tuple[int, int], Expectation] | None = None
     cell = _split(case, where)

@@ -13,7 +13,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.expectations import as_expected, comparison, recorded_capabilities
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
-from repro_matrix.records.document import Cell, Document, Variant
+from repro_matrix.records.document import Cell, Document, Variant, kind_of
 from repro_matrix.records.outcome import Outcome, StoredVerdict, Verdict
 
 Outcomes = dict[str, list[Outcome]]  # by variant
@@ -60,11 +60,11 @@ def document_name(document: Document) -> str:
 def with_expectations(document: Document, case: Case) -> Document:
     """Return a regraded document whose verdicts also hold how they compare with what is expected now."""
     hardware = document["hardware"]
-    versions, profile, facts = document["stack"]["versions"], hardware["profile"], hardware.get("capabilities", {})
+    versions, kind, facts = document["stack"]["versions"], kind_of(hardware), hardware.get("capabilities", {})
     where = document.get("params") or f"{document['model']}/{document['strategy']}"
     verdicts = {}
     for name, stored in document["verdicts"].items():
-        compared = comparison(case, where, name, Verdict.from_json(stored), versions, profile, facts)
+        compared = comparison(case, where, name, Verdict.from_json(stored), versions, kind, facts)
         verdicts[name] = {**stored, **compared}
     return {**document, "verdicts": verdicts}
 

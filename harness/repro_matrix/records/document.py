@@ -114,6 +114,26 @@ class Hardware(Around):
     probe: NotRequired[Probe]
 
 
+def hardware_kind(accelerator: str, capability: object, shares_gpu: bool = False) -> str:
+    """Return what evidence is kept under: "cpu", or the compute capability such as "sm_80", "sm_90-shared".
+
+    A profile is a place: two of them may have the same GPUs, and one may have others next year. "cuda": unknown, or of
+    several kinds. The number of ranks belongs to the cell.
+    """
+    if accelerator == "cpu":
+        return "cpu"
+    kind = f"sm_{capability}".replace(".", "") if capability else "cuda"
+    return f"{kind}-shared" if shares_gpu else kind
+
+
+def kind_of(hardware: Hardware) -> str:
+    """Return the kind of hardware of a document: what all its ranks reported alike, else what was probed."""
+    capabilities, devices = hardware.get("capabilities", {}), hardware.get("probe", {}).get("devices", ())
+    probed = {device["capability"] for device in devices}
+    capability = capabilities.get("gpu_capability") or (probed.pop() if len(probed) == 1 else None)
+    return hardware_kind(hardware["accelerator"], capability, hardware.get("shares_gpu", False))
+
+
 class Provenance(TypedDict):
     git_commit: str | None
     git_dirty: bool

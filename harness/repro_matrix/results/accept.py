@@ -25,7 +25,7 @@ from repro_matrix.grading.regrade import regrade as grade_documents
 from repro_matrix.grading.signature import overbroad_signature
 from repro_matrix.grading.verdict import NO_EVIDENCE
 from repro_matrix.paths import ROOT, write_text
-from repro_matrix.records.document import Document
+from repro_matrix.records.document import Document, kind_of
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import store, summary
 from repro_matrix.results.expectations import expectations, is_whole, measured_in_order, ranges, unsupported, upstream
@@ -289,8 +289,8 @@ def publication(cases: Mapping[str, Case], held: list[Document], given: list[Doc
 
 
 def place(document: Document) -> str:
-    """Return hardware, stack and cell of a document: one document has this place."""
-    return f"{document['hardware']['profile']}/{document['stack']['label']}/{document['cell_id']}"
+    """Return the kind of hardware, stack and cell of a document: one document has this place."""
+    return f"{kind_of(document['hardware'])}/{document['stack']['label']}/{document['cell_id']}"
 
 
 def _publish_case(
@@ -324,7 +324,7 @@ def _publish_case(
 
 def _replaces(new: Document, old: Document) -> bool:
     """Whether it is the same cell of the same stack and releases, whose label differs: the stack was built again."""
-    one, other = ((d["cell_id"], d["hardware"]["profile"], d["stack"]["name"], upstream(d)) for d in (new, old))
+    one, other = ((d["cell_id"], kind_of(d["hardware"]), d["stack"]["name"], upstream(d)) for d in (new, old))
     return one == other and place(new) != place(old) and old["variants"].keys() <= new["variants"].keys()
 
 
@@ -349,7 +349,7 @@ def _changes(case: Case, document: Document) -> Iterator[Change]:
     hardware, versions = document["hardware"], document["stack"]["versions"]
     for name, verdict in document["verdicts"].items():
         facts = hardware.get("capabilities", {})
-        entry = expected(case, document["params"], name, versions, hardware["profile"], facts)
+        entry = expected(case, document["params"], name, versions, kind_of(hardware), facts)
         old = _describe(entry.verdicts[name], entry.failure_ids_of(name) or ()) if entry else ""
         new = _describe(verdict["name"], [str(FailureId(**each)) for each in verdict.get("failure_ids", ())])
         if old != new and verdict["name"] != "INCONCLUSIVE":

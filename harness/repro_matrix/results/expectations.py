@@ -25,7 +25,7 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.errors import ExitCode
 from repro_matrix.grading.expectations import as_expected, depends_on_capabilities
 from repro_matrix.grading.root_cause import all_failure_ids
-from repro_matrix.records.document import Cell
+from repro_matrix.records.document import Cell, kind_of
 from repro_matrix.records.outcome import FailureId, Outcome
 from repro_matrix.results.summary import Row
 
@@ -68,7 +68,7 @@ def measured(case: Case, document: Cell, place: str) -> list[Measured]:
             failures["unfixed"] = tuple(map(str, all_failure_ids(case.slug, outcomes)))
         needed = {fact for name in names for fact in depends_on_capabilities(case, name)}
         found.append(Measured(
-            place, document["params"], document["hardware"]["profile"], upstream(document),
+            place, document["params"], kind_of(document["hardware"]), upstream(document),
             {name: as_expected(stored[name]["name"]) for name in names}, own_stack,
             {name: listed for name, listed in failures.items() if listed},
             {fact: value for fact, value in known.items() if fact in needed},

@@ -34,7 +34,7 @@ from repro_matrix.grading.regrade import regrade
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.attempt import Rank
-from repro_matrix.records.document import Document, DocumentPath, Made
+from repro_matrix.records.document import Document, DocumentPath, Made, kind_of
 from repro_matrix.records.outcome import FailureId, Outcome, StoredOutcome
 from repro_matrix.results.store import SUMMARY, Store, document_at, documents_in, files, listed
 
@@ -59,6 +59,7 @@ class Hardware:
     accelerator: str
     gpus: tuple[str, ...]  # their names
     capabilities: Mapping[str, str | bool]
+    kind: str  # of the hardware, as an expectation names it
     cpu: str
     driver: str | None
     cores: int | None = None
@@ -368,7 +369,12 @@ def rows_of(
         "cell_id": document.get("cell_id") or document["case"],
         "params": document.get("params") or f"{document['model']}/{document['strategy']}",
         "stack": {"label": "", **stack},
-        "hardware": {"capabilities": {}, **hardware, "gpus": [gpu["name"] for gpu in hardware["gpus"]]},
+        "hardware": {
+            "capabilities": {},
+            **hardware,
+            "gpus": [gpu["name"] for gpu in hardware["gpus"]],
+            "kind": kind_of(hardware),
+        },
         "variant_count": len(document["variants"]),
         "commit": made["git_commit"],
         "dirty": made["git_dirty"],
@@ -428,7 +434,7 @@ def compared(row: Row, cases: Mapping[str, Case]) -> Row:
         return row
     graded = verdict.Verdict(cast(Any, row.verdict), row.reason, measured=row.measured, failure_ids=row.failures)
     found = comparison(
-        case, row.params, row.variant, graded, row.stack.versions, row.hardware.profile, row.hardware.capabilities
+        case, row.params, row.variant, graded, row.stack.versions, row.hardware.kind, row.hardware.capabilities
     )
     return replace(row, state=found["expected"], expected_verdict=found["expectation"], note=found["failure_note"])
 
