@@ -44,12 +44,15 @@ repro-matrix: $(READY) ## the main job: every known failure, with and without ea
 	@$(BIN)/repro matrix $(ARGS)
 
 PROOF := results/gpu-proof/$(shell date +%Y%m%d-%H%M%S)
-gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, as one folder to commit (about 8 minutes)
-	@code=0; $(BIN)/repro doctor $(ARGS) || code=$$?; \
+gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, beside the same cells on its CPU, as one folder to commit (about 8 minutes)
+	@code=0; mkdir -p $(PROOF); $(BIN)/repro doctor $(ARGS) || code=$$?; \
+	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/cpu $(filter-out hardware=%,$(ARGS)) hardware=cpu > $(PROOF)/cpu.log 2>&1 & twin=$$!; \
 	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
 	$(BIN)/repro matrix case=train-step model=qwen1.5-0.5b repeat=1 launcher=torchrun time_limit=2m results=$(PROOF)/torchrun \
 	  --compare-to $(PROOF)/forkserver $(ARGS) || code=$$?; \
-	echo "gpu-proof: commit $(PROOF)"; exit $$code
+	wait $$twin || code=$$?; \
+	$(BIN)/repro diff $(PROOF)/cpu $(PROOF)/forkserver --agreement --all > $(PROOF)/cpu-twin.txt || code=$$?; \
+	cat $(PROOF)/cpu-twin.txt; echo "gpu-proof: commit $(PROOF)"; exit $$code
 
 # STACK_PYTHON=/path/to/its/python: any Python with torch; nothing of this project needs to be installed there.
 gpu-survey: ## record the errors, waits and collectives of one real GPU as JSON (about 4 minutes; a dry run without a GPU)

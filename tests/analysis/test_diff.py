@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.diff import compare as between
-from repro_matrix.analysis.inputs import VariantResult
+from repro_matrix.analysis.inputs import VariantResult, tolerance_used
 from repro_matrix.cli import main as cli
 from repro_matrix.errors import ConfigError
 from repro_matrix.results import runs
@@ -120,6 +122,40 @@ def test_agreement_is_symmetric_and_counts_disagreements(one: Rows, other: Rows)
         assert each.both - each.agree == len(each.disagreements)
     assert all(each.isprintable() for each in diffs.describe_agreement(there))
     json.dumps(diffs.agreement_to_json(there), allow_nan=False)
+
+
+def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_the_tolerances() -> None:
+    """`make gpu-proof`: what the GPU run measured on the CPU itself is no comparison of the two."""
+
+    def side(hardware: str, used: float, outcome: str = "passed", key: str = "c/m") -> Rows:
+        return cell({"control": variant(outcome, tolerance_used={"gradient": used})}, hardware=hardware, key=key)
+
+    cpu = [*side("cpu", 0.1), *side("cpu", 0.2, key="c/n"), *side("cpu", 0.1, key="c/cpu-only")]
+    gpu = [
+        *side("gpu1-shared", 0.3),
+        *side("gpu1-shared", 0.25, "other_failure", "c/n"),
+        *side("cpu", 9, key="c/cpu-only"),
+    ]
+    (there,) = diffs.measure_agreement(cpu, gpu)
+    assert (there.agree, there.both) == (1, 2) and there.tolerance_used == {"gradient": (0.2, 0.3)}
+    ((first, second),) = there.disagreements
+    assert (first.hardware, second.hardware) == ("cpu", "gpu1-shared")
+    assert "gradient 0.2 | 0.3" in "\n".join(diffs.describe_agreement([there]))
+    assert diffs.agreement_to_json([there])["cases"][0]["tolerance_used"] == {"gradient": [0.2, 0.3]}
+    (same,) = diffs.measure_agreement(gpu, gpu)
+    assert (same.agree, same.both) == (3, 3), "the same hardware on both sides stays a pair"
+
+
+def test_tolerance_used_is_of_numbers_only() -> None:
+    def check(name: str, actual: Any, expected: Any, tolerance: Any) -> dict[str, Any]:
+        return {"name": name, "actual": actual, "expected": expected, "tolerance": tolerance}
+
+    checks = [
+        check("loss", 1.5, 1.0, 2.0), check("loss", 1.2, 1.0, 2.0), check("sum", [1.0, 3.0], [1.0, 2.0], 4),
+        check("steps", 3, 3, 0), check("tokens", "a", "a", None), check("cut", "[1.0, 2.0", "[1.0, 2.0", 1.0),
+        check("nan", "nan", 0.0, 1.0),
+    ]  # fmt: skip
+    assert tolerance_used(cast(Any, SimpleNamespace(checks=checks))) == {"loss": 0.25, "sum": 0.25}
 
 
 def diff(*words: object) -> int:

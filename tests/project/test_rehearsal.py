@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_nvml import H200, FakeGpu, FakeNvml, Process
 from fake_stack import devices_of, lines, python_that_says
+from repro_matrix.cli import main as cli
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 BUSY = Process(4242, 30000)
@@ -49,6 +50,19 @@ def test_matrix_on_one_gpu_as_two_hosts_runs_every_strategy(tmp_path: Path) -> N
     (document,) = found.values()  # of two strategies, the last
     assert document["hardware"]["backend"] == "nccl" and document["hardware"]["shares_gpu"]
     assert document["verdicts"]["control"]["name"] == "PASSED"
+
+
+def test_run_on_a_gpu_is_compared_with_its_cpu_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `make gpu-proof` does it; the ranks of both compute on the CPU here, so that they must agree."""
+    words = ["case=train-step,ddp-ready-once", "model=qwen1.5-0.5b", "strategy=ddp"]
+    for name, hardware in (("gpu", "auto"), ("cpu", "cpu")):
+        (tmp_path / name).mkdir()
+        assert matrix(tmp_path / name, [FakeGpu(H200)], *words, f"hardware={hardware}")[0] == 0
+    sides = [str(tmp_path / name / "results") for name in ("cpu", "gpu")]
+    assert cli.main(["diff", *sides, "--agreement", "--json"]) == 0
+    cases = {each["case"]: each for each in json.loads(capsys.readouterr().out)["cases"]}
+    assert cases.keys() == {"train-step", "ddp-ready-once"} and all(e["agree"] == e["both"] > 0 for e in cases.values())
+    assert all(0 < used < 1 for used in cases["train-step"]["tolerance_used"]["gradient"])
 
 
 def test_matrix_on_eight_gpus_runs_attempts_side_by_side(tmp_path: Path) -> None:

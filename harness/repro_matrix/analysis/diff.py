@@ -213,11 +213,20 @@ class Agreement:
     one_only: int = 0
     other_settings: int = 0
     disagreements: list[tuple[VariantResult, VariantResult]] = field(default_factory=list)
+    tolerance_used: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # numeric check -> the most of each side
 
 
 def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResult]) -> list[Agreement]:
     """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides measured."""
-    left, right, _ = pair_cells(one, other)
+    one, other = list(one), list(other)
+    here, there = ({row.hardware for row in side} for side in (one, other))
+    # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of it.
+    left, right, _ = pair_cells(
+        [row for row in one if not there < here or row.hardware not in there],
+        [row for row in other if not here < there or row.hardware not in here],
+    )
     cases: dict[str, Agreement] = {}
     for first, second in pair_variants(left, right):
         case = next(row.case for row in (first, second) if row)
@@ -228,6 +237,11 @@ def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResul
             result.other_settings += 1
         else:
             result.both += 1
+            for name in first.tolerance_used.keys() & second.tolerance_used.keys():
+                left_most, right_most = result.tolerance_used.get(name, (0.0, 0.0))
+                result.tolerance_used[name] = (
+                    max(first.tolerance_used[name], left_most), max(second.tolerance_used[name], right_most)
+                )  # fmt: skip
             if _summary(first) == _summary(second):
                 result.agree += 1
             else:
@@ -317,6 +331,9 @@ def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> 
         more = f"; {each.one_only} measured on one side only" if each.one_only else ""
         more += f"; {each.other_settings} measured with other settings" if each.other_settings else ""
         yield f"{each.case.ljust(width)}  {share}{more}"
+        used = (f"{name} {a:g} | {b:g}" for name, (a, b) in sorted(each.tolerance_used.items()))
+        if text := ", ".join(used):
+            yield f"    part of the tolerance used at most, first | second: {text}"
         few = len(each.disagreements) if everything else SHOWN
         for first, second in each.disagreements[:few]:
             yield from (f"    {' '.join(second.axes)} {second.variant}", f"      first:  {describe_row(first)}")
@@ -361,6 +378,7 @@ def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
         "cases": [
             {"case": each.case, "agree": each.agree, "both": each.both, "interval": list(wilson(each.agree, each.both)),
              "one_only": each.one_only, "other_settings": each.other_settings,
+             "tolerance_used": {name: list(used) for name, used in sorted(each.tolerance_used.items())},
              "disagreements": [
                  {**_place(*pair), "first": _values(pair[0]), "second": _values(pair[1])} for pair in each.disagreements
              ]}

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, PositiveInt
 from repro_matrix.config import catalog, project, selection
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName, VerdictName
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
+from repro_matrix.grading.checks import number
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.records.document import DocumentPath
 from repro_matrix.results import runs
@@ -52,6 +53,7 @@ class VariantResult:
     machine: Mapping[str, Any] = field(default_factory=dict)
     settings: Any = field(default_factory=dict)  # records.attempt.Settings; none: comparable with all
     path: str = ""
+    tolerance_used: Mapping[str, float] = field(default_factory=dict)  # numeric check -> part of it; above 1 it fails
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # analysis/history.py validates what it reads
 
@@ -74,8 +76,20 @@ def from_row(row: Row, folder: str = "") -> VariantResult:
         row.kind == "control", row.first, cast(Any, as_expected(row.verdict) if row.verdict else None), row.state,
         cast(Any, Counter(each.outcome for each in attempts)), tuple(failures),
         row.reason if set(row.counts) - {"passed"} else "", row.skipped, row.error_at, row.role, row.dirty,
-        machine_of(row), row.settings, os.path.join(folder, row.evidence) if row.evidence else "",
+        machine_of(row), row.settings, os.path.join(folder, row.evidence) if row.evidence else "", tolerance_used(row),
     )  # fmt: skip
+
+
+def tolerance_used(row: Row) -> dict[str, float]:
+    """Return how much of its tolerance each numeric check uses, the most of all ranks."""
+    found: dict[str, float] = {}
+    for check in row.checks:
+        actual, expected = (v if isinstance(v, list) else [v] for v in (check["actual"], check["expected"]))
+        tolerance, pairs = number(check["tolerance"]), [(number(a), number(b)) for a, b in zip(actual, expected)]
+        differences = [abs(a - b) for a, b in pairs if a is not None and b is not None]
+        if tolerance and differences and len(differences) == len(actual) == len(expected):
+            found[check["name"]] = round(max(max(differences) / tolerance, found.get(check["name"], 0.0)), 3)
+    return found
 
 
 def machine_of(row: Row) -> dict[str, Any]:
