@@ -208,7 +208,7 @@ def ddp_reductions(module: Any) -> int:
     if type(module).__name__ != "DistributedDataParallel" or module.process_group.size() < 2:
         return 0
     said = module._get_ddp_logging_data()
-    if not said.get("backward_comm_time") and module.device_type == "cpu":
+    if not said.get("backward_comm_time"):
         module.logger.set_runtime_stats_and_log()  # DDP does this at the next forward, and there was one step only
         said = module._get_ddp_logging_data()
     buckets = len([size for size in str(said.get("bucket_sizes", "")).split(",") if size.strip()])

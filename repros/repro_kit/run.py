@@ -123,6 +123,8 @@ class Run:
         if self.model.get("scale") == "full":
             self._peak()
             give_memory_back()
+            if self.device_kind == "cuda" and "torch" in sys.modules:
+                sys.modules["torch"].cuda.empty_cache()  # NCCL allocates beside torch's allocator
         self.record.data["phase"] = name
         if self.witness is not None:
             self.witness.phase(name)
@@ -184,6 +186,16 @@ class Run:
         else:
             # The launcher detects hangs; NCCL's own limit (10 minutes) must not expire first at full size.
             dist.init_process_group(self.backend, timeout=timedelta(seconds=max(600.0, limit_s + MARGIN_S)))
+        if "nccl" in self.backend:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Make the first collective: NCCL connects there, and what is wrong with the machine shows there."""
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.zeros(1, device=self.device))
+        torch.cuda.synchronize(self.device)
 
 
 def _device_kind(wanted: str, devices: int) -> str:
@@ -299,7 +311,7 @@ def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--scale", choices=["tiny", "full"], default="tiny")
     parser.add_argument("--weights", choices=["random", "hub"], default="random")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto")
+    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"])
     parser.add_argument("--devices", type=int, help="GPUs that the ranks use; default: one for each")
     parser.add_argument("--tp-size", type=int)
     parser.add_argument("--steps", type=int)
@@ -419,6 +431,11 @@ def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
     torch_module = sys.modules.get("torch")
     if settings["device"] != "cpu" and torch_module is not None and torch_module.cuda.is_initialized():
         record.data["peak_gpu_mb"] = round(torch_module.cuda.max_memory_allocated() / 2**20, 1)
+        with contextlib.suppress(Exception):  # the context may be lost
+            free, total = torch_module.cuda.mem_get_info()
+            reserved = torch_module.cuda.max_memory_reserved()
+            sizes = {"reserved": reserved, "used": total - free, "total": total}
+            record.data["facts"]["gpu_mb"] = {name: round(size / 2**20) for name, size in sizes.items()}
         with contextlib.suppress(Exception):  # after some CUDA errors no event can be queried
             record.data["collectives"] = collectives()  # NCCL lets different ones complete as one, with garbage
     record.write()

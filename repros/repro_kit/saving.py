@@ -20,7 +20,8 @@ def equal(a: Any, b: Any) -> bool:
     a, b = local(a), local(b)
     if torch.is_tensor(a) and torch.is_tensor(b):
         kind = torch.promote_types(a.dtype, b.dtype)
-        return a.shape == b.shape and torch.equal(a.to(kind), b.to(kind))
+        # FSDP1 reloads AdamW's step on the CPU.
+        return a.shape == b.shape and torch.equal(a.to(kind), b.to(a.device, kind))
     return type(a) is type(b) and a == b
 
 

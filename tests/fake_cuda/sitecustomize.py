@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from typing import Any
 
@@ -48,7 +49,31 @@ def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
         write(self)
 
     Record.write = written  # type: ignore[method-assign]
+    if os.environ.get("RANK") == "0" and (how := os.environ.get("FAKE_CUDA_ASSERT")):
+        fail_in_a_kernel(how)
     return {**settings, "device": "cpu", "backend": "gloo"}
+
+
+def fail_in_a_kernel(noticed_by: str) -> None:
+    """Let an embedding's kernel fail. As on a GPU, the next ``item`` of the script notices it, or NCCL's ``watchdog``
+    aborts the process; where the host waits for each kernel, the embedding itself raises it."""
+    import torch
+
+    text = "CUDA error: device-side assert triggered"
+
+    def fail(*_: Any, **__: Any) -> Any:
+        if noticed_by == "watchdog":
+            line = f"Process group watchdog thread terminated with exception: {text}\n"
+            os.write(2, f"[rank0]:[E1124 ProcessGroupNCCL.cpp:2068] [PG ID 0 Rank 0] {line}".encode())
+            os.abort()
+        error = torch.AcceleratorError(text)
+        error.error_code = 710
+        raise error
+
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        torch.nn.functional.embedding = fail
+    else:
+        torch.Tensor.item = fail  # type: ignore[method-assign]
 
 
 sys.meta_path.insert(0, _KitOnTheCpu())

@@ -87,3 +87,21 @@ def test_matrix_with_a_busy_gpu_names_it_and_runs_the_rest(tmp_path: Path) -> No
     assert found["cpu card-zero-simulated"]["variants"]["unfixed"]["attempts"][0]["outcome"]["outcome"] == "reproduced"
     (attempt,) = found["gpu2 train-step"]["variants"]["control"]["attempts"]
     assert attempt["outcome"]["infra_error"] == "not_enough_gpus"
+
+
+def test_matrix_repeats_an_asynchronous_error_with_blocking_launches(tmp_path: Path) -> None:
+    """The failure is the same whether the script's next line or NCCL's watchdog notices it, and is nobody's line."""
+    ids = set()
+    for noticed_by in ("item", "watchdog"):
+        (tmp_path / noticed_by).mkdir()
+        words = ["case=train-step", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=gpu2", "repeat=1"]
+        words.append(f"env.FAKE_CUDA_ASSERT={noticed_by}")
+        code, said, found = matrix(tmp_path / noticed_by, [FakeGpu(), FakeGpu()], *words)
+        (document,) = found.values()
+        first, again = document["variants"]["control"]["attempts"]
+        assert (code, first["outcome"]["infra_error"]) == (1, "gpu_or_program"), said
+        assert again["observation"]["attempt"]["settings"]["env"]["CUDA_LAUNCH_BLOCKING"] == "1"
+        assert again["outcome"]["outcome"] == "other_failure" and "cudaErrorAssert" in again["outcome"]["reason"]
+        assert document["verdicts"]["control"]["name"] == "FAILED"
+        ids.add(json.dumps(document["verdicts"]["control"]["failure_ids"]))
+    assert len(ids) == 1 and "cudaErrorAssert" in ids.pop()

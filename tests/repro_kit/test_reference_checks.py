@@ -17,6 +17,7 @@ from repro_kit import reference_checks as pass_criteria
 from repro_kit import saved_models as stored
 from repro_kit import saving
 from repro_kit.error_reduction import all_apart, apart
+from repro_kit.instrumentation import ddp_reductions
 from repro_kit.record import Record
 from repro_kit.run import Run
 from repro_kit.tolerance import FACTOR, Single, training
@@ -438,3 +439,46 @@ def test_repro_scripts_set_no_tolerance() -> None:
         if "tolerance=" in line and not line.split("tolerance=")[1].startswith(("0)", "0,", "0.0)", "0.0,"))
     ]
     assert fixed == []
+
+
+# -- on GPUs
+
+
+def test_equal_compares_a_gpus_tensor_with_a_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def equal(a: Any, b: Any) -> bool:
+        assert a.device == b.device and a.dtype == b.dtype  # else a GPU raises
+        return True
+
+    monkeypatch.setattr(torch, "equal", equal)
+    with FakeTensorMode():
+        for kinds in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+            step, other = torch.empty(1, device="cuda", dtype=kinds[0]), torch.empty(1, dtype=kinds[1])
+            assert saving.equal(step, other) and saving.equal(other, step)
+
+
+def test_nccl_connects_while_the_process_group_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: calls.append("init"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append("all_reduce"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append("set_device"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    a_run(device="cuda", backend="nccl").init_process_group()
+    assert calls == ["set_device", "init", "all_reduce", "synchronize"]
+    calls.clear()
+    a_run(backend="gloo").init_process_group()
+    assert calls == ["init"]
+
+
+def test_ddp_reductions_of_one_step_are_read_on_a_gpu() -> None:
+    data: dict[str, Any] = {"bucket_sizes": "8, 4"}
+    logger = SimpleNamespace(set_runtime_stats_and_log=lambda: data.update(backward_comm_time=3))
+    group = SimpleNamespace(size=lambda: 2)
+    kind = type("DistributedDataParallel", (SimpleNamespace,), {"_get_ddp_logging_data": lambda self: data})
+    module = kind(process_group=group, device_type="cuda", logger=logger)
+    assert ddp_reductions(module) == 2

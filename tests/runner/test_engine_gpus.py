@@ -31,6 +31,7 @@ class Run:
         self.folder, self.monkeypatch = folder, monkeypatch
         self.used: list[tuple[str, ...]] = []
         self.variants: list[str] = []
+        self.blocking: list[str | None] = []  # CUDA_LAUNCH_BLOCKING of each attempt
         self.texts: list[str] = []
         self.settings = RunSettings(variants=["root-call"])
 
@@ -40,6 +41,7 @@ class Run:
         def launch(attempt: Attempt, stop: threading.Event) -> Any:
             self.used.append(attempt.gpus)
             self.variants.append(attempt.settings["variant"])
+            self.blocking.append(attempt.env.get("CUDA_LAUNCH_BLOCKING"))
             return fault(attempt, stop) if fault else None
 
         def watch(event: Event) -> None:
@@ -220,6 +222,7 @@ def test_ambiguous_gpu_error_is_repeated_on_other_gpus(run: Run) -> None:
     again = summary.documents[0]["variants"]["unfixed"]["attempts"][1]["observation"]["attempt"]
     first, second = (used for used, each in zip(run.used, run.variants) if each == "unfixed")
     assert again["retry_of"]["kind"] == "gpu_or_program" and not {*first} & {*second}
+    assert run.blocking.count("1") == 1 and "CUDA_LAUNCH_BLOCKING" in str(again["settings"]["env"])
 
 
 @pytest.mark.parametrize("count", [2, 4])

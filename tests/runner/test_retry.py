@@ -9,7 +9,15 @@ from typing import Any
 from observations import case, document, failed, observation, ok
 from repro_matrix.launch.observe import EITHER
 from repro_matrix.runner import attempts
-from repro_matrix.runner.attempts import GPU_FAILURE, LONGER, OTHER_GPUS, TOO_SLOW, missing_attempts, plan_retry
+from repro_matrix.runner.attempts import (
+    BLOCKING,
+    GPU_FAILURE,
+    LONGER,
+    OTHER_GPUS,
+    TOO_SLOW,
+    missing_attempts,
+    plan_retry,
+)
 
 CASE = case()
 REPRODUCED, PASSED = observation(failed(0), failed(1)), observation(ok(0), ok(1))
@@ -95,7 +103,8 @@ def ended(infra_error: Any = None, **attempt: Any) -> dict[str, Any]:
 def test_plan_retry_repeats_some_errors_once() -> None:
     for kind in OTHER_GPUS:
         why = {"kind": kind, "message": "Xid 79"}
-        assert plan_retry(ended(why), ["GPU-1", "GPU-2"]) == {"retry_of": why, "avoid": ("GPU-1", "GPU-2")}
+        again = {"retry_of": why, "avoid": ("GPU-1", "GPU-2")} | ({"env": BLOCKING} if kind == EITHER else {})
+        assert plan_retry(ended(why), ["GPU-1", "GPU-2"]) == again
         assert plan_retry(ended(why, retry_of=why)) is None, "never twice"
     why = {"kind": TOO_SLOW, "message": "still at work"}
     assert plan_retry(ended(why)) == {"retry_of": why, "deadline": LONGER * 40} == plan_retry(ended(why), gpu_cap=100)

@@ -1,4 +1,5 @@
-"""The kinds of failures that are no case of the catalog: failure_rules.yaml, read and validated."""
+"""The kinds of failures that are no case of the catalog (failure_rules.yaml), and the errors of CUDA and of the
+libraries that ranks talk through (device_errors.yaml), read and validated."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, TypeAdapter
 
 from repro_matrix.config.vocabulary import Regex, Strict
+
+DEVICE_ERRORS = "device_errors.yaml"
 
 
 class FailureRule(Strict):
@@ -30,6 +33,24 @@ class FailureRule(Strict):
     references: list[str] = Field(min_length=1)
 
 
+class DeviceError(Strict):
+    """A row of device_errors.yaml, which explains its fields."""
+
+    name: str
+    code: int | None = None
+    text: Regex
+    kind: Literal["peer", "memory", "hardware", "asynchronous", "device", "starting", "program"]
+    rule: str = ""
+    source: str
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression for a message, in a line of a log as well."""
+        if self.code is None:
+            return self.text
+        return rf"CUDA error: {self.text}|Cuda failure (?:\d+ )?'{self.text}"
+
+
 # What stands before a failure that a sentence only mentions.
 ADVICE = re.compile(
     r"(?i)\b(?:to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
@@ -41,13 +62,46 @@ _EXIT_CODE = re.compile(
 )
 
 
+def _load(file: str) -> Any:
+    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@cache
+def device_errors() -> tuple[DeviceError, ...]:
+    """Return the rows of device_errors.yaml, in the order in which they are tried."""
+    return tuple(TypeAdapter(list[DeviceError]).validate_python(_load(DEVICE_ERRORS)))
+
+
+@cache
+def _device_patterns() -> tuple[tuple[re.Pattern[str], DeviceError], ...]:
+    # CUDA's own texts count only where torch and NCCL put them.
+    begin = {True: "", False: "^"}
+    return tuple((re.compile(begin[row.code is None] + row.pattern, re.MULTILINE), row) for row in device_errors())
+
+
+@lru_cache(4096)
+def device_error(message: str, code: int | None = None) -> DeviceError | None:
+    """Return the row that an exception's message, or the driver's number of its error, shows."""
+    if code is not None and (coded := next((row for row in device_errors() if row.code == code), None)):
+        return coded
+    return next((row for pattern, row in _device_patterns() if pattern.search(message)), None)
+
+
+@cache
+def peer_errors() -> re.Pattern[str]:
+    """Return what a rank's message has that lost another one."""
+    return re.compile("|".join(row.text for row in device_errors() if row.kind == "peer"))
+
+
 @cache
 def rules() -> Mapping[str, FailureRule]:
-    """Return the rules by name, in the order in which they are tried."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found = TypeAdapter(list[FailureRule]).validate_python(yaml.load(text, loader))
-    return {rule.name: rule for rule in found}
+    """Return the rules by name, in the order in which they are tried, with the texts of device_errors.yaml."""
+    found = TypeAdapter(list[FailureRule]).validate_python(_load("failure_rules.yaml"))
+    texts = {
+        rule.name: [rule.text, *(row.pattern for row in device_errors() if row.rule == rule.name)] for rule in found
+    }
+    return {rule.name: rule.model_copy(update={"text": "|".join(texts[rule.name])}) for rule in found}
 
 
 @cache

@@ -160,6 +160,7 @@ class RaisedException:
     names: frozenset[str]  # the type, with and without its module, and its bases
     message: str
     frames: tuple[CodeLocation, ...]  # outermost first
+    error_code: int | None = None  # of the driver
 
     @property
     def innermost(self) -> CodeLocation | None:
@@ -182,9 +183,29 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
         frames = (CodeLocation(f["module"], f["file"], f["function"], f.get("code_location"), f["line"])
                   for f in exception["frames"])  # fmt: skip
         names = frozenset({name, f"{module}.{name}", *exception.get("bases", ())} - {"", "."})
-        chain.append(RaisedException(name, names, exception["message"], tuple(frames)))
+        code = exception.get("error_code")
+        chain.append(RaisedException(name, names, exception["message"], tuple(frames), code))
         exception = exception["cause"]
     return chain
+
+
+_WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<message>CUDA error: .*)")
+
+
+def exception_of(data: RankData) -> Exception_ | None:
+    """Return what a rank raised: in its main thread, or in the thread of NCCL's watchdog, which aborts the process.
+
+    Which of the two meets an error of CUDA first is chance.
+    """
+    record = data["record"]
+    if record and record["exception"]:
+        return record["exception"]
+    aborted = data["terminated_by"] == "self" and (data["signal"] == "SIGABRT" or data["exit_code"] == -6)
+    found = _WATCHDOG.search(data["log_tail"]) if aborted else None
+    if found is None:
+        return None
+    return {"type": "AcceleratorError", "module": "torch", "bases": ["RuntimeError"], "message": found["message"],
+            "frames": [], "cause": None}  # fmt: skip
 
 
 class LogEntry(NamedTuple):
@@ -219,6 +240,7 @@ class Rank:
         self.record_error = _record_error(data)  # why the record is not evidence; ""
         self.wrote = record is not None and not self.record_error
         self.record: Record = record if record is not None and self.wrote else NO_RECORD
+        self._exception = exception_of({**data, "record": self.record})
         self.done = self.record["done"]
         self.log_tail = data["log_tail"]
         self.stack = data["stack"] or ""
@@ -229,7 +251,7 @@ class Rank:
 
     @cached_property
     def chain(self) -> list[RaisedException]:
-        return raised_chain(self.record["exception"])
+        return raised_chain(self._exception)
 
     @property
     def raised(self) -> RaisedException | None:

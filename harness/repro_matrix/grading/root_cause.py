@@ -9,12 +9,12 @@ exception's type and code location, or the name of a failed check.
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from repro_matrix.config.failure_rules import device_error, device_errors, peer_errors
 from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank
 from repro_matrix.records.attempt import FailureKind
 from repro_matrix.records.outcome import FailureId, Outcome
@@ -25,29 +25,11 @@ _PEER_TYPES = frozenset({
     "DistNetworkError", "DistStoreError", "ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError",
     "EOFError",
 })  # fmt: skip
-# ... and of these when the message says so.
+# ... and of these when the message says so (config/device_errors.yaml).
 _MESSAGE_TYPES = frozenset({
     "RuntimeError", "DistError", "DistBackendError", "OSError", "TimeoutError", "ConnectionError",
 })  # fmt: skip
-_PEER_TEXT = re.compile(
-    r"Connection (closed|reset|aborted) by (remote )?peer"
-    r"|Connection (refused|was closed|closed by localRank)"
-    r"|Broken pipe"
-    r"|Socket (Timeout|closed|is closed)"
-    r"|\b(recvValue|recvBytes|sendBytes|recvVector) failed"
-    r"|failed to recv, got 0 bytes"
-    r"|Timed out waiting \d+ ?ms for (send|recv) operation"
-    r"|Application timeout caused pair closure"
-    r"|connectFullMesh failed"
-    r"|(wait|Wait) timeout after \d+ ?ms"
-    r"|store->get\(.*got error"
-    r"|TCPStore.*(shut ?down|timed out|Timeout)"
-    r"|NCCL communicator was aborted"
-    r"|remote process exited or there was a network error"
-    r"|ncclRemoteError"
-    r"|Watchdog caught collective operation timeout"
-    r"|(failed to pass|successfully reached) monitoredBarrier"
-)
+_DEVICE_TYPES = frozenset({"RuntimeError", "AcceleratorError", "DistBackendError"})
 _STOPPED_TYPES = frozenset({"KeyboardInterrupt", "SystemExit", "SignalException"})  # how a rank learns of its end
 
 
@@ -97,7 +79,8 @@ def failure_of(rank: Rank) -> Failure | None:
         # An exception is the rank's own even if the launcher stopped it later, unless it is how it learned of that.
         secondary = is_peer_error(raised) or (not by_itself and bool(raised.names & _STOPPED_TYPES))
         location = str(raised.innermost or "")
-        return Failure(rank.rank, "exception", ended_at, raised.type, raised.message, location, secondary)
+        late = asynchronous_error(raised)
+        return Failure(rank.rank, "exception", ended_at, late or raised.type, raised.message, location, secondary)
     if not by_itself:
         return None
     name = fatal_signal(rank)
@@ -108,10 +91,10 @@ def failure_of(rank: Rank) -> Failure | None:
     last = next((line.strip() for line in reversed(rank.log_tail.splitlines()) if line.strip()), "")
     if name:
         # The NCCL watchdog and gloo abort the whole process over a lost peer.
-        secondary = name == "SIGABRT" and bool(_PEER_TEXT.search(rank.log_tail))
+        secondary = name == "SIGABRT" and bool(peer_errors().search(rank.log_tail))
         return Failure(rank.rank, "signal", ended_at, name, last, location, secondary)
     if rank.exit_code:
-        secondary = bool(_PEER_TEXT.search(last))
+        secondary = bool(peer_errors().search(last))
         return Failure(rank.rank, "exit", ended_at, f"exit code {rank.exit_code}", last, location, secondary)
     if not rank.done and rank.exit_code == 0:
         return Failure(rank.rank, "left", ended_at, "exit code 0", "it ended without its done marker", "", False)
@@ -122,7 +105,13 @@ def is_peer_error(raised: RaisedException) -> bool:
     """Whether an exception means that a peer was lost."""
     if raised.names & _PEER_TYPES:
         return True
-    return bool(raised.names & _MESSAGE_TYPES) and bool(_PEER_TEXT.search(raised.message))
+    return bool(raised.names & _MESSAGE_TYPES) and bool(peer_errors().search(raised.message))
+
+
+def asynchronous_error(raised: RaisedException) -> str:
+    """Return the name of a CUDA error that a kernel caused earlier, so that the place of its exception is chance."""
+    error = device_error(raised.message, raised.error_code) if raised.names & _DEVICE_TYPES else None
+    return error.name if error and error.kind == "asynchronous" else ""
 
 
 def fatal_signal(rank: Rank) -> str:
@@ -142,14 +131,15 @@ def script_error(attempt: Attempt, failures: Failures) -> str | None:
     """Describe the error of the case's script or the kit that came before everything else; None where none did.
 
     An exception is the script's when its innermost frame is, by origin. Python's own library and generated code
-    (``<string>``) stand for their caller. What upstream raised is never the script's, whatever it was called with.
+    (``<string>``) stand for their caller. What upstream raised is never the script's, whatever it was called with, nor
+    is an error of an earlier kernel.
     """
     first = failures.first
     if first is None or first.kind != "exception" or first.secondary:
         return None
     raised = next(rank for rank in attempt.ranks if rank.rank == first.rank).raised
     frame = _script_frame(raised) if raised else None
-    if raised is None or frame is None:
+    if raised is None or frame is None or asynchronous_error(raised):
         return None
     location = f"{portable_path(frame.file)}:{frame.line}"
     error = first_line(f"{raised.type}: {raised.message}")
@@ -193,8 +183,10 @@ def failure_ids(case: str, outcome: Outcome) -> tuple[FailureId, ...]:
         return (FailureId(case=known[0].case, signature=known[0].signature),)
     primary = outcome.primary
     if primary is not None:
-        # Where the main thread stood when a signal came is chance; an exit code has no location at all.
-        location = primary.location if primary.kind == "exception" else ""
+        # Where the main thread stood when a signal came, or an earlier kernel's error, is chance; an exit code has no
+        # location at all.
+        late = any(row.name == primary.type and row.kind == "asynchronous" for row in device_errors())
+        location = primary.location if primary.kind == "exception" and not late else ""
         return (FailureId(type=primary.type, code_location=location or None),)
     if outcome.failed:
         return tuple(FailureId(check=name) for name in outcome.failed)

@@ -7,31 +7,34 @@ Errors of a device have one of three kinds (``classify_device_error``):
 
 ``gpu_failure``      the GPU has failed: no computation causes that
 ``device``           it could not be used, or the machine failed under NCCL
-``gpu_or_program``   a failing GPU and a faulty kernel look the same: the attempt is repeated, on other GPUs where there
-                     are some; the same error again is the attempt's own (harness/repro_matrix/runner/attempts.py)
+``gpu_or_program``   a failing GPU and a faulty kernel look the same, and the line that noticed the error is not to
+                     blame: the attempt is repeated with CUDA_LAUNCH_BLOCKING=1, on other GPUs where there are some;
+                     the same error again is the attempt's own (harness/repro_matrix/runner/attempts.py)
 
-The evidence is structured: where the exception was raised, what the rank was doing, which code the driver returned.
-CUDA's text is used for torch releases without the code only, and only where torch and NCCL put it. Errors that a
-training can cause itself (out of memory in its own steps, an illegal address, an ordinal that does not exist) are no
-device failure once the script's body has begun.
+Which error is of which kind is in config/device_errors.yaml. The evidence is structured: where the exception was
+raised, what the rank was doing, which code the driver returned. CUDA's text is used for torch releases without the code
+only, and only where torch and NCCL put it. A rank that NCCL's watchdog aborted raised what the watchdog reports.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from repro_matrix.config.failure_rules import device_error
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt as Observed
-from repro_matrix.grading.observation import is_project_code
-from repro_matrix.grading.root_cause import portable_path
+from repro_matrix.grading.observation import exception_of, is_project_code
+from repro_matrix.grading.root_cause import find_failures, portable_path
 from repro_matrix.launch.attempt import STARTING, Attempt, Json, describe_exit, read_launch, torchrun_line
 from repro_matrix.launch.watch import Watched
 from repro_matrix.records.attempt import Observation, Record
+from repro_matrix.records.attempt import Rank as RankData
 from repro_matrix.records.document import validate_record
 
 DeviceError = Literal["gpu_failure", "device", "gpu_or_program"]
@@ -46,39 +49,9 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILI
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning)\b(:|$)")
 _IMPORT = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError)\b.*", re.MULTILINE)
 
-# cudaError_t: errors that no computation can cause. Numbers: CUDA runtime API, "Data types".
-_CUDA_ERRORS: dict[DeviceError, dict[int, str]] = {
-    "gpu_failure": {
-        214: "uncorrectable ECC error encountered",
-        220: "uncorrectable NVLink error detected during the execution",
-    },
-    "device": {
-        3: "initialization error",
-        35: "CUDA driver version is insufficient for CUDA runtime version",
-        46: "CUDA-capable device(s) is/are busy or unavailable",
-        100: "no CUDA-capable device is detected",
-        209: "no kernel image is available for execution on the device",
-        802: "system not yet initialized",
-        803: "system has unsupported display driver / cuda driver combination",
-        -1: "all CUDA-capable devices are busy or unavailable",  # the text of 46 in some releases
-    },
-    "gpu_or_program": {
-        226: "Invalid access of peer GPU memory over nvlink or a hardware error",
-        719: "unspecified launch failure",
-        999: "unknown error",
-    },
-}
-# CUDA's texts, where torch and NCCL put them.
-_CUDA_TEXTS = {
-    kind: re.compile(rf"(?:^CUDA error: |Cuda failure (?:\d+ )?')(?:{'|'.join(map(re.escape, texts.values()))})", re.M)
-    for kind, texts in _CUDA_ERRORS.items()
-}
-_CUDA_TYPES = {"RuntimeError", "AcceleratorError", "DistBackendError"}
+_CUDA_TYPES = {"RuntimeError", "AcceleratorError", "DistBackendError", "OutOfMemoryError", "AssertionError"}
 # Where torch initialises a device: nothing of the case has run on it yet.
 _INITIALISING = {("torch.cuda", "set_device"), ("torch.cuda", "_lazy_init"), ("torch.cuda", "init")}
-# ncclSystemError: a socket, shared memory, a device that is gone. Never what a program computes.
-_NCCL = re.compile(r"\bncclSystemError\b|\bunhandled system error\b")
-_FULL = re.compile(r"\bout of memory\b")
 
 
 def observation(
@@ -90,7 +63,7 @@ def observation(
     """
     launch = read_launch(attempt.launch_file)
     result = _observed(attempt, launcher, command, watched, launch)
-    result["infra_error"] = _infra_error(launch, result["ranks"], watched, attempt, worker_exit)
+    result["infra_error"] = _infra_error(launch, result, watched, attempt, worker_exit)
     if result["infra_error"] is None:
         slow = timeout_without_hang(Observed(cast(Observation, result)))
         result["infra_error"] = None if slow is None else _problem(*slow)
@@ -163,9 +136,10 @@ def _problem(kind: str, message: str) -> Json:
 
 
 def _infra_error(
-    launch: Json, ranks: list[Json], watched: Watched, attempt: Attempt, worker_exit: int | None
+    launch: Json, result: Json, watched: Watched, attempt: Attempt, worker_exit: int | None
 ) -> Json | None:
-    """Return what got in the way, if anything did: the launch first, then the ranks."""
+    """Return what got in the way, if anything did: the launch first, then the ranks. What got in a rank's way does not
+    count after another rank's failure, from which it may follow, unless it is a failed GPU."""
     if watched.interrupted:
         return None
     error = launch.get("error")
@@ -178,7 +152,13 @@ def _infra_error(
         return _problem("launch", f"{limit if watched.timed_out else f'no rank was started; {worker}'}\n{log}")
     if not launch.get("finished") and not watched.timed_out:
         return _problem("launcher_died", f"{worker} before its ranks did\n{log}")
-    problems = [(rank["rank"], problem) for rank in ranks if (problem := _of_rank(rank, attempt.device))]
+    problems = [(rank["rank"], problem) for rank in result["ranks"] if (problem := _of_rank(rank, attempt.device))]
+    failures = find_failures(Observed(cast(Observation, result))).primary
+    ended = {failure.rank: failure.ended_at for failure in failures}
+    first = min(set(ended) - {number for number, _ in problems}, key=ended.__getitem__, default=None)
+    if first is not None:
+        late = {number for number, at in ended.items() if ended[first] < at < math.inf}
+        problems = [each for each in problems if each[0] not in late or each[1][0] == "gpu_failure"]
     # A failed GPU makes the ranks on other GPUs fail as well: it comes first.
     number, problem = min(problems, key=lambda each: each[1][0] != "gpu_failure", default=(0, None))
     return None if problem is None else _problem(problem[0], f"rank {number}: {problem[1]}")
@@ -188,12 +168,12 @@ def _of_rank(rank: Json, device: str) -> tuple[str, str] | None:
     record = rank["record"]
     if rank["signal"] == "SIGKILL" and rank["terminated_by"] == "self":
         return "memory", "killed (SIGKILL) and not by the harness: most likely the system was out of memory"
+    error = exception_of(cast(RankData, rank))
     if record is None:
         return _of_log(rank["log_tail"]) if rank["exit_code"] else None
-    error = record["exception"]
     if error is None and rank["exit_code"] and record.get("ended") is None and _DISK.search(rank["log_tail"]):
         return "disk", "its record could not be written: no space left on the device"
-    return _of_exception(error, str(record.get("phase")), device) if error else None
+    return _of_exception(cast(Json, error), str(record.get("phase")), device) if error else None
 
 
 def _of_log(text: str) -> tuple[str, str] | None:
@@ -219,7 +199,9 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
         return failed, first
     if phase == "init_process_group" and _PORT.search(message):
         return "port", first
-    if kind in ("MemoryError", "OutOfMemoryError") or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message)):
+    known = device_error(message, error.get("error_code")) if kind in _CUDA_TYPES else None
+    host = kind == "MemoryError" or (kind in ("RuntimeError", "OSError") and _MEMORY.search(message))
+    if host or kind == "OutOfMemoryError" or (known and known.kind == "memory"):
         return "memory", first
     return None
 
@@ -227,25 +209,17 @@ def _of_exception(error: Json, phase: str, device: str) -> tuple[str, str] | Non
 def classify_device_error(error: Mapping[str, Any], phase: str) -> DeviceError | None:
     """Return the kind of device failure that this exception of a rank on a GPU (as in record.py) is, or None."""
     message, kind = str(error.get("message") or ""), str(error.get("type") or "")
-
-    def reported(as_kind: DeviceError) -> bool:
-        text = kind in _CUDA_TYPES and _CUDA_TEXTS[as_kind].search(message)
-        return error.get("error_code") in _CUDA_ERRORS[as_kind] or bool(text)
-
-    innermost = (error.get("frames") or [{}])[-1]
-    unusable = (
-        (str(innermost.get("module")), str(innermost.get("function"))) in _INITIALISING
-        or reported("device")
-        or (kind == "DistBackendError" and _NCCL.search(message))
-    )
-    if phase in STARTING:  # before the first step: other processes use the missing memory, or NCCL cannot start
-        full = kind in {*_CUDA_TYPES, "OutOfMemoryError"} and _FULL.search(message)
-        unusable = unusable or kind == "DistBackendError" or full
-    if reported("gpu_failure"):
+    known = device_error(message, error.get("error_code")) if kind in _CUDA_TYPES else None
+    shown = known.kind if known else "program"
+    if shown == "hardware":
         return "gpu_failure"
-    if unusable:
+    innermost = (error.get("frames") or [{}])[-1]
+    if (str(innermost.get("module")), str(innermost.get("function"))) in _INITIALISING or shown == "device":
         return "device"
-    return EITHER if reported(EITHER) else None
+    # Before the first step: other processes use the missing memory, or NCCL cannot start.
+    if phase in STARTING and (kind == "DistBackendError" or shown in ("memory", "starting")):
+        return "device"
+    return EITHER if shown == "asynchronous" else None
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = TAIL_BYTES) -> str:

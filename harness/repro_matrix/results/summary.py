@@ -26,6 +26,7 @@ import zstandard
 from pydantic import TypeAdapter
 
 from repro_matrix.config import catalog, project
+from repro_matrix.config.failure_rules import DEVICE_ERRORS
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
 from repro_matrix.grading.expectations import comparison
@@ -326,7 +327,9 @@ def grading_keys(cases: Mapping[str, Case]) -> dict[str, str]:
 def grader_hash() -> str:
     """Return the hash of the code that rows are computed by."""
     files = [*(PACKAGE / "grading").rglob("*"), *(PACKAGE / "records").glob("*.py"), Path(__file__)]
-    used = sorted(path for path in files if path.suffix in (".py", ".txt"))
+    used = sorted(
+        path for path in [*files, PACKAGE / "config" / DEVICE_ERRORS] if path.suffix in (".py", ".txt", ".yaml")
+    )
     return _hash(b"".join(path.name.encode() + path.read_bytes() for path in used))
 
 

@@ -24,6 +24,7 @@ from repro_matrix.environment.machine import conditions
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.grading import grade
 from repro_matrix.grading.expectations import machine as machine_of
+from repro_matrix.grading.observation import exception_of
 from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
 from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
@@ -143,6 +144,7 @@ def new_run_dir(state: Path) -> Path:
 GPU_FAILURE: Final = "gpu_failure"  # the kind of infrastructure error of a failed GPU
 OTHER_GPUS = (GPU_FAILURE, "device", EITHER)  # other GPUs may give a result
 TOO_SLOW = "timeout_while_progressing"
+BLOCKING: Final = {"CUDA_LAUNCH_BLOCKING": "1"}
 LONGER = 3.0  # factor for the deadline of an attempt that was too slow
 
 
@@ -175,8 +177,7 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
         return {}
     found = {}
     for rank in observation["ranks"]:
-        record = rank["record"]
-        error = record["exception"] if record else None
+        record, error = rank["record"], exception_of(rank)
         if record and error and classify_device_error(error, record["phase"]) == GPU_FAILURE:
             message = (error["message"].splitlines() or ["?"])[0]
             found[gpus[rank["rank"] % len(gpus)]] = GpuProblem("lost", f"rank {rank['rank']}: {message}")
@@ -196,11 +197,14 @@ def plan_retry(observation: Observation, gpus: Sequence[str] = (), gpu_cap: floa
     if error["kind"] == TOO_SLOW:
         deadline = LONGER * attempt["deadline_s"]
         return {"retry_of": reason, "deadline": deadline} if not gpus or deadline <= gpu_cap else None
-    return {"retry_of": reason, "avoid": tuple(gpus)} if error["kind"] in OTHER_GPUS else None
+    if error["kind"] not in OTHER_GPUS:
+        return None
+    # An error of an earlier kernel: where the host waits for each kernel, the line that raises it launched it.
+    return {"retry_of": reason, "avoid": tuple(gpus), **({"env": BLOCKING} if error["kind"] == EITHER else {})}
 
 
 def resolve_repeated_error(observation: Observation) -> Observation:
-    """Grade an error that a GPU or the program caused as the program's, once it occurred on other GPUs too."""
+    """Grade an error that a GPU or the program caused as the program's, once it occurred again."""
     error, before = observation["infra_error"], observation["attempt"].get("retry_of")
     repeated = error and isinstance(before, dict) and error["kind"] == before["kind"] == EITHER
     return {**observation, "infra_error": None} if repeated else observation

@@ -237,6 +237,8 @@ class Engine:
         self.on_event(Event("start", cell.plan, task.variant, task.index, seconds=task.seconds, device=device))
         running = _Running(task, tuple(gpus))
         plan = replace(plan, deadline=task.deadline or plan.deadline)
+        if task.env:
+            plan = replace(plan, settings={**plan.settings, "env": {**plan.settings.get("env", {}), **task.env}})
         self._running[pool.submit(run_attempt, self.session, self.place, plan, gpus, running.stop)] = running
         return True
 

@@ -43,6 +43,7 @@ class Task:
     deadline: float | None = None  # instead of the plan's
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)  # beside the plan's
 
 
 class Schedule:
