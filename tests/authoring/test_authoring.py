@@ -19,6 +19,7 @@ from observations import EXCEPTION, case, document, observation, ok
 from repro_matrix.authoring import check, draft
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
+from repro_matrix.errors import MeasureError
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace as workplace
@@ -195,7 +196,7 @@ def test_check_when_interrupted_or_failing_is_not_ready(
         return SimpleNamespace(problem=None, documents=[])
 
     def full(*_: Any, **more: Any) -> Any:
-        return SimpleNamespace(problem="the disk is full", documents=[])
+        return SimpleNamespace(problem=MeasureError("the disk is full"), documents=[])
 
     for execute, code, message in ((ends, 130, "interrupted"), (full, 3, "the disk is full")):
         monkeypatch.setattr(workplace, "execute", execute)

@@ -89,9 +89,10 @@ def _all_reduce(stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str
                 limit, begun = time.monotonic() + PAIR_S, True
             time.sleep(0.05)
         texts = [output.read_text(encoding="utf-8", errors="replace").strip() for output in outputs]
-    for text, answer in ((text, parse_output(text.encode())) for text in texts):
-        if answer.get("error"):
-            return str(answer["error"])
+    ended = [(text, parse_output(text.encode())) for text in texts]
+    if error := next((answer["error"] for _, answer in ended if answer.get("error")), None):
+        return str(error)  # the other rank was ended for it
+    for text, answer in ended:
         if answer.get("stage") == "all-reduce" and begun:
             return f"it hangs (not done after {PAIR_S:g} s)"
         if answer.get("stage") != "done":
