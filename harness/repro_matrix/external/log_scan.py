@@ -321,7 +321,8 @@ def scan(log: Iterable[str], known: Catalogue) -> Scanned:
                 taken = errors.read(line)
                 if has_word[shape] and line.text not in plain:
                     # A line with more than a traceback's beginning: what stands beside it counts.
-                    beside = replace(line, text=" ".join(raw.split(HEADER))) if HEADER in raw else line
+                    more = HEADER in raw and line.text != f"{HEADER}:"
+                    beside = replace(line, text=" ".join(raw.split(HEADER))) if more else line
                     if not _note(found, beside, known, errors, taken) and len(plain) < SHAPES:
                         plain.add(line.text)
     errors.end()
