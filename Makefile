@@ -73,7 +73,7 @@ claims: $(READY) ## the claims ledger, from stored measurements
 site: $(READY) ## a static site of the published baseline in build/site: what is known today, a page for each case
 	@$(BIN)/repro report --baseline --site build/site $(ARGS)
 
-pictures: $(READY) ## the pictures of README and docs, of the published results' page (needs chromium)
+pictures: $(READY) ## what README and docs show of the published results: the pictures and the answer (needs chromium)
 	@$(BIN)/python -m bench.pictures
 
 docs: $(READY) ## the documentation site in build/docs; ARGS=serve shows it while you write

@@ -1,6 +1,6 @@
-"""`make pictures`: the pictures of README and docs, of the report of the published results, in docs/images.
+"""`make pictures`: what README and docs show of the published results: pictures in docs/images, and README's answer.
 
-Beside them stands a digest of what each shows; a test compares it with the report of today.
+Beside the pictures stands a digest of what each shows; tests compare it, and the answer, with the report of today.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from repro_matrix.paths import BASELINE, ROOT
 from repro_matrix.report import load
+from repro_matrix.report.result_lines import result_lines
 
 from bench.chromium import Chromium
 
@@ -20,6 +21,13 @@ FOLDER = ROOT / "docs" / "images"
 DIGESTS = FOLDER / "pictures.json"
 CASE = "lora-reentrant-checkpointing"
 PICTURES = {"page": ("", 1000, 640), "case": (CASE, 1000, 900)}  # anchor, width, height
+
+README = ROOT / "README.md"
+ANSWER = re.compile(r"(?<=with the command's -->\n).*?(?=\n\nIf )", re.DOTALL)
+CASES = (
+    "qwen15-fsdp-kv-cache", "fsdp-generate-uneven", "qwen15-fsdp-empty-cache", "ddp-ready-once",
+    "fsdp-optim-state-padding", "zero3-load-state-dict",
+)  # fmt: skip
 
 
 def report() -> str:
@@ -41,6 +49,15 @@ def digests(page: str) -> dict[str, str]:
     }
 
 
+def answer() -> str:
+    """Return README's block: the headline of the current releases, and the lines of some cases."""
+    head = load.load_results([BASELINE], {"stack": ["current"]}).headline
+    lines = list(result_lines(head, width=116, everything=True))
+    begin = lines.index("") + 1
+    shown = [*lines[begin : lines.index("", begin) + 1], *(line for line in lines if set(line.split()) & {*CASES})]
+    return "\n".join(f"    {line}".rstrip() for line in shown)
+
+
 def main() -> None:
     page = report()
     with tempfile.TemporaryDirectory() as folder:
@@ -50,6 +67,7 @@ def main() -> None:
             for name, (anchor, width, height) in PICTURES.items():
                 browser.open(f"{path.as_uri()}#{anchor}", width, height)
                 (FOLDER / f"{name}.png").write_bytes(browser.picture())
+    README.write_text(ANSWER.sub(lambda _: answer(), README.read_text(encoding="utf-8")), encoding="utf-8")
     DIGESTS.write_text(json.dumps(digests(page), indent=1) + "\n", encoding="utf-8")
 
 
