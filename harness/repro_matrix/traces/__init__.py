@@ -1,0 +1,1 @@
+"""Traces of two trainings -> the first tensor that differs by more than rounding explains. Pure."""

@@ -1,0 +1,94 @@
+"""The answer of a comparison: where the suspect training first differs from the trusted one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from repro_matrix.records.outcome import adapter
+from repro_matrix.text import counted, list_ranks
+
+Stage = Literal[
+    "", "data", "random draws", "initial weights", "buffer", "forward", "loss weight", "backward", "local gradient",
+    "reduction", "clipping", "gradient before the optimizer", "optimizer setting", "update", "stopped",
+]  # fmt: skip
+# What differs, in a sentence. Forward: the output or the input of a module.
+_WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient", "update": "value after the update"}
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What was compared, and what was not."""
+
+    trusted: str = ""  # the strategy that really ran
+    suspect: str = ""
+    aligned: int = 0  # tensors of the trusted side that were compared
+    not_aligned: int = 0
+    shapes_differ: int = 0
+    stages: dict[str, int] = field(default_factory=dict)  # tensors compared, by stage
+    renamed: dict[str, str] = field(default_factory=dict)  # module of the trusted side -> of the suspect
+    shared: int = 0  # samples, over all steps compared
+    only_trusted: int = 0
+    only_suspect: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Location:
+    """The first difference in causal order; or that there is none; or why nothing can be said.
+
+    ``ranks`` and ``micro`` are those of the suspect; empty where all are meant. ``size``, ``tolerance`` and
+    ``rounding`` are relative differences; ``size`` is None where no number says it (a setting, data, a tensor that is
+    not a number). ``largest``: the largest size/tolerance, where both agree. ``beyond``: where the data differ, the
+    first difference on the samples that both trainings saw.
+    """
+
+    verdict: Literal["differs", "agrees", "inconclusive"]
+    reason: str = ""
+    stage: Stage = ""
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
+    micro: tuple[int, ...] = ()
+    place: str = ""
+    role: str = ""
+    size: float | None = None
+    tolerance: float | None = None
+    rounding: float | None = None
+    relation: str = ""
+    last_agreeing: str = ""
+    agreed: int = 0
+    also: tuple[str, ...] = ()
+    coverage: Coverage = field(default_factory=Coverage)
+    largest: float | None = None
+    beyond: Location | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return adapter(Location).dump_python(self, mode="json")
+
+    @classmethod
+    def from_json(cls, data: Any) -> Location:
+        """Raise ValueError where the data is no location."""
+        return adapter(cls).validate_python(data)
+
+    def sentence(self) -> str:
+        """Return the answer as one sentence."""
+        if self.verdict == "inconclusive":
+            return f"inconclusive: {self.reason}"
+        compared = counted(self.coverage.aligned, "tensor")
+        if self.verdict == "agrees":
+            return f"no difference in {compared}; the largest is {short(self.largest or 0)} of its tolerance"
+        where = [] if self.step is None else [f"step {self.step}"]
+        where += [list_ranks(self.ranks)] if self.ranks else []
+        where += [f"micro-batch {', '.join(map(str, self.micro))}"] if self.micro else []
+        what = self.role if self.stage == "forward" else _WHAT.get(self.stage, self.stage)
+        text = f"{', '.join([*where, *([self.place] if self.place else [])])}: {what}"
+        if self.size is not None:
+            text += f", off by {short(self.size)} (rounding explains {short(self.rounding or 0)})"
+        text += f": {self.relation}" if self.relation else ""
+        text += f"; everything before agrees ({counted(self.agreed, 'tensor')})" if self.agreed else ""
+        return text + (f"; on the samples that both saw: {self.beyond.sentence()}" if self.beyond else "")
+
+
+def short(number: float) -> str:
+    """Return a number with two digits: ``0.13``, ``3e-6``."""
+    return f"{number:.2g}".replace("e-0", "e-").replace("e+0", "e+")
