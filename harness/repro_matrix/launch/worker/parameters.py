@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
-import importlib.util
 import sys
 from typing import Any
 
@@ -19,22 +18,9 @@ names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
 
 
-class Finder:
-    """Watch the steps of torch's optimizers as soon as the script imports them."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch.optim.optimizer":
-            return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec: Any = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            module.register_optimizer_step_post_hook(on_step)
-
-        spec.loader.exec_module = exec_module
-        return spec
+def watch(optimizers: Any) -> None:
+    """Watch the steps of all optimizers. optimizers: the module torch.optim.optimizer."""
+    optimizers.register_optimizer_step_post_hook(on_step)
 
 
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -9,6 +9,7 @@ after this one, and hooks that the script sets are called. Standard library, Pyt
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -55,6 +56,38 @@ def load(folder: str, name: str) -> Any:
         sys.modules.update(taken)
 
 
+class Finder:
+    """Call a function with a module as soon as the script has imported it."""
+
+    def __init__(self, name: str, then: Any) -> None:
+        self.name, self.then = name, then
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec: Any = importlib.util.find_spec(name)
+        if spec is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self.then(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def start_trace(rank: int, world_size: int, tracers: list[Any]) -> None:
+    try:
+        tracers.append(load(WORKERS, "tracer"))
+        tracers[-1].install(os.environ["REPRO_TRACE"], rank, world_size)
+    except Exception as error:  # the script runs on without a trace
+        print(f"repro: no trace of this process: {type(error).__name__}: {error}", file=sys.stderr)
+
+
 def kit_folder() -> str:
     """Return the folder of repro_kit: beside harness/ in a checkout, in the package's data/ in a wheel."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
@@ -94,10 +127,15 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
 
     parameters = load(WORKERS, "parameters") if os.environ.get("REPRO_CHECKS") else None
     if parameters:
-        sys.meta_path.insert(0, parameters.Finder())
+        Finder("torch.optim.optimizer", parameters.watch)
+    tracers: list[Any] = []
+    if os.environ.get("REPRO_TRACE"):
+        Finder("torch", lambda _: start_trace(rank, world_size, tracers))
 
     def at_end() -> None:  # registered first, so it is called last
         if os.getpid() == rank_pid:
+            for tracer in tracers:
+                tracer.close("exception" if record.data["exception"] else "exit")
             if parameters:
                 record.data["facts"]["parameters"] = parameters.describe()
             record.data["ended"] = record.data["ended"] or time.time()

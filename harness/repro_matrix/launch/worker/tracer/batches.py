@@ -1,0 +1,94 @@
+"""The samples of a root call: found in its inputs, known by a checksum, so that ranks and micro-batches compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from .layout import dtype_name, located
+from .sketch import crc, sketch
+
+DEPTH = 4  # of nested lists and mappings
+
+
+def tensors(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[Tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested sequences, mappings and outputs of models, with their names."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth and isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from tensors(each, f"{name}.{number}" if name else str(number), depth - 1)
+    elif depth and hasattr(value, "items") and hasattr(value, "keys"):
+        for key, each in list(value.items()):
+            yield from tensors(each, f"{name}.{key}" if name else str(key), depth - 1)
+
+
+def floating(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that can be sketched, without scalars: those are losses, which belong to no sample."""
+    for _, each in tensors(value):
+        if each.is_floating_point() and each.dim() and each.device.type != "meta":
+            yield each
+
+
+def losses(output: Any) -> List[float]:
+    """Return the scalars of an output that gradients can flow from."""
+    return [float(each.detach()) for _, each in tensors(output)
+            if each.dim() == 0 and each.is_floating_point() and each.device.type != "meta"
+            and not hasattr(each, "placements")]  # fmt: skip
+
+
+def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
+    return next((each for name, each in found.items() if name.rpartition(".")[2] in names), None)
+
+
+@dataclasses.dataclass
+class Batch:
+    """The samples of one root call. length: elements of a sample that models may merge with the first dimension."""
+
+    samples: List[int] = dataclasses.field(default_factory=list)
+    labels: List[int] = dataclasses.field(default_factory=list)
+    inputs: Dict[str, List[Any]] = dataclasses.field(default_factory=dict)
+    length: int = 0
+
+    @staticmethod
+    def of(args: Sequence[Any], kwargs: Dict[str, Any]) -> Batch:
+        """Find the samples. They are known by input_ids where there are any, without what the mask hides."""
+        found = {name: each for name, each in [*tensors(args), *tensors(kwargs)] if each.device.type != "meta"}
+        inputs = {name: [list(each.shape), dtype_name(each)] for name, each in found.items()}
+        ids = pick(found, "input_ids", "decoder_input_ids")
+        if ids is None:
+            whole = [each for each in found.values() if not each.is_floating_point() and each.dim()]
+            ids = next(iter([*whole, *(each for each in found.values() if each.dim() > 1)]), None)
+        if ids is None or hasattr(ids, "placements"):
+            return Batch(inputs=inputs)
+        mask, labels = pick(found, "attention_mask"), pick(found, "labels", "label")
+        ids = ids.detach().cpu()
+        if mask is not None and mask.shape == ids.shape:
+            mask = mask.detach().cpu().bool()
+            samples = [crc(row[own]) for row, own in zip(ids, mask)]
+        else:
+            samples = [crc(row) for row in ids]
+        marks: List[int] = []
+        if labels is not None and labels.dim() and labels.shape[0] == len(samples):
+            marks = [crc(row[row != -100]) for row in labels.detach().cpu()]
+        return Batch(samples, marks, inputs, ids.shape[1] if ids.dim() > 1 else 0)
+
+    def fields(self) -> Dict[str, Any]:
+        return {"samples": self.samples, "inputs": self.inputs, **({"labels": self.labels} if self.labels else {})}
+
+    def rows(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Dict[str, Any]]:
+        """Return a sketch per sample, or one for a tensor that is not split into samples, and the line's fields."""
+        count, shape = len(self.samples), list(tensor.shape)
+        part = located(tensor, sample=True)
+        split = count and part.local.shape[:1] == (count,) and shape[0] == count
+        if split:
+            shape = shape[1:]
+        elif count and self.length and shape[0] == count * self.length and part.kind == "full":
+            split, shape = True, [self.length, *shape[1:]]
+        else:
+            part = located(tensor)
+        local = part.local.reshape(count if split else 1, -1)
+        fields = {"b": count if split else 0, **part.fields(), "shape": shape, "dtype": dtype_name(tensor)}
+        return sketch(local, part.start, part.index), fields

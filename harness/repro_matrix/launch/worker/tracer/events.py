@@ -1,0 +1,369 @@
+"""What a rank's trace records, and when: one Tracer per file. hooks.py calls it from torch; layout.py knows the
+strategies. An error of its own ends the trace with a note; it never reaches the script."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from . import layout
+from .batches import Batch, floating, losses
+from .sketch import Noise, aside, crc
+from .writer import Writer
+
+SMALL_BUFFER = 1 << 16  # elements; a larger buffer is recorded again only when its version counter has moved
+QUIET_CALLS = 64  # root calls of a step without gradients that are recorded: generation makes thousands
+
+
+def guarded(method: Callable) -> Callable:
+    """Run a method beside the script, while the trace is open; its first error closes the trace."""
+
+    @functools.wraps(method)
+    def call(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        if not self.open:
+            return None
+        try:
+            with aside():
+                return method(self, *args, **kwargs)
+        except Exception as error:
+            self.fail(method.__name__, error)
+            return None
+
+    return call
+
+
+def version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def random_state() -> int:
+    state = crc(torch.get_rng_state())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state ^= crc(torch.cuda.get_rng_state())
+    return state
+
+
+class Tracer:
+    def __init__(self, path: str, start: Dict[str, Any], noise: Optional[int], first: int, steps: int) -> None:
+        self.writer = Writer(path)
+        self.noise = None if noise is None else Noise(noise)
+        self.rank, self.first, self.stop = start["rank"], first, first + steps
+        self.step, self.micro, self.backward_micro, self.quiet_calls = 0, -1, -1, 0
+        self.open, self.recording, self.stepped = True, first == 0, False
+        self.zero = self.engine_steps = False  # DeepSpeed; its inner optimizer holds flat parameters without names
+        self.began, self.losses = time.time(), []
+        self.roots: Dict[torch.nn.Module, int] = {}
+        self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}  # module -> number of its root, name
+        self.parameters: Dict[str, layout.Parameter] = {}
+        self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}  # module -> its attributes and their parameters
+        self.batch = Batch()
+        self.calls: Dict[str, int] = {}
+        self.recalls: Dict[str, int] = {}
+        self.known: Dict[int, Tuple[Any, int]] = {}  # tensors that are recorded, in their version
+        self.hooked: Dict[int, Any] = {}
+        self.handles: List[Any] = []
+        self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}  # local gradients of this backward
+        self.buffers: Dict[str, Tuple[int, int]] = {}
+        self.writer.add("start", **start)
+        self.writer.flush()
+
+    def add(
+        self, kind: str, values: Optional[torch.Tensor] = None, micro: Optional[int] = None, /, **fields: Any
+    ) -> None:
+        if self.recording:
+            self.writer.add(kind, values, s=self.step, m=max(0, self.micro if micro is None else micro), **fields)
+
+    def note(self, text: str) -> None:
+        self.writer.add("note", s=self.step, m=max(0, self.micro), text=text[:500])
+
+    def fail(self, where: str, error: Exception) -> None:
+        self.note(f"the tracer stopped in {where}: {type(error).__name__}: {error}")
+        self.close("error")
+
+    def close(self, reason: str) -> None:
+        """End the trace and forget the script's tensors. A full disk, or a device that failed: the rest stays."""
+        if not self.open:
+            return
+        self.open = False
+        try:
+            if reason == "exit" and not self.stepped and not self.step and self.micro >= 0:
+                self.end_step()  # a script without an optimizer of torch is one step
+            self.writer.add("end", steps=max(0, self.step - self.first + self.stepped), reason=reason)
+            self.writer.close()
+        except (OSError, RuntimeError, ValueError):
+            pass
+        self.recording = False
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.roots, self.places, self.parameters, self.owned = [], {}, {}, {}, {}
+        self.known, self.hooked, self.local = {}, {}, {}
+
+    # A root call is the outermost call of a module with parameters: a micro-batch.
+
+    @guarded
+    def begin_root(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool:
+        """Begin a micro-batch; return whether this is one: a loss function has no parameters."""
+        if next(module.parameters(), None) is None:
+            return False
+        if self.stepped:
+            self.step, self.micro, self.quiet_calls, self.stepped = self.step + 1, -1, 0, False
+            self.began, self.losses = time.time(), []
+        if self.step >= self.stop:
+            self.close("window")
+            return False
+        self.micro += 1
+        quiet = not torch.is_grad_enabled()
+        self.quiet_calls += quiet
+        self.recording = self.step >= self.first and (not quiet or self.quiet_calls <= QUIET_CALLS)
+        if quiet and self.quiet_calls == QUIET_CALLS + 1:
+            self.note(f"calls of a model without gradients are recorded {QUIET_CALLS} times a step; there are more")
+        self.calls, self.recalls, self.known = {}, {}, {}
+        self.batch = Batch.of(args, kwargs)
+        root = self._register(module)
+        self.add("batch", root=root, training=module.training, grad=not quiet, **self.batch.fields())
+        self.add("random", v=random_state())
+        return True
+
+    @guarded
+    def end_root(self, output: Any) -> None:
+        found = losses(output)
+        if found:
+            self.losses += found[:1]
+            self.add("loss", v=found)
+
+    def _register(self, module: torch.nn.Module) -> int:
+        """Name the modules and parameters of a root at its first call, and again when it has got others."""
+        base = layout.unwrapped(module)
+        if base in self.places and base not in self.roots:  # a part of a known model, called alone
+            return self.places[base][0]
+        names = layout.named_modules(base)
+        if base in self.roots and all(each in self.places for each in names):
+            return self.roots[base]
+        root = self.roots.setdefault(base, len(self.roots))
+        chain = [each for each in module.modules() if each is not base and layout.unwrapped(each) is base]
+        self.zero = self.zero or any("DeepSpeedEngine" in layout.type_names(each) for each in chain)
+        held = {id(each.held) for each in self.parameters.values() if not isinstance(each, layout.FlatParameter)}
+        found = [each for each in layout.parameters(module, names, self.zero) if id(each.held) not in held]
+        for each in found:
+            each.name = prefixed(root, each.name)
+        for each, name in names.items():
+            self.places.setdefault(each, (root, name))
+        self.add(
+            "model",
+            root=root,
+            names=[[name, type(each).__name__] for each, name in names.items()],
+            parameters=[each.line() for each in found],
+            strategy=layout.strategy(module, found, chain),
+            device=str(next(module.parameters()).device),
+        )
+        for each in found:
+            self._add_parameter(each)
+        self._add_buffers("initial", root)
+        return root
+
+    def _add_parameter(self, parameter: layout.Parameter) -> None:
+        name = parameter.name
+        self.parameters[name] = parameter
+        for module, attribute in parameter.owners:
+            self.owned.setdefault(module, []).append((attribute, name))
+        part = parameter.value()
+        if part is not None:
+            if self.noise:
+                self.noise.add(part.local, name if part.kind == "full" else f"{name}/{self.rank}")
+            fields = {**part.fields(), "shape": parameter.shape, "dtype": parameter.dtype}
+            self.add("state", part.sketch(), w="initial", n=name, **fields)
+        self._watch(parameter.held, name)
+
+    def _watch(self, tensor: torch.Tensor, name: str) -> None:
+        """See each gradient that arrives at a parameter, or at what stands for it in a forward (FSDP)."""
+        known = self.hooked.get(id(tensor))
+        if tensor.requires_grad and (known is None or known() is not tensor):
+            self.hooked[id(tensor)] = weakref.ref(tensor)
+            handle = tensor.register_hook(functools.partial(self.on_parameter_gradient, name))
+            if tensor.is_leaf:
+                self.handles.append(handle)
+
+    def _add_buffers(self, when: str, only: Optional[int] = None) -> None:
+        for module, (root, name) in self.places.items():
+            for attribute, tensor in module._buffers.items():
+                if tensor is None or tensor.device.type == "meta" or only not in (None, root):
+                    continue
+                full, state = prefixed(root, layout.joined(name, attribute)), (id(tensor), version(tensor))
+                if when == "initial" or tensor.numel() <= SMALL_BUFFER or self.buffers.get(full) != state:
+                    part = layout.located(tensor)
+                    self.add("buffer", part.sketch(), w=when, n=full, **part.fields(), shape=list(tensor.shape))
+                self.buffers[full] = state
+
+    # Forward and backward of modules.
+
+    def name_of(self, module: torch.nn.Module) -> Optional[str]:
+        return self.places.get(module, (0, None))[1]
+
+    @guarded
+    def on_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]) -> None:
+        """Record inputs that are no recorded output: functional code made them."""
+        name = self.name_of(module)
+        if name is None or not self.recording or recomputing():
+            return
+        for number, tensor in enumerate(floating([list(args), kwargs])):
+            if not self._is_known(tensor):
+                values, fields = self.batch.rows(tensor)
+                self.add("in", values, n=name, i=self.calls.get(name, 0), t=number, **fields)
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        found = self.known.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[1] == version(tensor):
+            return True
+        self.known[id(tensor)] = (weakref.ref(tensor), version(tensor))
+        return False
+
+    @guarded
+    def on_output(self, module: torch.nn.Module, output: Any) -> None:
+        name = self.name_of(module)
+        if name is None:
+            return
+        again, micro = recomputing(), self.micro
+        if again:  # checkpointed blocks are computed again in reverse order
+            micro = max(0, self.backward_micro)
+            self.recalls[name] = self.recalls.get(name, 0) + 1
+            call = max(0, self.calls.get(name, 0) - self.recalls[name])
+        else:
+            call = self.calls.get(name, 0)
+            self.calls[name] = call + 1
+        for number, tensor in enumerate(floating(output)):
+            if self.noise:
+                self.noise.add(layout.located(tensor).local, f"{name}/{self.rank}/{self.step}/{micro}/{call}/{number}")
+            if not self.recording:
+                continue
+            values, fields = self.batch.rows(tensor)
+            self.add("refwd" if again else "fwd", values, micro, n=name, i=call, t=number, **fields)
+            self._is_known(tensor)
+            if tensor.requires_grad:
+                hook = functools.partial(self.on_gradient, name, call, number, micro, self.batch)
+                tensor.register_hook(hook)
+        for attribute, parameter in self.owned.get(module, ()):
+            tensor = getattr(module, attribute, None)
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor, parameter)
+
+    @guarded
+    def on_gradient(self, name: str, call: int, number: int, micro: int, batch: Batch, gradient: torch.Tensor) -> None:
+        self.backward_micro = max(self.backward_micro, micro)
+        if self.recording:
+            values, fields = batch.rows(gradient)
+            self.add("bwd", values, micro, n=name, i=call, t=number, **fields)
+
+    @guarded
+    def on_parameter_gradient(self, name: str, gradient: torch.Tensor) -> Optional[torch.Tensor]:
+        part = layout.located(gradient)
+        if self.recording:
+            fields = {**part.fields(), "shape": list(gradient.shape), "dtype": layout.dtype_name(gradient)}
+            self.local.setdefault(name, []).append((part.sketch(), fields))
+        if not self.noise or layout.is_dtensor(gradient):
+            return None
+        return gradient + self.noise.delta(gradient, f"{name}/{self.rank}/{self.step}/{self.micro}/gradient")
+
+    @guarded
+    def after_backward(self, tensors: Any) -> None:
+        """Record what a backward left: local gradients, then the reduced ones. ZeRO's are recorded at its step."""
+        loss = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+        micro = self.backward_micro if self.backward_micro >= 0 else self.micro
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not layout.is_dtensor(loss) and self.recording:
+            self.add("loss", None, micro, v=[float(loss.detach())], w="backward")
+        self._add_local_gradients(micro)
+        if not self.zero:
+            self._add_gradients("rgrad", self.parameters, micro)
+        self.backward_micro = -1
+
+    def _add_local_gradients(self, micro: int) -> None:
+        for name, gradients in self.local.items():
+            values = torch.stack([each for each, _ in gradients]).sum(0)
+            if len(gradients) > 1:
+                values[-1] = float("nan")  # the sum of squares of a sum is not known
+            self.add("lgrad", values, micro, n=name, **gradients[0][1])
+        self.local = {}
+
+    def _add_gradients(self, kind: str, names: Any, micro: Optional[int] = None) -> None:
+        for name in names if self.recording else ():
+            parameter = self.parameters[name]
+            part = parameter.gradient() if parameter.trained else None
+            if part is not None:
+                self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=parameter.shape)
+
+    # The optimizer.
+
+    @guarded
+    def on_clip(self, name: str, limit: Any, kind: Any, norm: Any) -> None:
+        part = layout.located(norm) if isinstance(norm, torch.Tensor) else None
+        value = norm if part is None else float(part.local)
+        self.add("clip", n=name, max=None if limit is None else float(limit), kind=kind, norm=value,
+                 **({} if part is None else part.fields()))  # fmt: skip
+
+    def _stepped_names(self, optimizer: Any) -> List[str]:
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return [name for name, each in self.parameters.items() if id(each.held) in held]
+
+    @guarded
+    def before_step(self, optimizer: Any) -> None:
+        if self.micro < 0 or (self.stepped and self.engine_steps):
+            return
+        self._add_local_gradients(self.micro)  # of torch.autograd.grad
+        self.add(
+            "opt", **{"class": type(optimizer).__name__}, groups=[settings(each) for each in optimizer.param_groups]
+        )
+        names = self._stepped_names(optimizer)
+        if not names and not self.engine_steps:
+            self.note(f"the parameters of {type(optimizer).__name__} belong to no model that was called")
+        self._add_gradients("ograd", names)
+
+    @guarded
+    def after_step(self, optimizer: Any) -> None:
+        if self.micro >= 0 and not self.engine_steps:
+            self.end_step(self._stepped_names(optimizer))
+
+    @guarded
+    def before_engine_step(self) -> None:
+        self.engine_steps = True
+        self._add_gradients("rgrad", self.parameters)
+
+    @guarded
+    def after_engine_step(self, engine: Any) -> None:
+        self.engine_steps = False
+        norm = engine.get_global_grad_norm()
+        if norm is not None:
+            self.on_clip("get_global_grad_norm", engine.gradient_clipping(), 2.0, norm)
+        self.end_step()
+
+    def end_step(self, names: Optional[Sequence[str]] = None) -> None:
+        """Record the parameters after the step, and that it is complete. A second optimizer's step is part of it."""
+        for name in self.parameters if names is None else names:
+            parameter = self.parameters[name]
+            part = parameter.value() if parameter.trained and self.recording else None
+            if part is not None:
+                self.add("param", part.sketch(), n=name, **part.fields(), shape=parameter.shape)
+        if not self.stepped:
+            self._add_buffers("end")
+            loss = sum(self.losses) / len(self.losses) if self.losses else None
+            self.add("step", loss=loss, wall_s=round(time.time() - self.began, 6))
+            self.stepped = True
+        self.writer.flush()
+
+
+def prefixed(root: int, name: str) -> str:
+    return f"root{root}.{name}" if root else name
+
+
+def recomputing() -> bool:
+    """Return whether a backward runs: a forward in it computes activations again (checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def settings(group: Dict[str, Any]) -> Dict[str, Any]:
+    """Return the plain settings of a group of an optimizer's parameters."""
+    plain = {name: each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each
+             for name, each in group.items() if name != "params"}  # fmt: skip
+    return {name: each for name, each in plain.items() if isinstance(each, (int, float, str, tuple, list, type(None)))}

@@ -1,0 +1,125 @@
+"""Set the hooks in torch, DeepSpeed and FSDP that call the current tracer, and take them away."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .events import Tracer, recomputing
+
+tracer: Optional[Tracer] = None
+handles: List[Any] = []
+patched: List[Tuple[Any, str, Any, Any]] = []  # owner, attribute, the original, ours
+depth = 0
+
+
+def patch(owner: Any, attribute: str, wrap: Callable[[Any], Callable]) -> None:
+    original = getattr(owner, attribute, None)
+    if original is not None and not any(each[:2] == (owner, attribute) for each in patched):
+        ours = functools.wraps(original)(wrap(original))
+        patched.append((owner, attribute, original, ours))
+        setattr(owner, attribute, ours)
+
+
+def install() -> None:
+    """Set the hooks once; torch has been imported."""
+    if handles:
+        return
+    patch(torch.nn.Module, "__call__", calling)
+    patch(torch.autograd, "backward", backward)
+    for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+            patch(owner, name, functools.partial(clipping, name, 0))
+    handles.append(torch.nn.modules.module.register_module_forward_hook(on_forward))
+    handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: tracer and tracer.before_step(optimizer)))
+    handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: tracer and tracer.after_step(optimizer)))
+
+
+def install_late() -> None:
+    """Set the hooks in modules that the script imports after torch."""
+    engine = sys.modules.get("deepspeed.runtime.engine")
+    if engine is not None:
+        patch(engine.DeepSpeedEngine, "_take_model_step", engine_step)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        patch(fsdp.FullyShardedDataParallel, "clip_grad_norm_", functools.partial(clipping, "clip_grad_norm_", 1))
+
+
+def remove() -> None:
+    for handle in handles:
+        handle.remove()
+    for owner, attribute, original, ours in reversed(patched):
+        if getattr(owner, attribute) is ours:
+            setattr(owner, attribute, original)
+    handles.clear()
+    patched.clear()
+
+
+def calling(original: Callable) -> Callable:
+    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        global depth
+        own = tracer
+        if own is None or not own.open:
+            return original(self, *args, **kwargs)
+        outermost = depth == 0 and not recomputing()
+        if outermost:
+            install_late()
+            own.begin_root(self, args, kwargs)
+        own.on_inputs(self, args, kwargs)
+        depth += 1
+        try:
+            output = original(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if outermost:
+            own.end_root(output)
+            if not own.open:
+                remove()
+        return output
+
+    return __call__
+
+
+def on_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+    if tracer is not None:
+        tracer.on_output(module, output)
+
+
+def backward(original: Callable) -> Callable:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost = not recomputing()
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            if tracer is not None and outermost:
+                tracer.after_backward(tensors)
+
+    return backward
+
+
+def clipping(name: str, skip: int, original: Callable) -> Callable:
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        if tracer is not None:
+            limit = kwargs.get("max_norm", kwargs.get("clip_value", args[1] if len(args) > 1 else None))
+            tracer.on_clip(name, limit, kwargs.get("norm_type", args[2] if len(args) > 2 else 2.0), norm)
+        return norm
+
+    return clip
+
+
+def engine_step(original: Callable) -> Callable:
+    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = tracer
+        if own is not None:
+            own.before_engine_step()
+        result = original(self, *args, **kwargs)
+        if own is not None:
+            own.after_engine_step(self)
+        return result
+
+    return _take_model_step

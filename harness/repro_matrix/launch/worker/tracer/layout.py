@@ -1,0 +1,247 @@
+"""Where a rank's part of each parameter lies in the whole: plain and DDP, DTensor (FSDP2, tensor parallelism), FSDP,
+ZeRO. No collective is called but by reduced_gradient() for DeepSpeed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+
+from .sketch import counting, sketch
+
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # their only child is `module`
+INNER = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+Owner = Tuple[torch.nn.Module, str]  # a module, and the attribute that is the parameter during its forward
+
+
+def type_names(value: Any) -> List[str]:
+    return [each.__name__ for each in type(value).__mro__]
+
+
+def is_inner(owner: torch.nn.Module, name: str) -> bool:
+    return name in INNER or (name == "module" and not WRAPPERS.isdisjoint(type_names(owner)))
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the script's own module: without DDP, FSDP, the engine, compile and checkpoint wrappers around it."""
+    inner = next((each for name, each in module._modules.items() if each is not None and is_inner(module, name)), None)
+    return module if inner is None else unwrapped(inner)
+
+
+def joined(name: str, last: str) -> str:
+    return f"{name}.{last}" if name else last
+
+
+def named_modules(root: torch.nn.Module) -> Dict[torch.nn.Module, str]:
+    """Return the name of each module as the script gave it. A module with two names has the first."""
+    names: Dict[torch.nn.Module, str] = {}
+
+    def walk(module: torch.nn.Module, name: str) -> None:
+        module = unwrapped(module)
+        if module not in names:
+            names[module] = name
+            for child_name, child in module._modules.items():
+                if child is not None:
+                    walk(child, joined(name, child_name))
+
+    walk(root, "")
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A rank's slice of a tensor: its elements in order, and how the ranks combine."""
+
+    local: torch.Tensor
+    kind: str = "full"  # "full", "shard", "partial"
+    start: int = 0
+    index: Optional[torch.Tensor] = None
+    copies: int = 1  # ranks that hold this very slice
+
+    def sketch(self) -> torch.Tensor:
+        rows = self.local.detach().reshape(1, -1)
+        return sketch(rows, self.start, self.index)[0]
+
+    def fields(self) -> Dict[str, Any]:
+        return {"p": self.kind, **({"c": self.copies} if self.copies > 1 else {})}
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def located(tensor: torch.Tensor, sample: bool = False) -> Part:
+    """Return this rank's part of a plain tensor or a DTensor; sample: the indices are those inside a sample, which is
+    what the first dimension counts."""
+    if not is_dtensor(tensor):
+        return Part(tensor.detach())
+    local = tensor.detach().to_local()
+    kinds = ["shard" if hasattr(each, "dim") and each.is_shard() else "full" if each.is_replicate() else "partial"
+             for each in tensor.placements]  # fmt: skip
+    kind = "partial" if "partial" in kinds else "shard" if "shard" in kinds else "full"
+    copies = 1
+    for each, size in zip(kinds, tensor.device_mesh.shape):
+        copies *= size if each == "full" and kind != "full" else 1
+    if "shard" not in kinds:
+        return Part(local, kind, copies=copies)
+    index = _indices(tensor, local, 1 if sample else 0)
+    return Part(local, kind, index=index, copies=copies)
+
+
+def _indices(tensor: Any, local: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the index of each local element of a DTensor in the whole; first: dimensions before it do not count."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as compute
+    except ImportError:  # torch < 2.5
+        from torch.distributed._tensor._utils import compute_local_shape_and_global_offset as compute
+    _, offsets = compute(tensor.shape, tensor.device_mesh, tensor.placements)
+    index, stride = counting(0, 1, local.device), 1
+    for dimension in reversed(range(first, tensor.dim())):
+        along = counting(offsets[dimension] if local.numel() else 0, local.shape[dimension], local.device) * stride
+        index = (along.unsqueeze(1) + index.unsqueeze(0)).reshape(-1)
+        stride *= tensor.shape[dimension]
+    return index
+
+
+@dataclasses.dataclass
+class Parameter:
+    """A parameter of the script's model, whatever holds it on this rank."""
+
+    name: str
+    shape: List[int]
+    dtype: str
+    trained: bool
+    held: torch.Tensor  # what the optimizer steps on
+    owners: List[Owner]
+
+    def value(self) -> Optional[Part]:
+        return located(self.held)
+
+    def gradient(self) -> Optional[Part]:
+        return None if self.held.grad is None else located(self.held.grad)
+
+    def line(self) -> List[Any]:
+        return [self.name, self.shape, self.dtype, self.trained]
+
+
+@dataclasses.dataclass
+class FlatParameter(Parameter):
+    """A slice of a flat parameter of FSDP; without use_orig_params the optimizer holds the flat parameter."""
+
+    begin: Optional[int] = None  # in the flat parameter that is held; None: the parameter itself is held
+    count: int = 0
+    start: int = 0
+    kind: str = "shard"
+    copies: int = 1
+
+    def _part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
+        if tensor is None or tensor.shape != self.held.shape:  # a gradient that is not reduced yet (no_sync) is whole
+            return None
+        flat = tensor.detach().reshape(-1)
+        if self.begin is not None:
+            flat = flat[self.begin : self.begin + self.count]
+        return Part(flat, self.kind, self.start, copies=self.copies) if flat.numel() == self.count else None
+
+    def value(self) -> Optional[Part]:
+        return self._part(self.held)
+
+    def gradient(self) -> Optional[Part]:
+        return self._part(self.held.grad)
+
+
+class ZeroParameter(Parameter):
+    """A parameter of DeepSpeed: ZeRO-3 keeps a flat part of it per rank; the gradients are the engine's."""
+
+    def value(self) -> Optional[Part]:
+        own = getattr(self.held, "ds_tensor", None)
+        if own is None:
+            return located(self.held)
+        start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
+        return Part(own.detach().reshape(-1)[: max(0, self.held.ds_numel - start)], "shard", start)
+
+    def gradient(self) -> Optional[Part]:
+        found = sys.modules["deepspeed"].utils.safe_get_full_grad(self.held)  # a collective
+        return None if found is None else Part(found)
+
+
+def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool) -> List[Parameter]:
+    """Return the parameters of a model in order of registration; tied ones under their first name."""
+    found: Dict[Any, Parameter] = {}
+    for module in root.modules():
+        for handle in _handles(module):
+            _add_flat(handle, names, found)
+    flat = set(found)
+    for module, name in names.items():
+        for attribute, tensor in module._parameters.items():
+            if tensor is None or (id(module), attribute) in flat or type(tensor).__name__ == "FlatParameter":
+                continue
+            if id(tensor) in found:
+                found[id(tensor)].owners.append((module, attribute))
+                continue
+            shape = list(getattr(tensor, "ds_shape", tensor.shape))
+            plain = ZeroParameter if zero else Parameter
+            owners = [(module, attribute)]
+            found[id(tensor)] = plain(
+                joined(name, attribute), shape, dtype_name(tensor), tensor.requires_grad, tensor, owners
+            )
+    unique = {id(each): each for each in found.values()}
+    order = {module: number for number, module in enumerate(names)}
+    return sorted(unique.values(), key=lambda each: order[each.owners[0][0]])
+
+
+def _handles(module: torch.nn.Module) -> Iterator[Any]:
+    """Return the handle of a module that FSDP wraps (`_handle`; a list before torch 2.1)."""
+    if "FullyShardedDataParallel" in type_names(module):
+        handle = getattr(module, "_handle", None)
+        if handle is not None:
+            yield handle
+
+
+def _add_flat(handle: Any, names: Dict[torch.nn.Module, str], found: Dict[Any, Parameter]) -> None:
+    flat, state = handle.flat_param, str(handle._sharding_strategy)
+    copies = torch.distributed.get_world_size() // handle.process_group.size() if "HYBRID" in state else 1
+    for number, (info, shape, where) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos)):
+        name = names.get(info.module, info.module_name)
+        original = flat._params[number] if handle._use_orig_params else flat
+        found[(id(info.module), info.param_name)] = FlatParameter(
+            joined(name, info.param_name),
+            list(shape),
+            dtype_name(flat),
+            original.requires_grad,
+            original,
+            [(info.module, info.param_name)],
+            begin=(where.offset_in_shard or 0) if original is flat else None,
+            count=where.numel_in_shard or 0,
+            start=where.intra_param_start_idx or 0,
+            kind="full" if "NO_SHARD" in state else "shard",
+            copies=copies,
+        )
+    for shared in flat._shared_param_infos:
+        first = found[(id(shared.prim_module), shared.prim_param_name)]
+        first.owners.append((shared.module, shared.param_name))
+        found[(id(shared.module), shared.param_name)] = first
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).replace("torch.", "")
+
+
+def strategy(root: torch.nn.Module, found: List[Parameter], chain: List[torch.nn.Module]) -> Dict[str, Any]:
+    """Return what really splits the model: the wrappers that are there, and how many parameters are split."""
+    wrappers = []
+    kinds = [type_names(each) for each in [*chain, *root.modules()]]
+    for name, label in (("DistributedDataParallel", "DDP"), ("DataParallel", "DataParallel"),
+                        ("FullyShardedDataParallel", "FSDP"), ("FSDPModule", "FSDP2"), ("FSDP", "FSDP2")):  # fmt: skip
+        if any(name in kind for kind in kinds) and label not in wrappers:
+            wrappers.append(label)
+    for module in chain:
+        if "DeepSpeedEngine" in type_names(module):
+            wrappers.append(f"ZeRO-{module.zero_optimization_stage()}")
+    parts = [each.value() for each in found]
+    splits = [sum(p.is_shard() for p in each.held.placements) for each in found if is_dtensor(each.held)]
+    if splits and ("FSDP2" not in wrappers or max(splits) > 1):
+        wrappers.append("TP")
+    sharded = sum(part is not None and part.kind != "full" for part in parts)
+    return {"wrapper": "+".join(wrappers) or "none", "sharded": sharded, "whole": len(parts) - sharded}
