@@ -1,9 +1,58 @@
-"""Read the traces that the ranks of one training wrote. Never fails: what cannot be read is counted and said."""
+"""Read the traces that the ranks of one training wrote. Pure but for reading files.
+
+A trace is a file of JSON lines per rank. Reading never fails: a line that is cut or is no event is left out and
+counted, and a rank without a file, or whose trace has no last line, is said to have stopped. A first pass finds where
+each step's lines are; the events of a step are parsed when they are asked for: memory holds one step at a time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from repro_matrix.text import counted
+
+MOST_RANKS = 1 << 16
+K = 8  # inner products of a sketch; the sum of squares follows them
+Event = dict[str, Any]
+
+_FILE = re.compile(r"trace-(\d+)(?:\.(.+))?\.jsonl")
+_KIND, _STEP = re.compile(rb'"k": ?"(\w+)"'), re.compile(rb'"s": ?(\d{1,9})\b')
+_TENSOR = {"n": str, "v": str, "p": str, "shape": list}
+_ROWS = {**_TENSOR, "m": int, "i": int, "t": int, "b": int, "dtype": str}
+# What an event of each kind must have; events of other kinds are left out.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "start": {"rank": int, "world": int},
+    "model": {"root": int, "names": list, "parameters": list, "strategy": dict},
+    "note": {"text": str}, "end": {"reason": str}, "step": {"s": int}, "refwd": {},
+    "batch": {"m": int, "samples": list, "root": int}, "random": {"s": int, "m": int},
+    "in": _ROWS, "fwd": _ROWS, "bwd": _ROWS,
+    "state": _TENSOR, "buffer": {**_TENSOR, "w": str}, "param": _TENSOR, "ograd": _TENSOR, "rgrad": _TENSOR,
+    "lgrad": {**_TENSOR, "m": int}, "clip": {"n": str}, "opt": {"class": str, "groups": list}, "loss": {},
+}  # fmt: skip
+_WHOLE = (b"start", b"model", b"note", b"end", b"step", b"random")  # read in the first pass
+
+
+@dataclass
+class RankTrace:
+    """What one rank wrote. ``segments``: the byte ranges of each step's events."""
+
+    path: Path
+    start: Event = field(default_factory=dict)
+    models: list[Event] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    random: dict[tuple[int, int], Any] = field(default_factory=dict)  # state of random numbers by step and micro-batch
+    complete: set[int] = field(default_factory=set)
+    end: str = ""  # the reason; empty where the trace was cut
+    segments: dict[int, list[list[int]]] = field(default_factory=dict)
+    unreadable: dict[int, int] = field(default_factory=dict)  # lines, by step
 
 
 @dataclass(frozen=True)
@@ -11,8 +60,126 @@ class Trace:
     """The trace of one training, all ranks."""
 
     folder: Path
-    side: str = ""
+    ranks: dict[int, RankTrace] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return max((each.start["world"] for each in self.ranks.values()), default=0)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which anything was recorded."""
+        return sorted({step for each in self.ranks.values() for step in each.segments})
+
+    @property
+    def complete_steps(self) -> list[int]:
+        """Steps that every rank completed."""
+        return [step for step in self.steps if not self.stopped_in(step)]
+
+    @property
+    def models(self) -> list[Event]:
+        return [model for _, each in sorted(self.ranks.items()) for model in each.models]
+
+    @property
+    def wrappers(self) -> list[str]:
+        return list(dict.fromkeys(str(model["strategy"].get("wrapper", "none")) for model in self.models))
+
+    @property
+    def strategy(self) -> str:
+        """What really ran: ``FSDP2, 24 of 27 parameters sharded, 2 ranks``."""
+        kinds = " and ".join(self.wrappers) or "unknown"
+        sharded = {str(model["strategy"]["sharded"]) for model in self.models if model["strategy"].get("sharded")}
+        parts = f", {' and '.join(sorted(sharded))} parameters sharded" if sharded else ""
+        return f"{kinds}{parts}, {counted(self.world, 'rank')}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What the tracer could not see, and what could not be read."""
+        unreadable = sum(sum(each.unreadable.values()) for each in self.ranks.values())
+        lines = [f"{unreadable} lines of {self.folder.name} could not be read"] if unreadable else []
+        return list(dict.fromkeys([note for each in self.ranks.values() for note in each.notes] + lines))
+
+    def stopped_in(self, step: int) -> list[int]:
+        """Return the ranks that did not complete a step."""
+        return [rank for rank in range(self.world) if rank not in self.ranks or step not in self.ranks[rank].complete]
+
+    def events(self, step: int) -> Iterator[tuple[int, Event]]:
+        """Yield rank and event, in the order in which each rank wrote them; ``rows`` is the decoded sketch."""
+        for rank, each in sorted(self.ranks.items()):
+            for begin, end in each.segments.get(step, ()):
+                with each.path.open("rb") as file:
+                    file.seek(begin)
+                    lines = file.read(end - begin).split(b"\n")
+                parsed = [_parse(line) for line in lines if line.strip()]
+                each.unreadable[step] = parsed.count(None)
+                yield from ((rank, event) for event in parsed if event is not None)
 
 
 def read(folder: Path, side: str = "") -> Trace:
-    return Trace(Path(folder), side)
+    """Read the trace in a folder. ``side``: the training, where one process traced several."""
+    trace = Trace(Path(folder))
+    files = sorted(trace.folder.iterdir()) if trace.folder.is_dir() else []
+    for path in files:
+        match = _FILE.fullmatch(path.name)
+        if match and (match[2] or "") == side:
+            rank = _index(path)
+            if 0 <= rank.start.get("rank", -1) < rank.start["world"] <= MOST_RANKS:
+                trace.ranks[rank.start["rank"]] = rank
+    return trace
+
+
+def _index(path: Path) -> RankTrace:
+    """Find the lines of each step, and parse those that belong to none."""
+    trace, begin = RankTrace(path), 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                end = begin + len(line)
+                kind, step = _KIND.search(line), _STEP.search(line)
+                if kind is None or kind[1] in _WHOLE:
+                    _keep(trace, _parse(line))
+                elif step:
+                    segments = trace.segments.setdefault(int(step[1]), [[begin, begin]])
+                    if segments[-1][1] != begin:
+                        segments.append([begin, begin])
+                    segments[-1][1] = end
+                begin = end
+    except OSError as error:
+        trace.notes.append(f"{path.name} could not be read: {error.strerror}")
+    return trace
+
+
+def _keep(trace: RankTrace, event: Event | None) -> None:
+    if event is None:
+        trace.unreadable[-1] = trace.unreadable.get(-1, 0) + 1
+    elif event["k"] == "start":
+        trace.start = event
+    elif event["k"] == "model":
+        trace.models.append(event)
+    elif event["k"] == "note":
+        trace.notes.append(event["text"])
+    elif event["k"] == "random":
+        trace.random[event["s"], event["m"]] = event.get("v")
+    elif event["k"] == "step":
+        trace.complete.add(event["s"])
+        trace.segments.setdefault(event["s"], [])
+    elif event["k"] == "end":
+        trace.end = event["reason"] or "unknown"
+
+
+def _parse(line: bytes) -> Event | None:
+    """Return the event of a line; None for what is none."""
+    try:
+        event = json.loads(line)
+        fields = _FIELDS[event["k"]]
+        if not all(isinstance(event[name], kind) for name, kind in fields.items()):
+            return None
+        if "v" in fields:
+            event["rows"] = np.frombuffer(base64.b64decode(event.pop("v"), validate=True), "<f8").reshape(-1, K + 1)
+            if len(event["rows"]) != max(event.get("b", 1), 1):
+                return None
+        if event["k"] == "model" and not all(isinstance(each, list) for each in event["names"] + event["parameters"]):
+            return None
+        return event
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -1,0 +1,169 @@
+"""Nothing agrees of which nothing, or too little, was compared; and reading never fails."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from repro_matrix.traces.comparison import grid, locate
+from repro_matrix.traces.reader import read
+from simulated import train
+
+
+@pytest.fixture
+def edited(trusted, tmp_path):
+    """Compare the trusted side with a copy of it whose events were changed, or left out (None)."""
+
+    def edited(change, noise=True, both=False):
+        suspect = tmp_path / "suspect"
+        shutil.rmtree(suspect, ignore_errors=True)
+        suspect.mkdir()
+        lines = (trusted[0] / "trace-0.jsonl").read_text().splitlines()
+        events = [change(event) for event in map(json.loads, lines)]
+        (suspect / "trace-0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events if event))
+        runs = list(map(read, trusted))
+        return locate(read(suspect) if both else runs[0], read(suspect), runs[1:] if noise else [])
+
+    return edited
+
+
+def without(*kinds):
+    return lambda event: None if event["k"] in kinds else event
+
+
+@pytest.mark.parametrize(
+    "kinds, reason",
+    [
+        (["fwd"], "forward"),
+        (["bwd", "lgrad", "rgrad", "ograd"], "gradient"),
+        (["param"], "update"),
+        (["start"], "no trace"),
+        (["fwd", "in", "bwd", "batch", "lgrad", "rgrad", "ograd", "param", "step", "state", "buffer", "random", "loss",
+          "clip", "opt"], "first forward pass"),
+    ],
+)  # fmt: skip
+def test_nothing_agrees_of_which_nothing_was_compared(edited, kinds, reason):
+    location = edited(without(*kinds))
+    assert location.verdict == "inconclusive" and reason in location.reason
+
+
+def test_nothing_agrees_of_which_too_little_was_compared(edited):
+    few = lambda event: None if event.get("n", "").startswith(("layers", "head")) and event["k"] != "clip" else event  # noqa: E731
+    location = edited(few)
+    assert location.verdict == "inconclusive" and "could be compared" in location.reason
+
+
+def test_without_noise_runs_the_tolerance_is_said_to_be_a_guess(edited):
+    location = edited(lambda event: event, noise=False)
+    assert location.verdict == "agrees" and any("guess" in note for note in location.coverage.notes)
+
+
+def test_not_a_number_on_both_sides_does_not_agree(trusted, tmp_path):
+    folders = [train(tmp_path / str(noise), plant="nan", step=0, noise=noise) for noise in (None, 1, 2)]
+    runs = list(map(read, folders))
+    location = locate(runs[0], runs[0], runs[1:])
+    assert location.verdict == "inconclusive" and "layers.1.act" in location.reason
+
+
+def test_a_trace_that_is_cut_is_said_to_be(compare):
+    location = compare(world=2, plant="killed", step=1)
+    assert (location.verdict, location.stage, location.step) == ("inconclusive", "stopped", 1)
+
+
+def test_an_error_before_the_cut_is_found(edited):
+    def change(event):
+        if event.get("s") == 2 or event["k"] == "end":
+            return None
+        return {**event, "groups": [{**event["groups"][0], "lr": 1.0}]} if event["k"] == "opt" else event
+
+    assert edited(change).stage == "optimizer setting"
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_without_a_trace_is_said_to_have_none(trusted, tmp_path, missing):
+    folder = train(tmp_path / "x", world=2)
+    (folder / f"trace-{missing}.jsonl").unlink()
+    runs = list(map(read, trusted))
+    location = locate(runs[0], read(folder), runs[1:])
+    assert location.verdict == "inconclusive" and location.ranks == (missing,)
+
+
+def test_other_random_draws_on_each_run(tmp_path):
+    draws = {"dropout": True, "plant": "other draws"}
+    runs = [read(train(tmp_path / str(noise), noise=noise, **draws)) for noise in (None, 1, 2)]
+    location = locate(runs[0], read(train(tmp_path / "x", world=2, noise=3, **draws)), runs[1:])
+    assert (location.verdict, location.stage) == ("inconclusive", "random draws")
+
+
+def test_random_draws_that_differ_are_told_from_an_error(tmp_path):
+    runs = [read(train(tmp_path / str(noise), noise=noise, dropout=True)) for noise in (None, 1, 2)]
+    location = locate(runs[0], read(train(tmp_path / "x", world=2, dropout=True)), runs[1:])
+    assert (location.verdict, location.stage, location.place) == ("differs", "random draws", "layers.0.act")
+
+
+def test_more_layers_in_one_release(compare):
+    location = compare(layers=3)
+    assert location.verdict in ("differs", "inconclusive")
+    assert any("layers.2" in note for note in location.coverage.notes)
+
+
+def test_modules_in_another_order_on_two_ranks(trusted, tmp_path):
+    folder = train(tmp_path / "x", world=2)
+    path = folder / "trace-1.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    forward = [place for place, line in enumerate(lines) if '"k": "fwd"' in line and '"s": 0' in line]
+    for place, line in zip(forward, [lines[place] for place in reversed(forward)]):
+        lines[place] = line
+    path.write_text("".join(lines))
+    runs = list(map(read, trusted))
+    assert locate(runs[0], read(folder), runs[1:]).verdict == "agrees"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0, 1), st.binary(max_size=40), st.booleans())
+def test_reading_never_fails(trusted, share, garbage, cut):
+    content = (trusted[0] / "trace-0.jsonl").read_bytes()
+    place = int(share * len(content))
+    rest = b"" if cut else content[place + len(garbage) :]
+    runs = list(map(read, trusted))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "trace-0.jsonl").write_bytes(content[:place] + garbage + rest)
+        (Path(folder) / "trace-1.jsonl").write_bytes(garbage)
+        location = locate(runs[0], read(Path(folder)), runs[1:])
+        grid(runs[0], read(Path(folder)), runs[1:])
+    assert location.sentence()
+    assert not (cut and place < len(content) - 1) or location.verdict != "agrees"
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3)
+JSON = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(st.text(max_size=3), PLAIN, max_size=3)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("short")
+    return [train(folder / str(noise), noise=noise, steps=1) for noise in (None, 1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_events_with_other_values_never_fail(short, data):
+    """Any value of any field of an event may be anything."""
+    lines = (short[0] / "trace-0.jsonl").read_text().splitlines()
+    place = data.draw(st.integers(0, len(lines) - 1))
+    event = json.loads(lines[place])
+    event[data.draw(st.sampled_from(sorted(event)))] = data.draw(JSON)
+    lines[place] = json.dumps(event)
+    runs = list(map(read, short))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "trace-0.jsonl").write_text("\n".join(lines))
+        runs.insert(data.draw(st.integers(0, 2)), read(Path(folder)))  # the trusted side, the suspect or a noise run
+        assert locate(runs[0], runs[1], runs[2:]).sentence()
+
+
+def test_a_folder_that_is_not_there(tmp_path, trusted):
+    location = locate(read(trusted[0]), read(tmp_path / "nothing"))
+    assert location.verdict == "inconclusive" and "nothing" in location.reason

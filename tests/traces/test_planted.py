@@ -1,0 +1,61 @@
+"""A planted error is named with its stage, place, step, rank and micro-batch."""
+
+import pytest
+
+ANY = ("DDP", "shard", "TP")
+LAYER, UP, ALL = "layers.1", "layers.1.up.weight", "embed.weight"
+# plant: stage, place, ranks, micro-batches, words of the relation, kinds of training
+PLANTS = {
+    "data": ("data", "", (1,), (), "4 of 8", ("DDP", "shard")),
+    "repeated micro-batch": ("data", "", (1,), (1,), "2 of 8", ("DDP", "shard")),
+    "norm eps": ("forward", f"{LAYER}.norm", (), (), "", ANY),
+    "functional": ("forward", f"{LAYER}.act", (), (), "", ANY),
+    "nan": ("forward", f"{LAYER}.act", (), (), "not a number", ANY),
+    "activation": ("forward", LAYER, (1,), (), "", ("DDP", "shard")),
+    "addend left out": ("forward", LAYER, (), (), "", ("TP",)),
+    "own count": ("loss weight", "loss", (), (), "times", ANY),
+    "loss not divided": ("loss weight", "loss", (), (), "weigh 2 times", ANY),
+    "detach": ("backward", f"{LAYER}.down", (), (), "no gradient arrives", ANY),
+    "gradient flow": ("backward", f"{LAYER}.down", (1,), (), "1.01 times", ("DDP", "shard")),
+    "local gradient": ("local gradient", UP, (1,), (), "rank 1: 1.01 times", ("DDP", "shard")),
+    "not reduced": ("reduction", "head.weight", (), (), ": not reduced", ("DDP",)),
+    "nothing reduced": ("reduction", ALL, (), (), ": not reduced", ("DDP",)),
+    "summed": ("reduction", ALL, (), (), "summed", ("DDP", "shard")),
+    "rank left out": ("reduction", ALL, (1,), (), "rank 1 left out", ("DDP", "shard")),
+    "micro-batch discarded": ("reduction", ALL, (), (0,), "micro-batch 0 left out", ANY),
+    "own norm": ("clipping", "total norm", (1,), (), "rank 1: ", ANY),
+    "not clipped": ("clipping", "factor", (), (), "factor", ANY),
+    "stale gradient": ("gradient before the optimizer", "layers.0.up.weight", (), (), "", ANY),
+    "eps": ("optimizer setting", "group 0: eps", (), (), "1e-06", ANY),
+    "not updated": ("update", "layers.0.down.weight", (), (), "zero", ANY),
+    "exception": ("stopped", "", (), (), "exception", ANY),
+}
+
+
+@pytest.mark.parametrize("plant, kind", [(plant, kind) for plant, row in PLANTS.items() for kind in row[-1]])
+def test_a_planted_error_is_named(compare, plant, kind):
+    stage, place, ranks, micro, words, _ = PLANTS[plant]
+    location = compare(kind=kind, world=2, micro=2, order=7, plant=plant, step=1)
+    assert (location.verdict, location.stage, location.step) == ("differs", stage, 1)
+    assert (location.place, location.ranks, location.micro) == (place, ranks, micro)
+    assert words in location.relation
+    assert location.agreed >= 60  # the whole of step 0
+
+
+@pytest.mark.parametrize("plant, place", [("initial weights", "layers.0.up.weight"), ("buffer", "rotary")])
+def test_what_is_wrong_before_the_first_step(compare, plant, place):
+    location = compare(world=2, plant=plant)
+    assert (location.stage, location.place, location.step) == (plant, place, 0)
+
+
+def test_where_the_data_differ_the_samples_that_both_saw_are_compared(compare):
+    location = compare(world=2, plant="data", step=1)
+    assert location.beyond.verdict == "agrees" and location.beyond.coverage.aligned > 10
+    assert (location.coverage.only_trusted, location.coverage.only_suspect) == (4, 4)
+
+
+def test_the_last_that_agrees_and_other_places_are_named(compare):
+    location = compare(world=2, plant="norm eps", step=1)
+    assert location.last_agreeing == "layers.0: output"
+    location = compare(world=2, plant="summed", step=1)
+    assert len(location.also) == 7 and any("head.weight" in each for each in location.also)
