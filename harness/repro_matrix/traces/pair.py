@@ -18,7 +18,7 @@ STAGES: dict[Stage, tuple[str, ...]] = {
     "loss weight": (), "backward": ("bwd",), "local gradient": ("lgrad",), "reduction": ("rgrad",), "clipping": (),
     "gradient before the optimizer": ("ograd",), "optimizer setting": (), "update": ("param",),
 }  # fmt: skip
-ORDER = [kind for kinds in STAGES.values() for kind in kinds if kind != "buffer end"] + ["buffer end"]
+ORDER = [kind for kinds in STAGES.values() for kind in kinds if kind not in ("in", "buffer end")] + ["buffer end"]
 ROLES = {"in": "input", "fwd": "output", "state": "value", "param": "value", "buffer initial": "value",
          "buffer end": "value"}  # fmt: skip
 UNSCALED = 1e-3  # residue up to which gradients count as scaled by one factor
@@ -57,8 +57,8 @@ class Pair:
 
     def __post_init__(self) -> None:
         keys: dict[str, list[Key]] = {}
-        for key in self.trusted.events:
-            keys.setdefault(key.kind, []).append(key)
+        for key in self.trusted.events:  # a module's input comes before its output, and after the outputs before it
+            keys.setdefault("fwd" if key.kind == "in" else key.kind, []).append(key)
         self._weigh(keys.get("bwd", ()))
         for kind in ORDER:
             if kind == "bwd":

@@ -1,0 +1,813 @@
+"""Errors that train.py can have: each is a bug as real training code has it, with the place where it begins.
+
+An error is a class. Its methods change one thing of the script; ``expected`` says where the first wrong number is, and
+was written down before any comparison ran. Nothing here knows how traces are taken or compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+ZERO, SHARDED = ("zero2", "zero3"), ("fsdp", "fsdp2", "zero3")
+NORM = "model.layers.1.post_attention_layernorm"
+DOWN = "model.layers.0.mlp.down_proj"
+EMBEDDING = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Where a comparison should say that the error begins. ``ranks``: the suspect's, where one rank alone is wrong."""
+
+    stages: tuple[str, ...]
+    places: tuple[str, ...] = ()  # none: the error is in all of them
+    step: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+def plain(name: str) -> str:
+    """Return a parameter's name without what wrappers add."""
+    for prefix in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
+        name = name.replace(prefix, "")
+    return name
+
+
+def parameter(module: nn.Module, name: str) -> nn.Parameter:
+    return next(each for own, each in module.named_parameters() if plain(own) == name)
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this rank holds."""
+    value = getattr(value, "ds_tensor", value).detach()
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        context.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        return gradient * context.factor, None
+
+
+def output(module: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change what a module's forward returns."""
+    forward = module.forward
+    module.forward = lambda *words, **named: change(forward(*words, **named))
+
+
+class Error:
+    """No error: train.py calls these methods at each point of the training."""
+
+    expected: Expected | None = None
+    instead: dict[str, Expected] = {}  # strategies where it begins elsewhere  # noqa: RUF012
+    cannot: dict[str, str] = {}  # strategies that cannot have it, and why  # noqa: RUF012
+    options: tuple[str, ...] = ()  # train.py's, of the trusted run too
+    adamw: dict[str, Any] = {}  # noqa: RUF012
+    deepspeed: dict[str, Any] = {}  # noqa: RUF012
+    divides_loss = True
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.rank, self.strategy = args, args.rank, args.strategy
+        self.step = 0
+
+    def config(self, config: Any) -> None: ...
+
+    def model(self, model: Any) -> None: ...
+
+    def fsdp(self, model: Any) -> dict[str, Any]:
+        return {}
+
+    def fsdp2(self, model: Any) -> dict[str, Any]:
+        return {}
+
+    def groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return groups
+
+    def wrapped(self, module: Any, optimizer: Any) -> None: ...
+
+    def position(self, step: int, micro: int) -> tuple[int, int, int]:
+        """Return the step, micro-batch and rank whose samples this rank takes."""
+        self.step = step
+        return step, micro, self.rank
+
+    def batch(self, step: int, micro: int, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return batch
+
+    def last(self, step: int, last: bool) -> bool:
+        return last
+
+    def loss(self, step: int, micro: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def skips_backward(self, step: int, micro: int) -> bool:
+        return False
+
+    def before_clip(self, step: int) -> None: ...
+
+    def clip(self, step: int, module: Any, healthy: Callable[[], float]) -> float:
+        return healthy()
+
+    def before_step(self, step: int, micro: int) -> None: ...
+
+    def skips_step(self, step: int) -> bool:
+        return False
+
+    def zero_grad(self, step: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+    def after_step(self, step: int) -> None: ...
+
+
+# --- forward
+
+
+class NormEps(Error):
+    """One norm's eps is 1e-3."""
+
+    expected = Expected(("forward",), (NORM,))
+
+    def model(self, model: Any) -> None:
+        model.get_submodule(NORM).variance_epsilon = 1e-3
+
+
+class LowPrecision(Error):
+    """One Linear computes in bfloat16."""
+
+    expected = Expected(("forward",), ("model.layers.1.mlp.up_proj",))
+
+    def model(self, model: Any) -> None:
+        linear = model.get_submodule("model.layers.1.mlp.up_proj")
+        linear.forward = lambda x: F.linear(x.bfloat16(), linear.weight.bfloat16()).float()
+
+
+class OtherActivation(Error):
+    """One layer uses GELU instead of SiLU."""
+
+    expected = Expected(("forward",), ("model.layers.1.mlp.act_fn",))
+
+    def model(self, model: Any) -> None:
+        model.get_submodule("model.layers.1.mlp").act_fn = nn.GELU()
+
+
+class AttentionScale(Error):
+    """One layer's attention scores have another scale."""
+
+    expected = Expected(("forward",), ("model.layers.1.self_attn.o_proj",))
+
+    def model(self, model: Any) -> None:
+        model.get_submodule("model.layers.1.self_attn").scaling *= 1.1
+
+
+class NotCausal(Error):
+    """One layer's attention sees later tokens."""
+
+    expected = Expected(("forward",), ("model.layers.0.self_attn.o_proj",))
+
+    def model(self, model: Any) -> None:
+        model.get_submodule("model.layers.0.self_attn").is_causal = False
+
+
+class Dropout(Error):
+    """Attention drops a tenth of its weights."""
+
+    expected = Expected(("forward",), ("model.layers.0.self_attn.o_proj",))
+
+    def config(self, config: Any) -> None:
+        config.attention_dropout = 0.1
+
+
+class NoResidual(Error):
+    """One layer leaves out the residual around its MLP."""
+
+    expected = Expected(("forward",), ("model.layers.0",))
+
+    def model(self, model: Any) -> None:
+        layer = model.get_submodule("model.layers.0")
+        kept = []
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, words: kept.append(words[0]))
+        output(layer, lambda value: value - kept.pop())
+
+
+class RankActivation(Error):
+    """One rank's activation is 1.01 times what it should be."""
+
+    expected = Expected(("forward",), ("model.layers.1.mlp",), ranks=(1,))
+
+    def model(self, model: Any) -> None:
+        if self.rank == 1:
+            output(model.get_submodule("model.layers.1.mlp"), lambda value: value * 1.01)
+
+
+class RankPositions(Error):
+    """One rank's positions have a gap of one after the sixth token."""
+
+    expected = Expected(("forward",), ("model.rotary_emb",), ranks=(1,))
+
+    def model(self, model: Any) -> None:
+        rotary = model.get_submodule("model.rotary_emb")
+        forward = rotary.forward
+        if self.rank == 1:
+            rotary.forward = lambda x, positions, **named: forward(x, positions + (positions > 5), **named)
+
+
+class Buffer(Error):
+    """A buffer is 1.02 times what it should be."""
+
+    expected = Expected(("buffer",), ("model.rotary_emb.inv_freq",))
+
+    def model(self, model: Any) -> None:
+        model.get_submodule("model.rotary_emb").inv_freq.mul_(1.02)
+
+
+class LateBuffer(Buffer):
+    """A buffer changes after the first step."""
+
+    expected = Expected(("buffer", "forward"), ("model.rotary_emb.inv_freq", "model.rotary_emb"), step=1)
+
+    def model(self, model: Any) -> None:
+        self.buffer = model.get_submodule("model.rotary_emb").inv_freq
+
+    def after_step(self, step: int) -> None:
+        if step == 0:
+            self.buffer.mul_(1.02)
+
+
+class InitialWeight(Error):
+    """One weight differs on the first rank before the model is wrapped."""
+
+    name = "model.layers.0.self_attn.q_proj.weight"
+    expected = Expected(("initial weights",), (name,))
+
+    def model(self, model: Any) -> None:
+        if self.rank == 0:
+            with torch.no_grad():
+                parameter(model, self.name).mul_(1.001)
+
+
+class RankWeight(Error):
+    """One weight, or the part that one rank holds, differs on that rank after the model is wrapped."""
+
+    expected = Expected(("initial weights",), (f"{DOWN}.weight",), ranks=(1,))
+    instead = dict.fromkeys((*SHARDED, "tp"), Expected(("initial weights",), (f"{DOWN}.weight",)))
+    after = -1
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        self.module = module
+        self.after_step(-1)
+
+    def after_step(self, step: int) -> None:
+        if self.rank == 1 and step == self.after:
+            with torch.no_grad():
+                local(parameter(self.module, f"{DOWN}.weight")).mul_(1.001)
+
+
+class LateRankWeight(RankWeight):
+    """The same, after the first step."""
+
+    expected = Expected(("forward",), (DOWN,), step=1, ranks=(1,))
+    instead = dict.fromkeys((*SHARDED, "tp"), Expected(("forward",), (DOWN,), step=1))
+    after = 0
+
+
+# --- loss and backward
+
+
+class LossShift(Error):
+    """The loss function shifts labels that are shifted already."""
+
+    expected = Expected(("forward", "loss weight", "backward"), ("", "lm_head"))
+
+    def model(self, model: Any) -> None:
+        healthy = model.loss_function
+        model.loss_function = lambda logits, labels, *words, **named: healthy(
+            logits, F.pad(labels, (0, 1), value=-100)[..., 1:], *words, **named
+        )
+
+
+class LossPrecision(Error):
+    """The loss is computed in float16."""
+
+    expected = Expected(("forward", "loss weight", "backward"), ("", "lm_head"))
+
+    def model(self, model: Any) -> None:
+        def loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return F.cross_entropy(logits[:, :-1].half().flatten(0, 1), labels[:, 1:].flatten()).float()
+
+        model.loss_function = loss
+
+
+class LossWeight(Error):
+    """One rank's loss counts 1.05 times from the second step on."""
+
+    expected = Expected(("loss weight",), step=1, ranks=(1,))
+
+    def loss(self, step: int, micro: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 1.05 if self.rank == 1 and step >= 1 else loss
+
+
+class Undivided(Error):
+    """The loss is not divided by the number of micro-batches."""
+
+    expected = Expected(("loss weight",))
+    options = ("--accumulate", "2")
+    divides_loss = False
+
+
+class ZeroedMicroBatch(Error):
+    """In the second step, one rank's first micro-batch has a loss of zero."""
+
+    expected = Expected(("loss weight",), step=1, ranks=(1,))
+    options = ("--accumulate", "2")
+
+    def loss(self, step: int, micro: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 0 if (self.rank, step, micro) == (1, 1, 0) else loss
+
+
+class SkippedBackward(Error):
+    """In the second step, the first micro-batch has no backward."""
+
+    expected = Expected(("backward", "loss weight"), step=1)
+    options = ("--accumulate", "2")
+
+    def skips_backward(self, step: int, micro: int) -> bool:
+        return (step, micro) == (1, 0)
+
+
+class Detached(Error):
+    """One layer's attention is detached."""
+
+    expected = Expected(("backward",), ("model.layers.0.self_attn", "model.layers.0.self_attn.o_proj"))
+
+    def model(self, model: Any) -> None:
+        output(model.get_submodule("model.layers.0.self_attn"), lambda value: (value[0].detach(), *value[1:]))
+
+
+class ActivationGradient(Error):
+    """One activation function's backward is wrong by a factor of 1.01."""
+
+    places = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.act_fn")
+    expected = Expected(("backward",), places)
+
+    def model(self, model: Any) -> None:
+        output(model.get_submodule("model.layers.1.mlp.act_fn"), lambda value: ScaledGradient.apply(value, 1.01))
+
+
+# --- gradients of parameters
+
+
+class ParameterGradient(Error):
+    """One parameter's gradient is 1.01 times what it should be, on all ranks."""
+
+    factor, ranks = 1.01, (0, 1, 2, 3)
+    expected = Expected(("local gradient",), (f"{DOWN}.weight",))
+
+    def model(self, model: Any) -> None:
+        linear = model.get_submodule(DOWN)
+        if self.rank in self.ranks:
+            linear.forward = lambda x: F.linear(x, ScaledGradient.apply(linear.weight, self.factor), linear.bias)
+
+
+class RankGradient(ParameterGradient):
+    """One parameter's gradient is 1.01 times what it should be on one rank."""
+
+    ranks = (1,)
+    expected = Expected(("local gradient",), (f"{DOWN}.weight",), ranks=(1,))
+    instead = {"tp": Expected(("local gradient",), (f"{DOWN}.weight",))}  # noqa: RUF012
+
+
+class Frozen(Error):
+    """One parameter is frozen."""
+
+    name = "model.layers.0.self_attn.v_proj.weight"
+    expected = Expected(("initial weights", "local gradient"), (name,))
+
+    def model(self, model: Any) -> None:
+        parameter(model, self.name).requires_grad_(False)
+
+
+class Untied(Error):
+    """The head has a copy of the embedding instead of the embedding itself."""
+
+    expected = Expected(("initial weights", "local gradient"), EMBEDDING)
+    options = ("--tied",)
+
+    def model(self, model: Any) -> None:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+# --- reduction
+
+
+class Unreduced(Error):
+    """One parameter's gradient is not reduced; in ZeRO no gradient is, in tensor parallelism a layer's output."""
+
+    name = "model.layers.1.mlp.gate_proj.weight"
+    expected = Expected(("reduction",), (name,))
+    instead = {  # noqa: RUF012
+        **dict.fromkeys(ZERO, Expected(("reduction",))),
+        "tp": Expected(("forward",), ("model.layers.0.self_attn.o_proj", "model.layers.0.self_attn")),
+    }
+
+    def model(self, model: Any) -> None:
+        if self.strategy == "ddp":
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [self.name])
+        if self.strategy == "tp":
+            from torch.distributed.tensor.parallel import RowwiseParallel
+
+            RowwiseParallel._prepare_output_fn = staticmethod(lambda *words: words[-1].to_local())
+
+    def fsdp(self, model: Any) -> dict[str, Any]:
+        return {"ignored_states": [parameter(model, self.name)]}
+
+    def fsdp2(self, model: Any) -> dict[str, Any]:
+        return {"ignored_params": {each for name, each in model.named_parameters() if name == self.name}}
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        if self.strategy == "zero2":
+            average = optimizer.average_tensor
+            optimizer.average_tensor = lambda *words, **named: without_collectives(lambda: average(*words, **named))
+        if self.strategy == "zero3":
+            from deepspeed.runtime.comm import coalesced_collectives
+
+            def own_part(part: torch.Tensor, whole: torch.Tensor, *_: Any, **__: Any) -> Any:
+                part.copy_(whole.chunk(self.args.world)[self.rank])
+                return type("Done", (), {"wait": lambda self: None})()
+
+            coalesced_collectives.torch_reduce_scatter_fn = own_part
+
+
+def without_collectives(call: Callable[[], Any]) -> Any:
+    """Call a function of DeepSpeed whose reductions do nothing."""
+    from deepspeed import comm
+
+    kept = {name: getattr(comm, name) for name in ("all_reduce", "reduce")}
+    for name in kept:
+        setattr(comm, name, lambda *_, **__: None)
+    try:
+        return call()
+    finally:
+        for name, function in kept.items():
+            setattr(comm, name, function)
+
+
+class UnreducedInput(Error):
+    """The gradient of a column-parallel module's input is not summed over the ranks."""
+
+    cannot = dict.fromkeys(("ddp", "fsdp", "fsdp2", *ZERO), "no module is split")
+    expected = Expected(("backward",), ("model.layers.1.post_attention_layernorm",))
+
+    def model(self, model: Any) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        def parts(styles: Any, desired: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+            class Whole(torch.autograd.Function):
+                @staticmethod
+                def forward(context: Any, value: torch.Tensor) -> Any:
+                    from torch.distributed.tensor import DTensor, Replicate
+
+                    return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+
+                @staticmethod
+                def backward(context: Any, gradient: Any) -> Any:
+                    return gradient.to_local()  # its own part of the sum
+
+            return (Whole.apply(inputs[0]),)
+
+        ColwiseParallel._prepare_input_fn = staticmethod(parts)
+
+
+def summed(values: torch.Tensor) -> Any:
+    """Return the future of a sum over the ranks; this is what a communication hook of DDP returns."""
+    return dist.all_reduce(values, async_op=True).get_future()
+
+
+class Divisor(Error):
+    """Gradients are summed over the ranks, not averaged; in tensor parallelism an output is averaged, not summed."""
+
+    expected = Expected(("reduction",))
+    instead = {"tp": Unreduced.instead["tp"]}  # noqa: RUF012
+
+    def model(self, model: Any) -> None:
+        if self.strategy == "tp":
+            from torch.distributed.tensor.parallel import RowwiseParallel
+
+            healthy = RowwiseParallel._prepare_output_fn
+            RowwiseParallel._prepare_output_fn = staticmethod(lambda *words: healthy(*words) / self.args.world)
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        if self.strategy == "ddp":
+            module.register_comm_hook(
+                None, lambda _, bucket: summed(bucket.buffer()).then(lambda done: done.value()[0])
+            )
+        if self.strategy == "fsdp":
+            for unit in module.fsdp_modules(module):
+                unit._gradient_predivide_factor = unit._gradient_postdivide_factor = 1.0
+        if self.strategy == "fsdp2":
+            for unit in module.modules():
+                if hasattr(unit, "set_gradient_divide_factor"):
+                    unit.set_force_sum_reduction_for_comms(True)
+                    unit.set_gradient_divide_factor(1.0)
+        if self.strategy in ZERO:
+            optimizer.sequence_parallel_size = self.args.world
+
+
+class ReducedInLowPrecision(Error):
+    """Gradients are reduced in bfloat16."""
+
+    expected = Expected(("reduction",))
+    cannot = {"tp": "no gradient is reduced over the ranks"}  # noqa: RUF012
+    deepspeed = {"communication_data_type": "bf16"}  # noqa: RUF012
+
+    def fsdp(self, model: Any) -> dict[str, Any]:
+        from torch.distributed.fsdp import MixedPrecision
+
+        return {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}
+
+    def fsdp2(self, model: Any) -> dict[str, Any]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        if self.strategy == "ddp":
+            world = self.args.world
+            module.register_comm_hook(
+                None,
+                lambda _, bucket: summed(bucket.buffer().bfloat16() / world).then(lambda done: done.value()[0].float()),
+            )
+
+
+class Unsynchronized(Error):
+    """The second step does not reduce: its only micro-batch counts as one that is not the last."""
+
+    expected = Expected(("reduction",), step=1)
+    cannot = {  # noqa: RUF012
+        **dict.fromkeys(ZERO, "DeepSpeed's engine counts micro-batches itself"),
+        "fsdp": "its optimizer raises on a gradient of another shape",
+        "tp": "no gradient is reduced over the ranks",
+    }
+
+    def last(self, step: int, last: bool) -> bool:
+        return last and step != 1
+
+
+class KeptGradient(Error):
+    """Gradients are not zeroed after the first step."""
+
+    expected = Expected(("reduction",), step=1)
+    instead = {"tp": Expected(("local gradient", "reduction"), step=1)}  # noqa: RUF012
+    cannot = dict.fromkeys(ZERO, "DeepSpeed's step drops the gradients itself")
+
+    def zero_grad(self, step: int, optimizer: Any) -> None:
+        if step:
+            optimizer.zero_grad()
+
+
+# --- data
+
+
+class RepeatedData(Error):
+    """In the second step one rank repeats the first step's samples."""
+
+    expected = Expected(("data",), step=1, ranks=(1,))
+
+    def position(self, step: int, micro: int) -> tuple[int, int, int]:
+        return (0 if self.rank == 1 and step == 1 else step), micro, self.rank
+
+
+class SameData(Error):
+    """All ranks have the first rank's samples."""
+
+    expected = Expected(("data",), ranks=(1,))
+    cannot = {"tp": "all ranks should have the same samples"}  # noqa: RUF012
+
+    def position(self, step: int, micro: int) -> tuple[int, int, int]:
+        return step, micro, 0
+
+
+class RepeatedMicroBatch(Error):
+    """In the second step one rank's second micro-batch is its first again."""
+
+    expected = Expected(("data",), step=1, ranks=(1,))
+    options = ("--accumulate", "2")
+
+    def position(self, step: int, micro: int) -> tuple[int, int, int]:
+        return step, (0 if self.rank == 1 and step == 1 else micro), self.rank
+
+
+class ShiftedLabels(Error):
+    """The script shifts labels, and the model does so again."""
+
+    expected = Expected(("data",))
+
+    def batch(self, step: int, micro: int, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**batch, "labels": F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]}
+
+
+# --- clipping and optimizer
+
+
+class OwnNorm(Error):
+    """Each rank clips by the norm of its own part of the gradients."""
+
+    expected = Expected(("clipping",))
+
+    def clip(self, step: int, module: Any, healthy: Callable[[], float]) -> float:
+        gradients = [each.grad for each in module.parameters() if each.grad is not None]
+        if self.strategy == "fsdp":
+            return float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
+        parts = [local(each) for each in gradients]
+        if self.strategy == "ddp":
+            parts = parts[self.rank :: self.args.world]
+        total = float(sum((each**2).sum() for each in parts)) ** 0.5
+        for each in gradients:
+            each.mul_(min(1.0, 0.5 / (total + 1e-6)))
+        return total
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        if self.strategy in ZERO:
+            norm = optimizer.get_grad_norm_direct
+            optimizer.get_grad_norm_direct = lambda *words, **named: without_collectives(lambda: norm(*words, **named))
+
+
+class ClipCoefficient(Error):
+    """The norm is right, but gradients are scaled by 0.9 times the right factor."""
+
+    expected = Expected(("clipping",))
+
+    def clip(self, step: int, module: Any, healthy: Callable[[], float]) -> float:
+        total = healthy()
+        for each in module.parameters():
+            if each.grad is not None:
+                each.grad.mul_(0.9)
+        return total
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        if self.strategy in ZERO:
+            unscale = optimizer.unscale_and_clip_grads
+            optimizer.unscale_and_clip_grads = lambda gradients, norm: unscale(gradients, norm / 0.9)
+
+
+class ClippedTwice(Error):
+    """In the second step gradients are clipped to a tenth of the right norm."""
+
+    expected = Expected(("clipping",), step=1)
+
+    def clip(self, step: int, module: Any, healthy: Callable[[], float]) -> float:
+        total = healthy()
+        if step == 1:
+            for each in module.parameters():
+                if each.grad is not None:
+                    each.grad.mul_(0.1)
+        return total
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def before_step(self, step: int, micro: int) -> None:
+        if self.strategy in ZERO:
+            self.optimizer.clip_grad = 0.05 if step == 1 else 0.5
+
+
+class StaleGradient(Error):
+    """In the second step one parameter's gradient is the first step's."""
+
+    name = f"{DOWN}.weight"
+    expected = Expected(("gradient before the optimizer",), (name,), step=1)
+    instead = dict.fromkeys(ZERO, Expected(("gradient before the optimizer", "reduction"), (name,), step=1))
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        self.parameter = parameter(module, self.name)
+
+    def before_step(self, step: int, micro: int) -> None:
+        if self.strategy in ZERO:
+            from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+            if step == 0:
+                self.kept = safe_get_full_grad(self.parameter).clone()
+            elif step == 1:
+                safe_set_full_grad(self.parameter, self.kept)
+        elif self.parameter.grad is not None:
+            if step == 0:
+                self.kept = self.parameter.grad.detach().clone()
+            elif step == 1:
+                self.parameter.grad.copy_(self.kept)
+
+
+class AdamEps(Error):
+    """Adam's eps is 1e-6."""
+
+    expected = Expected(("optimizer setting",))
+    adamw = {"eps": 1e-6}  # noqa: RUF012
+
+
+class DecayedNorms(Error):
+    """Weight decay is applied to norms and biases too."""
+
+    expected = Expected(("optimizer setting",))
+
+    def groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**group, "weight_decay": 0.1} for group in groups]
+
+
+class OneGroup(Error):
+    """All parameters are in one group, with weight decay."""
+
+    expected = Expected(("optimizer setting", "update"))
+
+    def groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"params": [each for each in model.parameters() if each.requires_grad], "weight_decay": 0.1}]
+
+
+class LearningRate(Error):
+    """The third step has 1.1 times the learning rate."""
+
+    expected = Expected(("optimizer setting",), step=2)
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def before_step(self, step: int, micro: int) -> None:
+        if step == 2 and micro == self.args.accumulate - 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 1.1
+
+
+class ResetState(LearningRate):
+    """Adam's state is lost before the third step."""
+
+    expected = Expected(("update",), step=2)
+
+    def before_step(self, step: int, micro: int) -> None:
+        if step == 2:
+            self.optimizer.state.clear()
+
+
+class SkippedStep(Error):
+    """The second step does not update; in ZeRO the optimizer finds an overflow that there is not."""
+
+    expected = Expected(("update",), step=1)
+
+    def wrapped(self, module: Any, optimizer: Any) -> None:
+        if self.strategy == "zero2":
+            optimizer.has_overflow = lambda *_, **__: self.step == 1
+        if self.strategy == "zero3":
+            check = optimizer._overflow_check_and_loss_scale_update
+
+            def overflow(*words: Any, **named: Any) -> bool:
+                check(*words, **named)
+                optimizer.overflow = self.step == 1
+                return bool(optimizer.overflow)
+
+            optimizer._overflow_check_and_loss_scale_update = overflow
+
+    def skips_step(self, step: int) -> bool:
+        return step == 1
+
+
+class NotOptimized(Error):
+    """One parameter is not in the optimizer."""
+
+    name = "model.layers.0.mlp.gate_proj.weight"
+    expected = Expected(("update", "optimizer setting"), (name,))
+
+    def groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        left_out = parameter(model, self.name)
+        return [{**group, "params": [each for each in group["params"] if each is not left_out]} for group in groups]
+
+
+# --- sensitivity
+
+
+class SmallActivation(Error):
+    """One Linear's output is 1.00001 times what it should be."""
+
+    expected = Expected(("forward",), ("model.layers.1.mlp.up_proj",))
+
+    def model(self, model: Any) -> None:
+        output(model.get_submodule("model.layers.1.mlp.up_proj"), lambda value: value * (1 + 1e-5))
+
+
+class SmallRankGradient(RankGradient):
+    """One rank's gradient of one parameter is 1.0001 times what it should be."""
+
+    factor = 1.0001
+
+
+def named(kind: type[Error]) -> str:
+    return "".join(f"-{each.lower()}" if each.isupper() else each for each in kind.__name__).lstrip("-")
+
+
+SMALL = ("small-activation", "small-rank-gradient")
+CLASSES = [each for each in vars().copy().values() if isinstance(each, type) and issubclass(each, Error)]
+ERRORS: dict[str, type[Error]] = {"none": Error, **{named(kind): kind for kind in CLASSES if kind is not Error}}
