@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--as", dest="way", default="plain")  # moved, unwrapped, unfrozen, unused
+parser.add_argument("--as", dest="way", default="plain")  # moved, unwrapped, unfrozen, skipping
 way = parser.parse_args().way
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -20,7 +20,7 @@ network = LlamaForCausalLM(
 data = torch.randint(3, 128, (4, 2, 4, 16))  # steps, micro-batches, samples, tokens
 if way == "unfrozen":  # train the head alone at first
     network.model.requires_grad_(False)
-model = DistributedDataParallel(network)
+model = DistributedDataParallel(network, find_unused_parameters=way == "skipping")
 if way == "unfrozen":
     network.model.requires_grad_(True)
 if way == "moved":  # pytorch issue 104336: to another device and back replaces the parameters
@@ -30,6 +30,8 @@ optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
 for step in data:
     for number, micro in enumerate(step):
         ids = micro.chunk(world)[rank]
+        if way == "skipping":  # pytorch issue 69031: the last micro-batch of a step skips a layer
+            network.config.num_hidden_layers = 2 - number
         with model.no_sync() if number == 0 else contextlib.nullcontext():
             loss = (network if way == "unwrapped" else model)(input_ids=ids, labels=ids).loss
             (loss / 2).backward()

@@ -1,13 +1,13 @@
 """Train a small model of any architecture from its configuration: model.py gpt2 scale_attn_by_inverse_layer_idx=true"""
 
-import json
 import sys
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 name, *settings = sys.argv[1:]
-overrides = {key: json.loads(value) for key, value in (setting.split("=", 1) for setting in settings)}
+overrides = {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
 torch.manual_seed(0)
 config = AutoConfig.for_model(name, **overrides)
 model = AutoModelForCausalLM.from_config(config)

@@ -27,9 +27,9 @@ if arguments.stage:
     if arguments.optimizer == "config":  # DeepSpeed issue 668
         config["optimizer"] = {"type": "Adam", "params": {"torch_adam": True, **settings}}
         optimizer = None
-    engine = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, model_parameters=model.parameters()
-    )[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, model_parameters=model.parameters())[
+        0
+    ]
 for step in data:
     for micro in step:
         ids = micro.chunk(world)[rank]
