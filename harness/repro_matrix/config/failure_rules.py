@@ -4,6 +4,7 @@ libraries that ranks talk through (device_errors.yaml), read and validated."""
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -57,8 +58,12 @@ ADVICE = re.compile(
     r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$"
 )
 # How launchers and schedulers print how a process ended.
+_SIGNAL = re.compile(
+    r"(?:terminated|killed|exited|died|interrupted|[Cc]aught|got)\b.{0,12}\bsignal:? ?(\d+|SIG[A-Z]+)"
+    r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|status=(\d+)/[A-Z]+|\([Ss]ignal (\d+)\)"
+)
 _EXIT_CODE = re.compile(
-    r"(?:\bexitcode\s*:?|\breturn code\s*=?|\bexit (?:code|status)\s*[:=]?|\bexited? with (?:code|status))\s*(-?\d+)"
+    r"(?i)(?:\bexit_?(?:code|status)|\breturn ?code|\bexit (?:code|status)|\bexited? with (?:code|status))\s*[:=]?\s*(-?\d+)"
 )
 
 
@@ -109,14 +114,24 @@ def _compiled() -> tuple[tuple[re.Pattern[str], FailureRule], ...]:
     return tuple((re.compile(rule.text), rule) for rule in rules().values())
 
 
+def _ended(text: str) -> int:
+    """Return how a process ended: its exit code, the negative number of its signal, or 0."""
+    for found in _SIGNAL.finditer(text):
+        name = next(filter(None, found.groups()))
+        if name.isdigit() or name in signal.Signals.__members__:
+            return -int(name if name.isdigit() else signal.Signals[name])
+    code = _EXIT_CODE.search(text)
+    return int(code[1]) if code else 0
+
+
 @lru_cache(4096)  # the ranks write the same
 def rule_of(text: str) -> FailureRule | None:
-    """Return the first rule that a line or a message shows; an exit code counts where no text does."""
+    """Return the first rule that a line or a message shows; an exit code or a signal counts where no text does."""
     for pattern, rule in _compiled():
         if pattern.search(text):
             return rule
-    code = _EXIT_CODE.search(text)
-    if code is None or int(code[1]) == 0:
+    ended = _ended(text)
+    if ended == 0:
         return None
-    named = (rule for rule in rules().values() if int(code[1]) in rule.exit_codes)
+    named = (rule for rule in rules().values() if ended in rule.exit_codes)
     return next(named, rules()["ended-without-error"])

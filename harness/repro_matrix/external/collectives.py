@@ -27,7 +27,7 @@ _WORK = re.compile(r"Work\w*\((?:SeqNum=(?P<sequence>\d+), )?OpType=(?P<op>\w+)(
 _AT_WORK = re.compile(r"(?:at work|Timeout at NCCL work|at work sequence id): ?(\d+)")
 _FINGERPRINT = re.compile(
     r"[Rr]ank (\d+)\]? (?:is running|Running|running) collective: "
-    r"CollectiveFingerPrint\((?:SequenceNumber=(\d+), )?OpType=(\w+)"
+    r"CollectiveFingerPrint\((?:SequenceNumber=(\d+), )?OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\])?"
 )
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 _HANG = re.compile(
@@ -47,9 +47,11 @@ class Wait:
     sequence: int | None
     op: str = ""
     limit_s: float | None = None
+    shape: str = ""  # of its tensor, where torch's check of collectives names it
 
     def __str__(self) -> str:
-        return f"{self.op or 'a collective'}{'' if self.sequence is None else f' #{self.sequence}'}"
+        number = "" if self.sequence is None else f" #{self.sequence}"
+        return f"{self.op or 'a collective'}{number}{f' of shape [{self.shape}]' if self.shape else ''}"
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Waits:
             self.line = self.line or number
         for found in _FINGERPRINT.finditer(text):
             entered = int(found[2]) if found[2] else None
-            self.fingerprints[int(found[1])] = Wait(number, int(found[1]), "", entered, found[3])
+            self.fingerprints[int(found[1])] = Wait(number, int(found[1]), "", entered, found[3], shape=found[4] or "")
         if barrier := _BARRIER.search(text):
             self.absent = tuple(int(each) for each in re.findall(r"\d+", barrier[1]))
         work, at, stated, group = (pattern.search(text) for pattern in (_WORK, _AT_WORK, _RANK, _GROUP))
@@ -92,10 +94,11 @@ class Hang:
     waits: Mapping[int, Wait]  # the earliest collective of each rank, of one process group
     unknown: tuple[Wait, ...] = ()  # of ranks that the log does not name
     absent: tuple[int, ...] = ()  # ranks that did not enter it, as the log says
+    mismatch: bool = False  # torch's check of collectives found different ones
 
     @property
     def kind(self) -> str:
-        return "collective-timeout" if self.line else "collective-mismatch"
+        return "collective-mismatch" if self.mismatch else "collective-timeout"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -120,6 +123,8 @@ class Hang:
             text += f" while {', '.join(f'{list_ranks(ranks)} waited in {place}' for place, ranks in others)}"
         if len({collective_kind(wait.op) for wait in self.waits.values() if wait.op}) > 1:
             return f"{text}: the ranks took different paths"
+        if len({wait.shape for wait in self.waits.values()}) == len(places) > 1:
+            return f"{text}: the ranks passed tensors of different shapes"
         if others:
             behind = min(self.waits.values(), key=lambda wait: (wait.sequence is None, wait.sequence or 0))
             return f"{text}: rank {behind.rank} is behind, or the numbers are of different process groups"
@@ -132,7 +137,8 @@ class Hang:
 
 def hang_of(found: Waits) -> Hang | None:
     """Return what the collected lines show together; None where none reports a hang."""
-    if not found.line and len({(each.op, each.sequence) for each in found.fingerprints.values()}) < 2:
+    mismatch = len({str(each) for each in found.fingerprints.values()}) > 1
+    if not (found.line or mismatch):
         return None
     ops = {(wait.rank, wait.sequence): wait for wait in reversed(found.waits) if wait.op}
     groups = {(wait.rank, wait.sequence): wait.group for wait in found.waits if wait.group}
@@ -148,7 +154,7 @@ def hang_of(found: Waits) -> Hang | None:
             old = waits.get(wait.rank)
             if old is None or (wait.sequence or 0) < (old.sequence or 0):
                 waits[wait.rank] = known
-    return Hang(found.line, waits, tuple(unknown), found.absent)
+    return Hang(found.line, waits, tuple(unknown), found.absent, mismatch)
 
 
 def cases_like(hang: Hang, cases: Iterable[Case]) -> list[str]:

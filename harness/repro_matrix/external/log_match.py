@@ -40,6 +40,9 @@ _BEFORE = re.compile(
     r"[\[\](){}|:\w./ ,=<>-]{0,160}(?:WARN|WARNING|warning|Warning|\d) ?[\])|>]* ?[:|-]? ?"
     r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
 )
+# Messages of the interpreter, which any program can cause: without a traceback they tell nothing.
+_PYTHON = re.compile(r"list index out of range|object has no attribute|object is not (?:subscriptable|callable|iterable)")
+_MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
 _ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
 # Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
 _BASES = {
@@ -125,7 +128,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         for index, error in enumerate(raised)
     ]
     found += [Failure(error, where(error), echo=True) for error in launchers]
-    found = [replace(each, rule=rule_of(f"{each.error.type}: {each.error.message}")) for each in found]
+    found = [replace(each, rule=_rule(each.error)) for each in found]
     found = [replace(each, perhaps=each.perhaps or _reworded(each, catalogue)) for each in found]
     if not any(each.error.type and not each.echo for each in found):
         # Ranks that do not find each other raise what a lost peer raises, too.
@@ -163,6 +166,13 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
             answer.remarks.append(Known(case.slug, signature.name, note.line))
             answer.evidence[note.line] = note.text
     return answer
+
+
+def _rule(error: Error) -> FailureRule | None:
+    """Return the kind of failure that an error shows; only of a launcher's how a process ended."""
+    rule = rule_of(f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}")
+    only_end = rule is not None and rule.shows == "end"
+    return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
 
 
 def _attempt(ranks: list[RankLeft]) -> Attempt:
@@ -207,10 +217,13 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
         # The same text under another strategy has another cause (grading/grade.py).
         if strategies and not strategies & set(case.axes.strategy):
             continue
-        missing = _missing(signature, error)
+        missing, ambiguous_with = _missing(signature, error), signature.ambiguous_with
+        if missing is None and (not ambiguous_with or _ruled_out(ambiguous_with, error, seen)):
+            other = _in_any_model(signature)
+            missing = _missing(other, error) if other else None
+            missing = None if missing is None else (*missing, "raised in the code of another model")
         if missing is None:
             continue
-        ambiguous_with = signature.ambiguous_with
         if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
             missing = (*missing, "a crash at this place may have other causes")
         elif ambiguous_with and not _ruled_out(ambiguous_with, error, seen):
@@ -251,9 +264,11 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
         copied = signature.model_copy(update={"package": None})
         if matches(copied, error):
             return (f"raised in {module_of(error)}, not in {signature.package}: perhaps a copy of its code",)
-    if error.whole and not error.mixed:
+    if (error.whole and not error.mixed) or (error.signal and not error.stack):
         return None
-    if signature.kind == "exception" and not error.places:
+    if signature.kind == "exception" and error.record and not error.places:
+        if signature.ambiguous_with and _PYTHON.search(error.message):
+            return None
         location = f"{signature.package}.unknown"
         frame = {"file": "", "line": None, "function": "", "module": "", "code_location": location}
         bare = replace(error, record={**error.record, "frames": [frame]})
@@ -261,6 +276,16 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
     if signature.frames and matches(unframed, error):
         return ("the frames that would tell are cut off",)
     return None
+
+
+def _in_any_model(signature: Signature) -> Signature | None:
+    """Return a signature whose frames name a model of transformers, for the code of any model; None for others."""
+    frames = [
+        frame.model_copy(update={"module": _MODEL.sub(r"transformers\\.models\\.\\w+", frame.module)})
+        for frame in signature.frames
+    ]
+    named = any(_MODEL.search(frame.module) for frame in signature.frames)
+    return signature.model_copy(update={"frames": frames}) if named else None
 
 
 def _located(record: Mapping[str, Any]) -> dict[str, Any]:

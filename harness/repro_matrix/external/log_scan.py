@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import json
 import re
 import sys
 import zlib
@@ -212,8 +213,8 @@ class Progress:
 
 # A line with one of these, in lower case, may belong to an error, a launcher's summary or an environment.
 _TRACEBACKS = (
-    HEADER.lower(), '", line ', "error", "exception", "root cause", "exitcode", "rank    ", "exit code", "exit status",
-    "exited with", "return code", "/lib/python3", "python 3.", "python version", *UPSTREAM, *TRAINERS,
+    HEADER.lower(), '", line ', "❱", "error", "exception", "root cause", "exitcode", "rank    ", "exit code", "exit status",
+    "exit_", "exited with", "returncode", "return code", "signal", "wtermsig", "status=", "/lib/python3", "python 3.", "python version", *UPSTREAM, *TRAINERS,
     "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",
 )  # fmt: skip
 LINES = 4096  # that are read together
@@ -301,6 +302,8 @@ def words_of(pattern: str) -> list[str]:
     return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
 
 
+# A string of JSON with a traceback.
+_ESCAPED = re.compile(r'"(?:[^"\\]|\\.)*(?:Traceback \(most recent|\\n  File \\")(?:[^"\\]|\\.)*"')
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
@@ -316,18 +319,29 @@ def scan(log: Iterable[str], known: Catalogue) -> Scanned:
         found.progress.read(batch, shapes, found.lines + 1)
         for raw, shape in zip(batch, shapes):
             found.lines += 1
-            if has_word[shape] or errors.busy:
-                line = labels.split(raw, found.lines)
+            if not (has_word[shape] or errors.busy):
+                continue
+            for part in _unescaped(raw):
+                line = labels.split(part, found.lines)
                 taken = errors.read(line)
                 if has_word[shape] and line.text not in plain:
                     # A line with more than a traceback's beginning: what stands beside it counts.
-                    more = HEADER in raw and line.text != f"{HEADER}:"
-                    beside = replace(line, text=" ".join(raw.split(HEADER))) if more else line
+                    more = HEADER in part and line.text != f"{HEADER}:"
+                    beside = replace(line, text=" ".join(part.split(HEADER))) if more else line
                     if not _note(found, beside, known, errors, taken) and len(plain) < SHAPES:
                         plain.add(line.text)
     errors.end()
     found.errors, found.more = list(errors.found.values()), errors.more
     return found
+
+
+def _unescaped(raw: str) -> list[str]:
+    """Return a line; of JSON that holds a traceback, the lines of the traceback."""
+    held = _ESCAPED.search(raw) if "\\n" in raw else None
+    try:
+        return json.loads(held.group()).splitlines() if held else [raw]
+    except ValueError:
+        return [raw]
 
 
 def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> None:

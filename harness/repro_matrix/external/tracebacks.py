@@ -19,8 +19,8 @@ from repro_matrix.text import ESCAPE
 HEADER = "Traceback (most recent call last)"
 # A time stamp or a logger's format, which say nothing of the process.
 _TIME = re.compile(
-    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
-    r"(?: \[?(?:stderr|stdout)\]?[F:]?)?\s?"
+    r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[T ]|[A-Z][a-z]{2} [ \d]\d )?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?"
+    r"(?: \[?(?:stderr|stdout)\]?[F:]?)?\s?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) (?:\d+ )?\[[\w./]+:\d+\] ?)?"
     r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]+:\d+\] ?"
 )
 # Each names its process, so that the lines of one belong together; the group is its rank, where the label has it.
@@ -152,7 +152,7 @@ _SIGNALS = {
     "Floating point exception": "SIGFPE", "Illegal instruction": "SIGILL",
 }  # fmt: skip
 _LOGGED = re.compile(
-    r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback)"
+    r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback|Killing subprocess )"
 )
 
 
@@ -187,6 +187,7 @@ class Errors:
         self.more = 0
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
+        self._cut: Line | None = None  # the first sign of a traceback without frames
         self._wrapped = ""  # the first part of a line that rich has wrapped
 
     @property
@@ -218,7 +219,7 @@ class Errors:
             self._finish(line.label)
             now = None
         fatal = _FATAL.search(text)
-        frame = self._frame_in(text)
+        frame = self._frame_in(line)
         if fatal:
             self._begin(line).signal = _SIGNALS.get(fatal["what"].strip(), "SIGABRT")
         elif HEADER in text:
@@ -241,6 +242,8 @@ class Errors:
     def end(self) -> None:
         for label in list(self._open):
             self._finish(label)
+        if not self.found and (line := self._cut):
+            self._add(Error(line.number, line.label, line.rank, _Open(line, line.number).exception, whole=False))
 
     def _begin(self, line: Line, whole: bool = True) -> _Open:
         self._finish(line.label)
@@ -254,13 +257,16 @@ class Errors:
             now.mixed = True
         self._begin(line)
 
-    def _frame_in(self, text: str) -> re.Match[str] | None:
+    def _frame_in(self, line: Line) -> re.Match[str] | None:
+        text = line.text
         if '", line ' in text:
             return _FRAME.match(text)
         if text.startswith("│"):
             inner = text.strip("│ ")
             found = _RICH.match(f"│ {self._wrapped}{inner} │")
             wraps = found is None and self.busy and inner.startswith("/") and "│" not in inner and "❱" not in inner
+            if "❱" in inner and not self.busy:
+                self._cut = self._cut or line
             self._wrapped = inner + (" " if inner.endswith(" in") else "") if wraps else ""
             return found
         return _IPYTHON.match(text) if ".py" in text and self._open else None
@@ -318,6 +324,8 @@ class Errors:
         elif now.type or now.frames:
             whole = now.whole and bool(now.type)
             self._add(Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed))
+        elif f"{HEADER}:" in begun.text:  # a mention has no colon
+            self._cut = self._cut or begun
 
     def _add(self, error: Error) -> None:
         old = self.found.get(error.key)

@@ -176,7 +176,8 @@ class _Parts:
         yield from _rule(rule, finding.text)
 
     def hang(self, hang: Hang) -> Iterator[Part]:
-        yield 2, f"{f'line {hang.line}: a hang' if hang.line else 'Ranks entered different collectives'}: {hang}."
+        at = f"line {hang.line}: " if hang.line else ""
+        yield 2, f"{at}{'the ranks entered different collectives' if hang.mismatch else 'a hang'}: {hang}."
         if self.answer.like:
             yield 4, "Known cases whose ranks wait so:"
         for name in self.answer.like:
