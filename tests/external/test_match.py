@@ -342,6 +342,48 @@ def test_match_of_an_error_that_was_caught_is_nothing(after: list[str], code: in
     assert found.exit_code == code and bool(found.recovered) == (code == 3)
 
 
+STEPS = [f"step {step} loss 1.8" for step in range(300)]
+
+
+def test_match_of_a_timeout_before_and_after_a_restart_counts_the_last_one() -> None:
+    assert answer([WATCHDOG, *STEPS]).exit_code == 3 and answer([WATCHDOG, *STEPS]).recovered
+    later = WATCHDOG.replace("SeqNum=5", "SeqNum=9")
+    found = answer([WATCHDOG, *STEPS, later])
+    assert found.hang and found.hang.line == 302 and found.hang.waits[3].sequence == 9
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "types"),
+    [
+        (["Traceback (most recent call last):"], None, [""]),
+        (["│ ❱ 45 │   args.func(args)                       │"], None, [""]),
+        (["failed to train: X, traceback: Traceback (most recent call last): File a.py"], None, [""]),
+        (["RuntimeError: ", "    Some tensors share memory"], None, ["RuntimeError"]),
+        (["Fatal Python error: Segmentation fault"], "segmentation-fault", ["SIGSEGV"]),
+        (["IndexError: list index out of range", "Killing subprocess 3"], "ended-without-error", ["IndexError"]),
+        ([json.dumps({"msg": "\n".join(OWN), "level": "error"})], None, ["KeyError"]),
+        (["Jul 13 21:22:34 " + line for line in OWN], None, ["KeyError"]),
+        (["2024-08-22 13:50:25 ERROR 200507 [worker_base.py:148] " + line for line in OWN], None, ["KeyError"]),
+    ],
+)  # fmt: skip
+def test_match_of_what_is_left_of_an_error_is_a_failure(lines: list[str], kind: str | None, types: list[str]) -> None:
+    found = answer(["step 1 loss 2.0", *lines])
+    assert found.exit_code == 1 and [failure.error.type for failure in found.failures] == types
+    assert found.kinds == ([kind] if kind else []) and not any(failure.perhaps for failure in found.failures)
+
+
+def test_recognize_in_the_code_of_another_model_is_possible_only_without_another_cause() -> None:
+    fsdp = '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 1, in forward'
+    frames = [
+        '  File "/v/lib/python3.11/site-packages/transformers/models/mistral/modeling_mistral.py", line 1, in forward',
+        '  File "/v/lib/python3.11/site-packages/torch/nn/functional.py", line 2, in embedding',
+        "RuntimeError: 'weight' must be 2-D",
+    ]
+    for above, wanted in ([fsdp], {"fsdp-generate"}), ([], {"zero3-outside-engine"}):
+        found = answer(["Traceback (most recent call last):", *above, *frames])
+        assert {item.case for failure in found.failures for item in failure.perhaps} == wanted and not found.names
+
+
 @pytest.mark.parametrize("unit", ["* ", "(a)", "torch 1.0 ", "Error", "[E ", "loss="])
 def test_scan_of_a_long_row_of_anything_ends(unit: str) -> None:
     began = time.process_time()
@@ -438,6 +480,8 @@ def test_recognize_of_a_timeout_tells_who_waited_where(entry: dict[str, Any]) ->
     assert found.hang and {rank: str(wait) for rank, wait in found.hang.waits.items()} == entry["waits"]
     assert (list(found.hang.silent), sorted(found.like)) == (entry.get("silent", []), entry.get("like", []))
     assert found.kinds == [found.hang.kind, "abort"] and found.exit_code == 1
+    sizes = [wait.size for _, wait in sorted(found.hang.waits.items())]
+    assert found.hang.sizes_differ == ("sizes" in entry) and sizes == entry.get("sizes", sizes)
     assert answer([*UNIFORM, *lines]).names == ["fsdp-uniform-dtype"]  # the hang follows from it
 
 
@@ -478,7 +522,7 @@ def outcome(entry: dict[str, Any]) -> str:
 def test_figures_of_the_guide_are_those_of_the_threads() -> None:
     rows = fixtures("threads")
     lines = []
-    for half in ("tuned", "held out"):
+    for half in ("tuned", "held out", "second search"):
         counts = Counter(outcome(row) for row in rows if row["half"] == half)
         lines.append(f"| {half} | {counts.total()} | {counts['right']} | {counts['wrong']} | {counts['nothing']} |")
     guide = Path(__file__).parents[2] / "docs" / "guides" / "match.md"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from repro_matrix.config.failure_rules import ADVICE
 from repro_matrix.config.schema import Case
@@ -23,7 +23,10 @@ WORDS = ("worknccl(", "nccl work", "enqueued work", "watchdog", "nccl operations
          "monitoredbarrier", "for recv operation")  # fmt: skip
 _RANK = re.compile(r"\b[Rr]ank:? ?(\d+)\]")
 _GROUP = re.compile(r"\[PG (?:ID )?(\w+)")
-_WORK = re.compile(r"Work\w*\((?:SeqNum=(?P<sequence>\d+), )?OpType=(?P<op>\w+)(?:.*?Timeout\(ms\)=(?P<limit>\d+))?")
+_WORK = re.compile(
+    r"Work\w*\((?:SeqNum=(?P<sequence>\d+), )?OpType=(?P<op>\w+)(?:, NumelIn=(?P<size>\d+))?"
+    r"(?:.*?Timeout\(ms\)=(?P<limit>\d+))?"
+)
 _AT_WORK = re.compile(r"(?:at work|Timeout at NCCL work|at work sequence id): ?(\d+)")
 _FINGERPRINT = re.compile(
     r"[Rr]ank (\d+)\]? (?:is running|Running|running) collective: "
@@ -31,7 +34,7 @@ _FINGERPRINT = re.compile(
 )
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 _HANG = re.compile(
-    r"collective (?:operation )?timeout|NCCL operations have failed or timed out|Heartbeat monitor timed out"
+    r"collective (?:operation )?timeout|Watchdog caught collective|milliseconds before timing out|NCCL operations have failed or timed out|Heartbeat monitor timed out"
     r"|ncclCommWatchdog|Timeout at NCCL work|timed out in blocking wait|Timed out waiting \d+ ?ms for (?:send|recv)"
     r"|watchdog got stuck|detected by watchdog at work|mismatch between collectives|failed to pass monitoredBarrier"
 )
@@ -47,11 +50,10 @@ class Wait:
     sequence: int | None
     op: str = ""
     limit_s: float | None = None
-    shape: str = ""  # of its tensor, where torch's check of collectives names it
+    size: str = ""  # of its tensor, "10 elements" or its shape
 
     def __str__(self) -> str:
-        number = "" if self.sequence is None else f" #{self.sequence}"
-        return f"{self.op or 'a collective'}{number}{f' of shape [{self.shape}]' if self.shape else ''}"
+        return f"{self.op or 'a collective'}{'' if self.sequence is None else f' #{self.sequence}'}"
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Waits:
     """Collects what the lines of a log say."""
 
     line: int = 0  # the first that reports a hang
+    last: int = 0  # the last one
     waits: list[Wait] = field(default_factory=list)
     absent: tuple[int, ...] = ()  # ranks that monitoredBarrier names
     fingerprints: dict[int, Wait] = field(default_factory=dict)
@@ -69,10 +72,12 @@ class Waits:
         if not any(word in low for word in WORDS):
             return False
         if (hang := _HANG.search(text)) and not ADVICE.search(text, 0, hang.start()):
-            self.line = self.line or number
+            self.line, self.last = self.line or number, number
         for found in _FINGERPRINT.finditer(text):
             entered = int(found[2]) if found[2] else None
-            self.fingerprints[int(found[1])] = Wait(number, int(found[1]), "", entered, found[3], shape=found[4] or "")
+            self.fingerprints[int(found[1])] = Wait(
+                number, int(found[1]), "", entered, found[3], size=f"shape [{found[4]}]" if found[4] else ""
+            )
         if barrier := _BARRIER.search(text):
             self.absent = tuple(int(each) for each in re.findall(r"\d+", barrier[1]))
         work, at, stated, group = (pattern.search(text) for pattern in (_WORK, _AT_WORK, _RANK, _GROUP))
@@ -82,6 +87,7 @@ class Waits:
             self.waits.append(Wait(
                 number, int(stated[1]) if stated else rank, group[1] if group else "",
                 int(sequence) if sequence else None, work["op"] if work else "", int(limit) / 1000 if limit else None,
+                f"{work['size']} elements" if work and work["size"] else "",
             ))  # fmt: skip
         return True
 
@@ -94,6 +100,7 @@ class Hang:
     waits: Mapping[int, Wait]  # the earliest collective of each rank, of one process group
     unknown: tuple[Wait, ...] = ()  # of ranks that the log does not name
     absent: tuple[int, ...] = ()  # ranks that did not enter it, as the log says
+    last: int = 0  # the last line that reports it
     mismatch: bool = False  # torch's check of collectives found different ones
 
     @property
@@ -106,6 +113,13 @@ class Hang:
         return tuple(sorted(found))
 
     @property
+    def sizes_differ(self) -> bool:
+        """Whether the ranks are in one collective with tensors of different sizes."""
+        waits = list(self.waits.values())
+        same = len({str(wait) for wait in waits}) == 1 and collective_kind(waits[0].op) != "alltoall"
+        return same and all(wait.size for wait in waits) and len({wait.size for wait in waits}) > 1
+
+    @property
     def silent(self) -> tuple[int, ...]:
         """Ranks below the highest that reported, which reported nothing."""
         return tuple(set(range(max(self.waits, default=0))) - set(self.waits)) if len(self.waits) > 1 else ()
@@ -115,7 +129,7 @@ class Hang:
         waited = f"waited {limit:g} s" if limit else "waited"
         places: dict[str, list[int]] = defaultdict(list)
         for rank, wait in sorted(self.waits.items()):
-            places[str(wait)].append(rank)
+            places[f"{wait} of {wait.size}" if self.sizes_differ else str(wait)].append(rank)
         first, *others = places.items() or [(str(self.unknown[0]) if self.unknown else "a collective", [])]
         who = list_ranks(first[1]) if first[1] else "a rank that is not named"
         text = f"{who} {waited} in {first[0]}"
@@ -123,8 +137,8 @@ class Hang:
             text += f" while {', '.join(f'{list_ranks(ranks)} waited in {place}' for place, ranks in others)}"
         if len({collective_kind(wait.op) for wait in self.waits.values() if wait.op}) > 1:
             return f"{text}: the ranks took different paths"
-        if len({wait.shape for wait in self.waits.values()}) == len(places) > 1:
-            return f"{text}: the ranks passed tensors of different shapes"
+        if self.sizes_differ:
+            return f"{text}: the ranks passed tensors of different sizes"
         if others:
             behind = min(self.waits.values(), key=lambda wait: (wait.sequence is None, wait.sequence or 0))
             return f"{text}: rank {behind.rank} is behind, or the numbers are of different process groups"
@@ -135,9 +149,14 @@ class Hang:
         return f"{text}: a rank that reports nothing did not enter it, or the network or a GPU stalled"
 
 
-def hang_of(found: Waits) -> Hang | None:
-    """Return what the collected lines show together; None where none reports a hang."""
-    mismatch = len({str(each) for each in found.fingerprints.values()}) > 1
+def hang_of(found: Waits, since: int = 0) -> Hang | None:
+    """Return what the collected lines show together; None where none reports a hang.
+
+    ``since``: the line of a step after which only what follows counts; training went on for long after the rest.
+    """
+    if found.line < since <= found.last:
+        found = replace(found, line=found.last, waits=[wait for wait in found.waits if wait.line >= since])
+    mismatch = len({f"{each} {each.size}" for each in found.fingerprints.values()}) > 1
     if not (found.line or mismatch):
         return None
     ops = {(wait.rank, wait.sequence): wait for wait in reversed(found.waits) if wait.op}
@@ -154,7 +173,7 @@ def hang_of(found: Waits) -> Hang | None:
             old = waits.get(wait.rank)
             if old is None or (wait.sequence or 0) < (old.sequence or 0):
                 waits[wait.rank] = known
-    return Hang(found.line, waits, tuple(unknown), found.absent, mismatch)
+    return Hang(found.line, waits, tuple(unknown), found.absent, found.last, mismatch)
 
 
 def cases_like(hang: Hang, cases: Iterable[Case]) -> list[str]:

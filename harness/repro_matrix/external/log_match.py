@@ -41,7 +41,10 @@ _BEFORE = re.compile(
     r"(?:[\w.]+:\d+ ?[-:|>]+ ?)?"
 )
 # Messages of the interpreter, which any program can cause: without a traceback they tell nothing.
-_PYTHON = re.compile(r"list index out of range|object has no attribute|object is not (?:subscriptable|callable|iterable)")
+_PYTHON = re.compile(
+    r"list index out of range|object has no attribute|object is not (?:subscriptable|callable|iterable)"
+)
+_MIXED = "lines of several tracebacks stand among each other"
 _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
 _ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
 # Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
@@ -137,7 +140,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
     framed = {each.case for failure in found if failure.error.places for each in (*failure.known, *failure.perhaps)}
     found = [each for each in found if each.error.places or not framed & {item.case for item in each.perhaps}]
-    answer = Answer(found, hang=hang_of(seen.waits))
+    answer = Answer(found, hang=hang_of(seen.waits, seen.progress.since))
     answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
     lines = {each.error.line for each in found if not each.echo}
     kinds = {each.rule.name for each in found if each.rule and not each.echo}
@@ -153,10 +156,10 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         key=lambda each: (order.index(rules()[each.kind].shows), each.kind == "ended-without-error", each.line),
     )
     recovered, shown = seen.progress.recovered, [rules()[each.kind] for each in seen.findings.values()]
-    if answer.hang and recovered(answer.hang.line):
-        answer.hang = None
+    if (hang := answer.hang) and recovered(hang.last):
+        answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
     if not (answer.hang or launchers or any(rule.shows == "end" or rule.exit_codes for rule in shown)):
-        answer.recovered = [each for each in found if not each.error.signal and recovered(each.error.last)]
+        answer.recovered += [each for each in found if not each.error.signal and recovered(each.error.last)]
         answer.recovered += [each for each in answer.findings if recovered(each.last)]
         answer.failures = [each for each in found if each not in answer.recovered]
         answer.findings = [each for each in answer.findings if each not in answer.recovered]
@@ -255,7 +258,7 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
         return bool(match_attempt(signature, attempt, find_failures(attempt), ",".join(signature.messages)))
 
     if matches(signature, error):
-        missing = ["lines of several tracebacks stand among each other"] if error.mixed else []
+        missing = [_MIXED] if error.mixed else []
         if error.record and not matches(signature, replace(error, record=_located(error.record))):
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
@@ -264,6 +267,8 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
         copied = signature.model_copy(update={"package": None})
         if matches(copied, error):
             return (f"raised in {module_of(error)}, not in {signature.package}: perhaps a copy of its code",)
+    if error.mixed and not signature.ambiguous_with:
+        return (_MIXED,) if matches(unframed.model_copy(update={"package": None}), error) else None
     if (error.whole and not error.mixed) or (error.signal and not error.stack):
         return None
     if signature.kind == "exception" and error.record and not error.places:

@@ -200,13 +200,18 @@ class Progress:
         numbers = (at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at] and _STEP.search(batch[at]))
         self.steps.extend(reversed([first + at for at in islice(numbers, STEPS)]))
 
+    @property
+    def since(self) -> int:
+        """The first of the last STEPS steps; 0 where there are fewer."""
+        return self.steps[0] if len(self.steps) == STEPS else 0
+
     def after(self, line: int) -> bool:
         """Whether a step follows a line."""
         return bool(self.steps) and self.steps[-1] > line
 
     def recovered(self, line: int) -> bool:
         """Whether training went on after a line, and was complete or went on for long."""
-        return (len(self.steps) == STEPS and self.steps[0] > line) or any(line < at < self.done for at in self.steps)
+        return self.since > line or any(line < at < self.done for at in self.steps)
 
 
 # --- the scan

@@ -143,7 +143,7 @@ _NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeou
 _BARE = re.compile(
     # A job's prefix, a quotation. All spaces are taken at once, else a row of asterisks takes for ever.
     r"^ *(?:(?:\[[^\[\]]{1,80}\]:?|\([^()]{1,80}\):?|<[^<>]{1,80}>:?|[>`\"'*]) *(?! ))*(?<! {2})"
-    r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault))(?:: (?P<message>\S.*)|\s*)$"
+    r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault))(?:: (?P<message>\S.*)|:?\s*)$"
 )
 _TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")  # of two ranks on one line
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
