@@ -373,7 +373,7 @@ def test_match_of_what_is_left_of_an_error_is_a_failure(lines: list[str], kind: 
 
 
 def test_recognize_in_the_code_of_another_model_is_possible_only_without_another_cause() -> None:
-    fsdp = '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 1, in forward'
+    fsdp = '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_runtime_utils.py", line 1, in forward'
     frames = [
         '  File "/v/lib/python3.11/site-packages/transformers/models/mistral/modeling_mistral.py", line 1, in forward',
         '  File "/v/lib/python3.11/site-packages/torch/nn/functional.py", line 2, in embedding',

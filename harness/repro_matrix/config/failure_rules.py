@@ -63,7 +63,7 @@ _SIGNAL = re.compile(
     r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|status=(\d+)/[A-Z]+|\([Ss]ignal (\d+)\)"
 )
 _EXIT_CODE = re.compile(
-    r"(?i)(?:\bexit_?(?:code|status)|\breturn ?code|\bexit (?:code|status)|\bexited? with (?:code|status))\s*[:=]?\s*(-?\d+)"
+    r"(?i)\b(?:exit[_ ]?(?:code|status)|return ?code|exited? with (?:code|status))\s*[:=]?\s*(-?\d+)"
 )
 
 

@@ -34,7 +34,8 @@ _FINGERPRINT = re.compile(
 )
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 _HANG = re.compile(
-    r"collective (?:operation )?timeout|Watchdog caught collective|milliseconds before timing out|NCCL operations have failed or timed out|Heartbeat monitor timed out"
+    r"collective (?:operation )?timeout|Watchdog caught collective|milliseconds before timing out"
+    r"|NCCL operations have failed or timed out|Heartbeat monitor timed out"
     r"|ncclCommWatchdog|Timeout at NCCL work|timed out in blocking wait|Timed out waiting \d+ ?ms for (?:send|recv)"
     r"|watchdog got stuck|detected by watchdog at work|mismatch between collectives|failed to pass monitoredBarrier"
 )

@@ -152,7 +152,8 @@ _SIGNALS = {
     "Floating point exception": "SIGFPE", "Illegal instruction": "SIGILL",
 }  # fmt: skip
 _LOGGED = re.compile(
-    r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback|Killing subprocess )"
+    r"^(?:\[|\d{4}-\d\d|[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b|={4}|-{4}|\{|srun|slurm|Traceback"
+    r"|Killing subprocess )"
 )
 
 
