@@ -176,7 +176,8 @@ class Tracer:
                 self.noise.add(part.local, name if part.kind == "full" else f"{name}/{self.rank}")
             fields = {**part.fields(), "shape": parameter.shape, "dtype": parameter.dtype}
             self.add("state", part.sketch(), w="initial", n=name, **fields)
-        self._watch(parameter.held, name)
+        if not isinstance(parameter, layout.FlatParameter):
+            self._watch(parameter.held, name)
 
     def _watch(self, tensor: torch.Tensor, name: str) -> None:
         """See each gradient that arrives at a parameter, or at what stands for it in a forward (FSDP)."""

@@ -175,7 +175,7 @@ def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: b
     flat = set(found)
     for module, name in names.items():
         for attribute, tensor in module._parameters.items():
-            if tensor is None or (id(module), attribute) in flat or type(tensor).__name__ == "FlatParameter":
+            if tensor is None or (id(module), attribute) in flat or getattr(tensor, "_is_flat_param", False):
                 continue
             if id(tensor) in found:
                 found[id(tensor)].owners.append((module, attribute))
