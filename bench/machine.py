@@ -26,12 +26,14 @@ def machine() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Round every float of a JSON value to four digits."""
+    """Round every float of a JSON value to four digits after the point; small ones to four digits."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list):
         return [rounded(each) for each in value]
-    return round(value, 4) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return round(value, 4) if abs(value) >= 0.1 else float(f"{value:.4g}")
 
 
 def write(path: Path, **result: Any) -> None:

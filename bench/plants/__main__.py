@@ -93,7 +93,7 @@ def total(results: tuple[Any, ...]) -> dict[str, tuple[float, float]]:
 def judged(name: str, strategy: str, traces: Traces, world: int) -> dict[str, Any]:
     """Plant one error in one strategy; return what it did and what the comparison says."""
     kind = planted.ERRORS[name]
-    row: dict[str, Any] = {"kind": name, "strategy": strategy}
+    row: dict[str, Any] = {"kind": name, "what": kind.__doc__, "strategy": strategy}
     if strategy in kind.cannot:
         return {**row, "cannot": kind.cannot[strategy]}
     words = ("--strategy", strategy, *kind.options)
@@ -153,6 +153,8 @@ def main(words: list[str] | None = None) -> None:
         shutil.rmtree(folder)
     if arguments.out != Path("/dev/null"):
         write(arguments.out, wall_s=time.time() - began, planted=rows, healthy=clean)
+    if arguments.out == HERE / "plants.json":
+        table.write(arguments.out)
     print(table.totals(rows, clean))
 
 

@@ -439,11 +439,7 @@ class Unreduced(Error):
         if self.strategy == "zero3":
             from deepspeed.runtime.comm import coalesced_collectives
 
-            def own_part(part: torch.Tensor, whole: torch.Tensor, *_: Any, **__: Any) -> Any:
-                part.copy_(whole.chunk(self.args.world)[self.rank])
-                return type("Done", (), {"wait": lambda self: None})()
-
-            coalesced_collectives.torch_reduce_scatter_fn = own_part
+            coalesced_collectives._torch_reduce_scatter_fn = lambda *_, **__: None  # leaves this rank's own part
 
 
 def without_collectives(call: Callable[[], Any]) -> Any:
@@ -760,6 +756,7 @@ class SkippedStep(Error):
 
     def wrapped(self, module: Any, optimizer: Any) -> None:
         if self.strategy == "zero2":
+            optimizer.check_grad_overflow = True
             optimizer.has_overflow = lambda *_, **__: self.step == 1
         if self.strategy == "zero3":
             check = optimizer._overflow_check_and_loss_scale_update

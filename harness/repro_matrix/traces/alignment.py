@@ -158,7 +158,8 @@ class Step:
         ids: list[Hashable] = []
         for (ranks, micro), rows in blocks.items():
             samples = self.ids.get((ranks[0], micro), [])
-            call = tuple(samples)
+            # One row for all samples (positions, say) is the same in every call; another tensor is its call's.
+            call = () if event["shape"][:1] == [1] and key.kind != "bwd" else tuple(samples)
             ids += (
                 samples
                 if len(samples) == len(rows) and event["b"]

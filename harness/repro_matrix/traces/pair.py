@@ -190,6 +190,7 @@ class Pair:
                 if sample in self.other.samples and sample not in self.weights and trusted.norms[row] > 0:
                     scale, rest = factor(trusted.values[row], other.values[match])
                     if np.isfinite(scale) and scale:
+                        scale = scale if rest < 0.1 else self.expected_weight  # another gradient, not a scaled one
                         self.weights[sample] = scale, rest, self.other.samples[sample]
         self.shapes_differ.clear()  # they are counted where tensors are compared
 
@@ -202,8 +203,8 @@ class Pair:
         if self.weights:
             scales, rests, owners = zip(*self.weights.values())
             weights = np.array(scales)[:, None] / self.expected_weight
-            # Where the direction changed by more than the scale, the gradient differs and not its weight.
-            weights[np.abs(weights[:, 0] - 1) < np.array(rests)] = 1.0
+            # Where the direction changed too, the gradient differs and not its weight.
+            weights[0.1 * np.abs(weights[:, 0] - 1) < np.array(rests)] = 1.0
             self.add("loss weight", Key("loss", "loss"), np.ones_like(weights), weights, owners)
 
     def _compare_local(self, key: Key) -> None:
