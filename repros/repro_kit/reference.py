@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Optional
 
 from repro_kit import cache_key as depends
+from repro_kit import tracing
 from repro_kit.norms import digest, norm
 from repro_kit.reference_cache import Common, short
 from repro_kit.run import Run
@@ -65,10 +66,16 @@ class Runs:
         if self._taken(model, local):
             return
         if local == 0:
+            tracing.side("trusted")
             self._plain()
+            for seed, name in enumerate(tracing.NOISE if tracing.active() else (), 1):
+                tracing.side(name, seed)
+                train_alone(self.start, self._loss, run.steps, lr, lambda steps, model: None, self.on_disk)
         if local == helpers - 1:
+            tracing.side("perturbed")
             self._perturbed()
             self._share()
+        tracing.side()
 
     # --- results
 

@@ -42,6 +42,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
+from repro_kit import tracing
 from repro_kit.machine import machine_facts
 from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, collectives, nccl_environment
 from repro_kit.record import Record, clip, describe_exception, holds, plain
@@ -391,7 +392,9 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
             run.phase("init_process_group")
             run.init_process_group()
         run.phase("body")
+        tracing.install(rank, world)
         body(run)
+        tracing.close()
         if "torch" in sys.modules:
             from repro_kit.instrumentation import finish
 

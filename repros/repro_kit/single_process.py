@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Optional, Protocol, Union
 
+from repro_kit import tracing
 from repro_kit.norms import each_chunk
 from repro_kit.offloaded_model import Streamed
 from repro_kit.weights import Weights
@@ -142,7 +143,9 @@ def one_step(start: Start, seen: Seen, lr: float, loss_of: Callable[[nn.Module],
     if isinstance(seen, Streamed):
         return seen.step(loss_of)
     loss = loss_of(seen)
-    with updated_at_once(seen.parameters(), lr) if start.drawn else stepped(torch.optim.SGD(seen.parameters(), lr=lr)):
+    at_once = start.drawn and not tracing.active()  # a trace needs the gradients, and an optimizer
+    optimizer = None if at_once else torch.optim.SGD(seen.parameters(), lr=lr, foreach=False)
+    with updated_at_once(seen.parameters(), lr) if optimizer is None else stepped(optimizer):
         loss.backward()
     return loss.item()
 

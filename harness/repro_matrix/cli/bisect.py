@@ -9,8 +9,6 @@ from pathlib import Path
 
 from repro_matrix.cli import options
 from repro_matrix.config.schema import VARIANT
-from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import StackError, spec
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
@@ -46,6 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--repo", metavar="DIR", help="a local git clone of the package, to find the commit; the clone is only read")
     add("--max-probes", type=options.number(3), metavar="N", help="at most N probes in each search")
     options.releases(parser)
+    text = "the failure: a number of the training differs from the good end's by more than rounding; names the module"
+    add("--numbers", action="store_true", help=text)
+    options.trace(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -83,6 +84,12 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     script, base, settings = options.script_of(args, needs_limit=False)
     _check_ends(args.good, args.bad)
     prober = ScriptProber(script, log, threading.Event(), settings.repeat)
+    if args.numbers:
+        if args.any_change or args.checks or settings.repeat:
+            raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
+        from repro_matrix.external.compare import NumbersProber  # numpy
+
+        prober = NumbersProber(script, options.window(args), log, threading.Event())
     if not is_release(args.good):
         args.good, args.bad, notes = endpoints(args.good, args.bad, script.results)
         prober.notes += notes
@@ -94,11 +101,4 @@ def _check_ends(good: str, bad: str) -> None:
     if is_release(good) != is_release(bad):
         raise ConfigError(f"--good {good} --bad {bad}: give two releases of a package, or two stacks.")
     for side, text in () if is_release(good) else (("good", good), ("bad", bad)):
-        wanted = spec.parse(text)
-        if wanted.file and not wanted.file.exists():
-            raise ConfigError(f"{wanted.base}: there is no such file")
-        try:
-            stacks.check(text)
-        except StackError as error:
-            takes = "a release (4.45.2), a stack, an interpreter (python:PATH), or a lock file"
-            raise ConfigError(f"--{side} {text}: {error}; --{side} takes {takes}") from None
+        options.check_stack(side, text)

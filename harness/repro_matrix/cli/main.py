@@ -36,6 +36,7 @@ GROUPS = {
     "search": {
         "versions": "measure in which releases of a package each variant of a case reproduces",
         "bisect": "find the release, package or commit that changed a result",
+        "compare": "find the first number of your training that differs between two stacks",
         "upgrade": "measure what changes between two stacks, and which package changed it",
         "reduce": "find the smallest trigger of a failure: settings, model size, ranks",
     },
@@ -50,8 +51,7 @@ GROUPS = {
     },
 }
 COMMANDS = {command: text for group in GROUPS.values() for command, text in group.items()}
-HELP = """Which known distributed-training failures reproduce on this stack, and do their fixes still work?
-Usage: repro COMMAND [ARGUMENT ...]    repro COMMAND --help    repro --version
+HELP = """Which known training failures reproduce here? repro COMMAND --help, repro --version
 {commands}
 Exit codes: 0 as expected, 1 unexpected, 2 usage error, 3 incomplete, 70 defect, 130 interrupted
 """

@@ -23,6 +23,7 @@ from repro_matrix.text import log
 if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
     from repro_matrix.external.adhoc_case import Failure, Script
+    from repro_matrix.external.compare import Window
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
 
@@ -73,13 +74,9 @@ def case_or_script(parser: argparse.ArgumentParser, **values: Any) -> None:
 
 
 def script(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("a script of your own (./train.py, or a command line after --)").add_argument
-    add("--nproc", type=number(1), metavar="N", help="ranks (default: 2)")
-    text = "an argument of the script, or several in quotes; may be repeated: --args --bf16 --args '--lr 1e-4'"
-    add("--args", action="append", default=[], metavar="ARGS", dest="script_args", help=text)
+    add = launch(parser).add_argument
     text = "when the script ends: parameters equal on all ranks, or finite with their gradients; may be repeated"
     add("--check", action="append", default=[], choices=("replicas", "finite"), dest="checks", help=text)
-    add("--module", action="store_true", help="the first argument is a module, as of python -m")
     add("--error", metavar="'TYPE: REGEX'", help="the failure: an exception of the ranks that failed first")
     add("--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns")
     add("--exit", type=int, metavar="CODE", help="the failure: a rank ends with this code")
@@ -87,6 +84,25 @@ def script(parser: argparse.ArgumentParser) -> None:
     text = "the failure: 'loss > 3.2', of the last such number printed (NAME: 3.4, JSON lines, or /REGEX (GROUP)/)"
     add("--metric", metavar="'NAME > X'", help=text)
     add("--same-failure-as", metavar="LOG", help="the failure: the one that this log shows")
+
+
+def launch(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add how a script is started."""
+    group = parser.add_argument_group("a script of your own (./train.py, or a command line after --)")
+    group.add_argument("--nproc", type=number(1), metavar="N", help="ranks (default: 2)")
+    text = "an argument of the script, or several in quotes; may be repeated: --args --bf16 --args '--lr 1e-4'"
+    group.add_argument("--args", action="append", default=[], metavar="ARGS", dest="script_args", help=text)
+    group.add_argument("--module", action="store_true", help="the first argument is a module, as of python -m")
+    return group
+
+
+def trace(parser: argparse.ArgumentParser) -> None:
+    """Add what is traced of a training (launch/worker/tracer)."""
+    add = parser.add_argument_group("what is compared").add_argument
+    add("--steps", type=number(1), default=3, metavar="N", help="trace N steps (default: 3), then end the script")
+    add("--from-step", type=number(0), default=0, metavar="N", help="the first of them (default: 0)")
+    text = "runs of the good side with rounding noise, which measure the tolerances (default: 2)"
+    add("--noise", type=number(1), default=2, metavar="N", help=text)
 
 
 def overrides(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +179,20 @@ def case_of(args: argparse.Namespace, refused: Mapping[str, str] | None = None) 
     return case, ask([f"case={args.case}", *texts]), stack or case.requires.stack or "current"
 
 
+def check_stack(side: str, text: str) -> None:
+    """Raise ConfigError where ``--good`` or ``--bad`` names no stack, before anything is built."""
+    from repro_matrix.environment import stacks
+
+    wanted = stacks.spec.parse(text)
+    if wanted.file and not wanted.file.exists():
+        raise ConfigError(f"{wanted.base}: there is no such file")
+    try:
+        stacks.check(text)
+    except stacks.StackError as error:
+        takes = "a release (4.45.2), a stack, an interpreter (python:PATH), or a lock file"
+        raise ConfigError(f"--{side} {text}: {error}; --{side} takes {takes}") from None
+
+
 def stopped(error: Stopped) -> int:
     """Print why a search ended early, and return its exit code."""
     log(f"stopped: {error}. The probes are stored; the same command continues.")
@@ -170,6 +200,13 @@ def stopped(error: Stopped) -> int:
 
 
 # For main, if a script is given
+
+
+def window(args: argparse.Namespace) -> Window:
+    """Return what is traced."""
+    from repro_matrix.external.compare import Window
+
+    return Window(args.steps, args.from_step, args.noise)
 
 
 def names_script(args: argparse.Namespace) -> bool:
@@ -180,7 +217,8 @@ def names_script(args: argparse.Namespace) -> bool:
 
 
 def _failures(args: argparse.Namespace) -> list[str]:
-    return [name for name in (*FAILURES, "same_failure_as") if getattr(args, name) is not None]
+    named = [name for name in (*FAILURES, "same_failure_as") if getattr(args, name, None) is not None]
+    return [*named, *(["numbers"] if getattr(args, "numbers", False) else [])]
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -203,7 +241,7 @@ def _failure_of(args: argparse.Namespace) -> Failure:
     if len(names) > 1:
         one, other = (name.replace("_", "-") for name in names[:2])
         raise ConfigError(f"--{one} and --{other} both describe the failure. Give one of them.")
-    if not names:
+    if not names or names == ["numbers"]:
         return adhoc_case.Failure()
     value = getattr(args, names[0])
     if names[0] in FAILURES:
@@ -241,7 +279,7 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     if needs_limit and failure.needs_limit:
         text = "write NAME > NUMBER; only a bisection can find the limit itself"
         raise ConfigError(f"--metric {failure.text!r}: {text}.")
-    checks = tuple(sorted(set(args.checks)))
+    checks = tuple(sorted(set(getattr(args, "checks", ()))))
     failure = adhoc_case.with_checks(failure, checks) if checks else failure
     env, results = tuple(sorted(settings.env.items())), adhoc_case.results_folder(settings.results)
     deadline = settings.deadline or adhoc_case.DEADLINE_S
@@ -259,9 +297,10 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         before, command = before[:cut], before[cut + 1 :]
         if not command:
             raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
-    while "--args" in parser._option_string_actions and "--args" in before[:-1]:  # argparse refuses a value with a dash
-        place = before.index("--args")
-        before[place : place + 2] = [f"--args={before[place + 1]}"]
+    for option in ("--args", "--good-args", "--bad-args"):  # argparse refuses a value with a dash
+        while option in parser._option_string_actions and option in before[:-1]:
+            place = before.index(option)
+            before[place : place + 2] = [f"{option}={before[place + 1]}"]
     try:
         args, late = parser.parse_known_args(before)  # late: overrides after an option
     except ConfigError as error:

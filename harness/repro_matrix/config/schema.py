@@ -378,6 +378,7 @@ class AdhocCase(Case):
     log: str = ""  # the lines to keep from the ranks' logs
     metric: Metric | None = None
     checks: tuple[str, ...] = ()  # of its ranks' parameters when they end: replicas, finite
+    trace: dict[str, str] | None = None  # it is traced, with these variables (launch/worker/tracer)
 
     @model_validator(mode="after")
     def _coherent(self) -> AdhocCase:

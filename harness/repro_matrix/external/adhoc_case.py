@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from repro_matrix.external.log_scan import scan
 from repro_matrix.grading.observation import Attempt, RaisedException, raised_chain
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
+from repro_matrix.launch.torchrun import WORKER
 from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Made
 from repro_matrix.records.outcome import Outcome
@@ -45,6 +46,7 @@ SIGNATURE = "failure"
 CHECKS = {"replicas": ("replicas_equal", "parameters differ between ranks"),
           "finite": ("parameters_finite", "parameters or gradients are not finite")}  # fmt: skip
 STRATEGY = "script"
+TRACER = WORKER.with_name("tracer") / "__init__.py"
 MODEL = "own"  # slug of the model axis: the script brings its own
 _OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`, never imported
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
@@ -301,6 +303,7 @@ class Script:
     deadline_s: float = DEADLINE_S
     env: tuple[tuple[str, str], ...] = ()
     checks: tuple[str, ...] = ()
+    trace: Mapping[str, str] | None = None  # variables of its trace (launch/worker/tracer); None: it has none
 
     @property
     def slug(self) -> str:
@@ -318,6 +321,7 @@ class Script:
             single=command.single, failure=failure.text, log=failure.log, metric=failure.metric, min_ranks=1,
             allow_gpu_sharing=True, launch=launch, axes=schema.Axes(model=[MODEL], strategy=[STRATEGY]),
             pass_criteria=schema.PassCriteria(kind="training", checks=checks), checks=self.checks,
+            trace=self.trace and dict(self.trace),
             variants={VARIANT: schema.Variant(role="unfixed")},
         )  # fmt: skip
         return case.model_copy(update={"signatures": list(failure.signatures)})  # a user's script may raise it itself
@@ -330,6 +334,7 @@ class Script:
         options = {"command": list(command.argv), "folder": os.getcwd(), "code": _code(command.script), "log": case.log,
                    "metric": number, "deadline": case.launch.deadline}  # fmt: skip
         options |= {"checks": list(self.checks)} if self.checks else {}
+        options |= {"trace": [*self.trace.items(), _code(TRACER)]} if self.trace is not None else {}
         overrides = (f"id={short_hash(json.dumps([options, self.env, command.nproc]))[:10]}",)
         raw = case.model_dump(mode="json", include={"slug", "launch", "pass_criteria", "steps"})
         raw["variants"] = {VARIANT: {}}

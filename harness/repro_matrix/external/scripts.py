@@ -49,9 +49,12 @@ class ScriptProber(Prober):
         script = self.script
         texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
         texts += [written(f"env.{name}", value) for name, value in script.env]
-        words = shlex.split(script.command.shown)
-        here = [os.path.relpath(word) if word.startswith(os.getcwd() + os.sep) else word for word in words]
-        return ["repro", "run", *texts, f"stack={spec}", "--", *here]
+        return ["repro", "run", *texts, f"stack={spec}", "--", *self.words()]
+
+    def words(self) -> list[str]:
+        """Return the script's own command line, with paths as from here."""
+        words = shlex.split(self.script.command.shown)
+        return [os.path.relpath(word) if word.startswith(os.getcwd() + os.sep) else word for word in words]
 
     def learn(self, good: Target, bad: Target) -> None:
         """Complete the definition of the failure from the ends. Raises ConfigError or MeasureError."""

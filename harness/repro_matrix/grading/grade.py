@@ -82,6 +82,9 @@ def grade(
     if variant == "unfixed" and outcome.outcome in ("other_failure", "passed"):
         near = near_misses(case.signatures, attempt, failures)
         outcome = replace(outcome, reason=f"{outcome.reason} (nearly {near})") if near else outcome
+    place = observation.get("place")
+    if place and outcome.check and outcome.outcome == "other_failure":
+        outcome = replace(outcome, reason=f"{outcome.reason}; with a trace: {place['sentence']}")
     failed = failed_checks(case, attempt) if outcome.outcome == "other_failure" and primary is None else ()
     if isinstance(case, AdhocCase):
         failed = (outcome.check,) if outcome.check else ()

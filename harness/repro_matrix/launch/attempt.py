@@ -35,6 +35,7 @@ from repro_matrix.environment.gpus import RUN_TOKEN
 Json = dict[str, Any]
 
 ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an attempt: how its descendants are found
+TRACE = "REPRO_TRACE"  # the folder of its trace, which outlives the attempt
 PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
 
 _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
@@ -105,6 +106,7 @@ class Attempt:
     files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
     command: UserCommand | None = None  # instead of the script
     by_hand: str | None = None  # the command that does the same manually, where the settings do not describe it
+    trace: Mapping[str, str] = field(default_factory=dict)  # variables of its trace (worker/tracer); empty: none
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
     references: Path | None = None  # where attempts of this run share their references (repro_kit/reference.py)
 
@@ -246,6 +248,7 @@ def private_environment(attempt: Attempt) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(attempt.cache / "inductor"),
         "TRITON_CACHE_DIR": str(attempt.cache / "triton"),
         **attempt.env,
+        **attempt.trace,
     }
     if attempt.kit is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (attempt.env.get("PYTHONPATH"), str(attempt.kit))))
@@ -265,6 +268,9 @@ def prepare(attempt: Attempt, spec: Json | None = None) -> None:
     remove(attempt.directory)
     for folder in (attempt.records, attempt.logs, attempt.work, attempt.tmp, attempt.cache):
         folder.mkdir(parents=True, mode=0o700)
+    if attempt.trace:
+        shutil.rmtree(attempt.trace[TRACE], ignore_errors=True)
+        Path(attempt.trace[TRACE]).mkdir(parents=True)
     if attempt.keep:
         (attempt.directory / "keep").touch()
     settings = json.dumps(attempt.full_settings(), indent=1)

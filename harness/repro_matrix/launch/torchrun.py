@@ -141,7 +141,7 @@ def user_environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
     hooks |= {"REPRO_CHECKS": "1"} if command.checks else {}
     return {
         **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
-        **added, **own_values, **hooks, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **added, **own_values, **hooks, **attempt.trace, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }  # fmt: skip
 
 

@@ -261,6 +261,13 @@ class Attempt(TypedDict):
     retry_of: NotRequired[InfraError]
 
 
+class Trace(TypedDict):
+    """The trace of a user's script. ``folder``: in its results folder."""
+
+    folder: str
+    bytes: Count
+
+
 class Line(TypedDict):
     """A line of a log that a user's failure definition looks for. ``rank`` -1: the launcher's log."""
 
@@ -280,7 +287,11 @@ class Printed(TypedDict):
 
 @open_ended
 class Observation(TypedDict):
-    """Everything that an attempt left. ``printed`` and ``command_exit``: of a user's script only."""
+    """Everything that an attempt left. ``printed``, ``command_exit`` and ``trace``: of a user's script only.
+
+    ``place``: where a training whose check failed begins to differ from the single process, found by a repetition with
+    a trace (repro_matrix.traces.Location, with its ``sentence``).
+    """
 
     schema: Literal[1]
     attempt: Attempt
@@ -288,3 +299,5 @@ class Observation(TypedDict):
     ranks: list[Rank]
     printed: NotRequired[Printed]
     command_exit: NotRequired[int | None]
+    trace: NotRequired[Trace]
+    place: NotRequired[dict[str, Any]]

@@ -217,25 +217,25 @@ def render_site(page: Page) -> dict[str, str]:
 def _render(template: str, page: Page, title: str, address: Callable[[str], str], cases: Iterable[Any]) -> str:
     folder = Path(__file__).parent / "templates"
     css, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    return _environment().get_template(template).render(
+    return environment().get_template(template).render(
         page=page, title=title, at=address, cases=tuple(cases), css=Markup(css), script=Markup(script),
-        policy=_policy(css, script),
+        policy=policy(css, script),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    made = Environment(
         loader=PackageLoader("repro_matrix.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined, finalize=_harmless,
     )  # fmt: skip
-    environment.globals |= {"symbols": SYMBOLS, "kinds": ATTENTION, "states": CASE_STATES}
-    environment.filters |= {
+    made.globals |= {"symbols": SYMBOLS, "kinds": ATTENTION, "states": CASE_STATES}
+    made.filters |= {
         "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "proof": proof,
         "setting": lambda value: "not set" if value is None else format_value(value),
         "ranks": list_ranks, "counted": counted, "shell": shlex.join,
     }  # fmt: skip
-    return environment
+    return made
 
 
 def _harmless(value: Any) -> Any:
@@ -293,7 +293,7 @@ def _check(check: Mapping[str, Any]) -> str:
     return f"{check['name']} {line(actual, 60)} ({line(', '.join(filter(None, parts)), 80)})"
 
 
-def _policy(css: str, script: str) -> str:
+def policy(css: str, script: str) -> str:
     """Return a content security policy: nothing is loaded, and only our own script runs."""
     style, code = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in (css, script))
     ours = f"style-src 'sha256-{style}'; script-src 'sha256-{code}'"

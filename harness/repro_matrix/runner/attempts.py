@@ -34,6 +34,7 @@ from repro_matrix.records.document import Accelerator, Document, Made, Probe, Pr
 from repro_matrix.results import runs
 from repro_matrix.results.store import stack_label
 from repro_matrix.results.summary import Row
+from repro_matrix.runner import tracing
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 
 if TYPE_CHECKING:
@@ -69,9 +70,12 @@ def run_attempt(
     try:
         stack = session.stacks[plan.stack]
         attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
-        attempt = replace(attempt, keep=session.settings.keep_files, references=place.run_dir / REFERENCES)
+        shared = None if attempt.trace else place.run_dir / REFERENCES  # a traced attempt makes its own
+        attempt = replace(attempt, keep=session.settings.keep_files, references=shared)
         launcher = CommandLauncher() if attempt.command else place.launcher
         observation = cast(Observation, launcher.launch(attempt, stop))
+        if attempt.trace:
+            tracing.keep(attempt, observation, runs.results_folder(session.settings))
     except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
         observation = infra_error(plan, "launch", f"the harness could not launch it: {text}")
@@ -95,6 +99,8 @@ def recipe(
     if isinstance(case, AdhocCase):
         number = (case.metric.pattern, case.metric.name) if case.metric else ("", "")
         command = UserCommand(case.argv, case.plain, case.single, case.log, *number, case.checks)
+    options = case.trace if isinstance(case, AdhocCase) else plan.settings.get("trace")
+    trace = {} if options is None else tracing.variables(run_dir / tracing.TRACES / identity, options)
     # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py); later ones win.
     env = {**(stack.environment({}) if stack else {}), **case.launch.env, **plan.settings.get("env", {})}
     return Attempt(
@@ -116,6 +122,7 @@ def recipe(
         stack_cache=cache_dir() / "stack-caches" / stack.key if stack and not command else None,
         command=command,
         by_hand=case.title if command else None,
+        trace=trace,
     )
 
 

@@ -22,6 +22,7 @@ from repro_matrix.records.document import Document
 from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.results import runs, summary
 from repro_matrix.results.store import Store, code_hashes, provenance
+from repro_matrix.runner import tracing
 from repro_matrix.runner.attempts import (
     GPU_FAILURE,
     Workplace,
@@ -239,6 +240,8 @@ class Engine:
         plan = replace(plan, deadline=task.deadline or plan.deadline)
         if task.env:
             plan = replace(plan, settings={**plan.settings, "env": {**plan.settings.get("env", {}), **task.env}})
+        if task.trace:
+            plan = replace(plan, settings={**plan.settings, "trace": {}})
         self._running[pool.submit(run_attempt, self.session, self.place, plan, gpus, running.stop)] = running
         return True
 
@@ -275,6 +278,8 @@ class Engine:
         cell = self._cells[task.cell]
         if observation["attempt"]["interrupted"]:
             return  # no result: --resume repeats it, and its cell is not complete
+        if task.trace:
+            return self._explain(cell, task, observation)
         changes = plan_retry(observation, gpus, self.session.settings.gpu_deadline_cap)
         if changes:
             self.schedule.repeat(task, changes)
@@ -287,13 +292,7 @@ class Engine:
         attempt = observation["attempt"]
         outcome = grade.grade(self._cases[cell.plan.cell.case], task.variant, observation, self._cases).to_json()
         cell.document["variants"][task.variant]["attempts"].append({"observation": observation, "outcome": outcome})
-        self._summary.attempts += 1
-        self._summary.cpu_s += attempt["cpu_s"] or 0.0
-        if attempt.get("cold_start_reason"):
-            self._summary.torchrun_reasons[attempt["cold_start_reason"].splitlines()[0]] += 1
-        took, expected = attempt["wall_s"], task.seconds
-        ended = Event("attempt", cell.plan, task.variant, task.index, outcome, wall_s=took, seconds=expected)
-        self.on_event(ended)
+        self._count(cell, task, observation, outcome)
         if cell.left:
             self.store.save(cell.path, cell.document)
         else:
@@ -307,6 +306,39 @@ class Engine:
                 "try env.NCCL_P2P_DISABLE=1. --resume continues."
             )
 
+    def _count(self, cell: _Cell, task: Task, observation: Observation, outcome: StoredOutcome) -> None:
+        attempt = observation["attempt"]
+        self._summary.attempts += 1
+        self._summary.cpu_s += attempt["cpu_s"] or 0.0
+        if attempt.get("cold_start_reason"):
+            self._summary.torchrun_reasons[attempt["cold_start_reason"].splitlines()[0]] += 1
+        took, expected = attempt["wall_s"], task.seconds
+        ended = Event("attempt", cell.plan, task.variant, task.index, outcome, wall_s=took, seconds=expected)
+        self.on_event(ended)
+
+    def _explain(self, cell: _Cell, task: Task, observation: Observation) -> None:
+        """Add the place that a repetition with a trace shows to the attempt whose check failed."""
+        case, made = self._cases[cell.plan.cell.case], cell.document["variants"][task.variant]["attempts"][task.index]
+        again = grade.grade(case, task.variant, observation, self._cases)
+        found = observation.get("place") or {"verdict": "inconclusive", "sentence": again.reason}
+        made["observation"]["place"] = {**found, "outcome": again.outcome}
+        made["outcome"] = grade.grade(case, task.variant, made["observation"], self._cases).to_json()
+        self._count(cell, task, observation, made["outcome"])
+        cell.left -= 1
+        if not cell.left:
+            self._settle(cell)
+
+    def _trace(self, cell: _Cell) -> None:
+        """Repeat failed checks with a trace (runner/tracing.py)."""
+        number = self._cells.index(cell)
+        for variant, index in tracing.unexplained(cell.document, self._cases[cell.plan.cell.case]).items():
+            task = replace(self._task(number, cell, variant, index), trace=True)
+            cell.left += 1
+            self.schedule.repeat(task, {})
+            failed = cell.document["variants"][variant]["attempts"][index]["outcome"]["check"]
+            why = f"{cell.plan.cell.key} {variant} is repeated with a trace: check {failed} failed"
+            self.on_event(Event("more", cell.plan, variant, attempts=1, seconds=task.seconds, text=why))
+
     @cached_property
     def _grading_keys(self) -> dict[str, str]:
         return summary.grading_keys(self._cases)
@@ -318,6 +350,9 @@ class Engine:
         document["hardware"]["capabilities"] = recorded_capabilities(document)
         document["verdicts"] = verdicts_of(document, case, older)
         document["verdicts"] = with_expectations(document, case)["verdicts"]
+        self._trace(cell)
+        if cell.left:
+            return self.store.save(cell.path, document)
         document["provenance"]["ended"] = time.time()
         document["complete"] = True
         self.store.save(cell.path, document)

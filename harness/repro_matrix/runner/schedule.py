@@ -44,6 +44,7 @@ class Task:
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
     env: Mapping[str, str] = field(default_factory=dict, hash=False)  # beside the plan's
+    trace: bool = False  # it repeats a failed check of this index with a trace, and is no attempt of its own
 
 
 class Schedule:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
@@ -223,6 +224,7 @@ class Prober(CellRunner):
         self.repeat = self.settings.repeat or self.case.repeat
         self.points: dict[str, Point] = {}
         self.notes: list[str] = []  # how the failure was defined, for the report
+        self.place: dict[str, Any] | None = None  # where the numbers of the bad end differ (external/compare.py)
 
     def learn(self, good: Target, bad: Target) -> None:
         """Define the failure by the two ends if the user did not. A case's file defines its failure."""
@@ -241,6 +243,10 @@ class Prober(CellRunner):
         if target.fixed:
             return stacks.resolve_compatible(target.spec, target.fixed, say=self.say)
         return replace(stacks.resolve(target.spec, say=self.say), name=target.spec)
+
+    def answer(self, document: Document, variant: str) -> Answer:
+        """Return what the variant shows."""
+        return answer_of(self.case.slug, document["variants"].get(variant))
 
     def document(self, target: Target, repeat: int) -> Document:
         """Return the result of a target, measured now unless it is stored."""
@@ -268,8 +274,7 @@ class Prober(CellRunner):
             point = Point(target, dict.fromkeys(self.variants, unknown_answer), wall_s=time.monotonic() - began)
         else:
             document, path, attempts = self.measure(self.request, stack, self.variants, wanted)
-            variants = document["variants"]
-            answers = {variant: answer_of(self.case.slug, variants.get(variant)) for variant in self.variants}
+            answers = {variant: self.answer(document, variant) for variant in self.variants}
             point = Point(
                 replace(target, spec=stack.name), answers, dict(stack.versions), dict(stack.moved), str(path),
                 time.monotonic() - began, attempts,

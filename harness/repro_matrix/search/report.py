@@ -53,6 +53,8 @@ def bisection(search: Search, command: str) -> Data:
     if culprits and not result:
         members = ", ".join(culprits.members or ())
         result = [f"Culprit: {members}." if members else "No package is the culprit by itself."]
+    if prober.place:
+        result.append(f"The numbers first differ here: {prober.place['sentence']}.")
     if search.stopped:
         result.append(f"The search was stopped ({search.stopped}); the same command continues it.")
     failure = getattr(case, "failure", None)  # of a script
@@ -63,7 +65,7 @@ def bisection(search: Search, command: str) -> Data:
         "strategy": cell.strategy, "variant": search.variant, "packages": vars(culprits) if culprits else None,
         "stages": search.stages, "notes": [*prober.notes, *search.notes], "command": command,
         "hardware": f"{profile.name} ({machine.cpu})", "commit": git_state()[0], "result": " ".join(result),
-        "stopped": str(search.stopped) if search.stopped else None, "probes": len(points),
+        "place": prober.place, "stopped": str(search.stopped) if search.stopped else None, "probes": len(points),
         "launched": sum(point.attempts > 0 for point in points),
     }  # fmt: skip
 

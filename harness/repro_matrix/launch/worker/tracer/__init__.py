@@ -24,11 +24,18 @@ def install(folder: str, rank: int, world: int) -> None:
     side("", _integer("REPRO_TRACE_NOISE"))
 
 
-def side(name: str, noise: Optional[int] = None) -> None:
-    """Go on in the file of another side, at step 0: two models that are trained in one process."""
+def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) -> None:
+    """Go on in the file of another side, at step 0: two models that are trained in one process. ``world``: how many
+    ranks train it, if not all."""
     close("side")
     path = os.path.join(place["folder"], f"trace-{place['rank']}{'.' if name else ''}{name}.jsonl")
-    start = {"version": 1, "rank": place["rank"], "world": place["world"], "argv": sys.argv, "versions": versions()}
+    start = {
+        "version": 1,
+        "rank": place["rank"],
+        "world": world or place["world"],
+        "argv": sys.argv,
+        "versions": versions(),
+    }
     start.update(noise=noise, side=name)
     hooks.tracer = Tracer(path, start, noise, _integer("REPRO_TRACE_FROM") or 0, _integer("REPRO_TRACE_STEPS") or 3)
     hooks.install()

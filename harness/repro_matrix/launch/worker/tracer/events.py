@@ -12,6 +12,7 @@ import torch
 
 from . import layout
 from .batches import Batch, floating, losses
+from .ending import leave
 from .sketch import Noise, aside, crc
 from .writer import Writer
 
@@ -51,7 +52,7 @@ class Tracer:
     def __init__(self, path: str, start: Dict[str, Any], noise: Optional[int], first: int, steps: int) -> None:
         self.writer = Writer(path)
         self.noise = None if noise is None else Noise(noise)
-        self.rank, self.first, self.stop = start["rank"], first, first + steps
+        self.rank, self.world, self.first, self.stop = start["rank"], start["world"], first, first + steps
         self.step, self.micro, self.backward_micro, self.quiet_calls = 0, -1, -1, 0
         self.open, self.recording, self.stepped = True, first == 0, False
         self.zero = self.engine_steps = False  # DeepSpeed; its inner optimizer holds flat parameters without names
@@ -114,6 +115,7 @@ class Tracer:
             self.began, self.losses = time.time(), []
         if self.step >= self.stop:
             self.close("window")
+            leave(self.writer.file.name, self.world)
             return False
         self.micro += 1
         quiet = not torch.is_grad_enabled()

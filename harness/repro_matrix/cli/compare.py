@@ -1,0 +1,116 @@
+"""`repro compare SCRIPT --good X --bad Y`: find the first number of a training that differs by more than rounding."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shlex
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from repro_matrix.cli import options
+from repro_matrix.environment import stacks
+from repro_matrix.environment.stacks import lock as locks
+from repro_matrix.environment.stacks.spec import canonical
+from repro_matrix.errors import ConfigError
+from repro_matrix.report.terminal import print_json
+from repro_matrix.runner import workspace
+from repro_matrix.search.algorithms import Stopped
+from repro_matrix.search.bisect import is_release
+from repro_matrix.search.prober import CellRunner
+from repro_matrix.text import log, one_line
+
+EPILOG = """The good side is trusted. It runs three times: as it is, and twice with noise of one unit of rounding,
+which measures how far each tensor may differ. Give what differs between the sides:
+  repro compare ./train.py --good torch2.6-tf4.51 --bad current       stacks, lock files, python:PATH
+  repro compare ./train.py --package transformers --good 5.8.0 --bad 5.9.0
+  repro compare ./train.py --good-nproc 1 --bad-nproc 2               ranks
+  repro compare ./train.py --bad-args '--strategy zero2'              arguments
+  repro compare ./one_process.py ./fsdp.py                            two scripts
+Exit codes: 0 the numbers agree, 1 they differ, 2 usage, 3 inconclusive or less was compared."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("case", metavar="SCRIPT", nargs="?", help="./train.py, of both sides or of the good one")
+    text = "the bad side's own script; stack=, deadline=, results=, env.NAME=value"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="SCRIPT|OVERRIDE", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+    options.launch(parser)
+    for side in ("good", "bad"):
+        add = parser.add_argument_group(f"the {side} side").add_argument
+        add(f"--{side}", metavar="STACK", help="a stack, a lock file, python:PATH, or a release (default: stack=)")
+        add(f"--{side}-nproc", type=options.number(1), metavar="N", help="its ranks (default: --nproc)")
+        text = "arguments of its script, after those of --args"
+        add(f"--{side}-args", action="append", default=[], metavar="ARGS", help=text)
+    options.trace(parser)
+    parser.add_argument("--package", help="the package of two releases (default: transformers)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page: steps across, modules down")
+    parser.set_defaults(command=())
+
+
+def main(args: argparse.Namespace) -> int:
+    from repro_matrix.external import compare  # numpy
+    from repro_matrix.external.adhoc_case import in_shell
+    from repro_matrix.report import comparison
+    from repro_matrix.report.load import write
+
+    (one, base, _), (other, _, _) = (options.script_of(_side(args, side)) for side in ("good", "bad"))
+    specs, notes = _stacks(args, base, one.results)
+    built = [in_shell(replace(stacks.resolve(text, say=log), name=text)) for text in specs]
+    good, bad = (one, built[0]), (other, built[1])
+    if good[0].request().cells[0].key == bad[0].request().cells[0].key and good[1].key == bad[1].key:
+        raise ConfigError(
+            "Both sides are the same. Say what differs: --bad STACK, --bad-nproc N, --bad-args ARGS or a second script."
+        )
+    stop = threading.Event()
+    runner = CellRunner(log, stop)
+    with workspace.interruptible(stop, log), runner:
+        try:
+            found = compare.compare(runner, good, bad, options.window(args), log)
+        except Stopped as stopped:
+            return options.stopped(stopped)
+    command = shlex.join(["repro", "compare", *args.words])
+    data = {**found.to_json(), "notes": notes, "command": command}
+    lines = [one_line(text) for text in (*compare.describe(found), *(f"  note: {text}" for text in notes))]
+    if args.html:
+        write(Path(args.html).expanduser(), comparison.render(data, found.grid(), lines, command))
+    if args.json:
+        print_json(data)
+    else:
+        print("\n".join([*lines, f"  again: {command}"]))
+    return found.exit_code
+
+
+def _side(args: argparse.Namespace, side: str) -> argparse.Namespace:
+    """Return the arguments of `repro run` for one side."""
+    own = copy.copy(args)
+    others = [word for word in args.overrides if "=" not in word]
+    own.overrides = [word for word in args.overrides if "=" in word]
+    if len(others) > 1:
+        raise ConfigError(f"{' '.join(others)}: give at most two scripts, the good one first.")
+    if others and side == "bad":
+        own.case = others[0]
+    more = " ".join(getattr(args, f"{side}_args"))
+    own.nproc = getattr(args, f"{side}_nproc") or args.nproc
+    if args.command:
+        own.command = [*args.command, *shlex.split(more)]
+    else:
+        own.script_args = f"{args.script_args} {more}".strip()
+    return own
+
+
+def _stacks(args: argparse.Namespace, base: str, results: Path) -> tuple[list[str], list[str]]:
+    """Return the specifications of both stacks, and notes on how lock files became stacks. Raises ConfigError."""
+    from repro_matrix.external.lockfiles import endpoints
+
+    def spec_of(side: str, text: str) -> str:
+        if is_release(text):
+            package = canonical(args.package or "transformers")
+            known = locks.releases(package, yanked=True, pre=True)
+            text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
+        options.check_stack(side, text)
+        return text
+
+    good, bad, notes = endpoints(spec_of("good", args.good or base), spec_of("bad", args.bad or base), results)
+    return [good, bad], notes

@@ -1,0 +1,220 @@
+"""Compare the numbers of two trainings of users' scripts: two stacks, numbers of ranks, sets of arguments or scripts.
+
+Each side is launched once with a trace (launch/worker/tracer), and the good one again with noise of one unit of
+rounding, which measures the tolerance of every tensor (repro_matrix.traces). Runs are stored like those of
+`repro run ./train.py`, with their traces beside them, and none is repeated. ``NumbersProber`` asks the same question at
+each probe of a bisection.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.config.schema import VARIANT
+from repro_matrix.config.vocabulary import RELEVANT
+from repro_matrix.environment.stacks import Stack, differences
+from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.external.adhoc_case import Script
+from repro_matrix.external.scripts import ScriptProber
+from repro_matrix.records.document import Document, Made
+from repro_matrix.results import runs
+from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, CellRunner, Say, Target
+from repro_matrix.text import counted, first_line
+from repro_matrix.traces.comparison import grid, locate
+from repro_matrix.traces.location import Location
+from repro_matrix.traces.reader import Trace, read
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps that are traced, and how many runs of the good side have noise."""
+
+    steps: int = 3
+    first: int = 0
+    noise: int = 2
+
+    def variables(self, noise: int | None = None) -> dict[str, str]:
+        """Return the tracer's variables; after the window it ends the script. ``noise``: the seed of its signs."""
+        found = {"REPRO_TRACE_STEPS": str(self.steps), "REPRO_TRACE_FROM": str(self.first), "REPRO_TRACE_STOP": "1"}
+        return {**found, **({} if noise is None else {"REPRO_TRACE_NOISE": str(noise)})}
+
+    def words(self) -> list[str]:
+        """Return the options that differ from the usual ones."""
+        options = {"--steps": (self.steps, 3), "--from-step": (self.first, 0), "--noise": (self.noise, 2)}
+        return [word for name, (value, usual) in options.items() if value != usual for word in (name, str(value))]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One traced run. ``launched``: now; else it was stored."""
+
+    script: Script
+    stack: Stack
+    made: Made
+    trace: Trace
+    document: Path
+    launched: bool
+
+    @property
+    def problem(self) -> str:
+        """Return how the script failed, or nothing."""
+        outcome = self.made["outcome"]
+        return "" if outcome["outcome"] == "passed" else first_line(outcome["reason"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "command": self.script.command.shown, "ranks": self.script.command.nproc, "stack": self.stack.name,
+            "versions": dict(self.stack.versions), "outcome": self.made["outcome"]["outcome"], "problem": self.problem,
+            "document": str(self.document), "trace": str(self.trace.folder), "launched": self.launched,
+        }  # fmt: skip
+
+
+def traced(runner: CellRunner, script: Script, stack: Stack, window: Window, noise: int | None = None) -> Traced:
+    """Launch a script with a trace, or read what is stored. Raises Stopped, and MeasureError where nothing ran."""
+    script = replace(script, trace=window.variables(noise))
+    request = script.request()
+    while True:
+        document, path, launched = runner.measure(request, stack, [VARIANT], 1)
+        made = document["variants"][VARIANT]["attempts"][0]
+        stored = made["observation"].get("trace")
+        if stored is None:
+            raise MeasureError(f"{script.command.shown} on stack {stack.name}: {made['outcome']['reason']}")
+        folder = runs.results_folder(request.settings) / stored["folder"]
+        if launched or folder.is_dir():
+            return Traced(script, stack, made, read(folder), path, launched > 0)
+        path.unlink()  # its trace was removed: measure it again
+
+
+@dataclass(frozen=True)
+class Comparison:
+    location: Location
+    good: Traced
+    bad: Traced
+    noise: Sequence[Traced]
+
+    @property
+    def exit_code(self) -> int:
+        return {"agrees": 0, "differs": 1}.get(self.location.verdict, 3)
+
+    def grid(self) -> dict[str, Any]:
+        """Return steps across, modules down (traces.comparison.grid)."""
+        return grid(self.good.trace, self.bad.trace, [each.trace for each in self.noise])
+
+    def to_json(self) -> dict[str, Any]:
+        location = self.location
+        return {
+            "schema": 1, "verdict": location.verdict, "sentence": location.sentence(), "location": location.to_json(),
+            "good": self.good.to_json(), "bad": self.bad.to_json(), "noise": [each.to_json() for each in self.noise],
+            "versions": {name: list(pair) for name, pair in changed_versions(self.good.stack, self.bad.stack).items()},
+        }  # fmt: skip
+
+
+def compare(
+    runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, Stack], window: Window, say: Say
+) -> Comparison:
+    """Launch both sides and the noise runs of the good one. Raises Stopped, and MeasureError where the good side did
+    not train."""
+    before = traced(runner, *good, window)
+    check_trained(before)
+    after = traced(runner, *bad, window)
+    noise = [traced(runner, *good, window, seed) for seed in range(1, window.noise + 1)]
+    location = locate(before.trace, after.trace, [each.trace for each in noise])
+    return Comparison(location, before, after, noise)
+
+
+def changed_versions(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
+    """Return the packages that differ, the usual causes of failures first."""
+    pairs = differences(good.versions, bad.versions)
+    return {name: pairs[name] for name in dict.fromkeys([*RELEVANT, *sorted(pairs)]) if name in pairs}
+
+
+def check_trained(found: Traced) -> None:
+    """Raise MeasureError where the trusted side made no step: there is nothing to compare with."""
+    if not found.trace.steps:
+        problem = found.problem or "it ended by itself. Does it train? Is --from-step beyond its last step?"
+        raise MeasureError(f"{found.script.command.shown} on stack {found.stack.name} made no traced step: {problem}")
+
+
+# -- as lines for a terminal
+
+
+def describe(found: Comparison) -> Iterator[str]:
+    """Yield the answer first, then what supports it."""
+    location, coverage = found.location, found.location.coverage
+    yield location.sentence()
+    if location.last_agreeing:
+        yield f"  the last that agrees: {location.last_agreeing}"
+    yield from (f"  also: {text}" for text in location.also)
+    stages = ", ".join(f"{name} {count}" for name, count in coverage.stages.items())
+    yield f"  compared: {counted(coverage.aligned, 'tensor')}" + (f" ({stages})" if stages else "")
+    lost = {"without a counterpart": coverage.not_aligned, "of other shapes": coverage.shapes_differ,
+            "modules renamed": len(coverage.renamed)}  # fmt: skip
+    if any(lost.values()):
+        yield "  not compared: " + ", ".join(f"{count} {name}" for name, count in lost.items() if count)
+    alone = {"good": coverage.only_trusted, "bad": coverage.only_suspect}
+    yield f"  samples: {coverage.shared} on both sides" + "".join(
+        f", {count} only on the {name} side" for name, count in alone.items() if count
+    )
+    for name, side, strategy in (("good", found.good, coverage.trusted), ("bad", found.bad, coverage.suspect)):
+        yield f"  {name}: {side.script.command.shown} on stack {side.stack.name}; what ran: {strategy or 'unknown'}"
+        if side.problem:
+            yield f"    it did not end well: {side.problem}"
+    changed = changed_versions(found.good.stack, found.bad.stack)
+    pairs = [f"{name} {one or 'absent'} -> {other or 'absent'}" for name, (one, other) in changed.items()]
+    yield "  versions: " + (", ".join(pairs) or "the same on both sides")
+    yield from (f"  note: {text}" for text in coverage.notes)
+
+
+# -- bisections
+
+
+class NumbersProber(ScriptProber):
+    """The failure is a difference from the good end that rounding does not explain, at the place where the bad end
+    first differs. A difference elsewhere is another failure."""
+
+    def __init__(self, script: Script, window: Window, say: Say, stop: threading.Event) -> None:
+        self.window = window
+        super().__init__(replace(script, trace=window.variables()), say, stop)
+
+    def learn(self, good: Target, bad: Target) -> None:
+        """Trace the good end, also with noise, and define the failure by the bad end."""
+        stack = self.resolve(good)
+        self.good = traced(self, self.script, stack, self.window)
+        check_trained(self.good)
+        seeds = range(1, self.window.noise + 1)
+        self.noise = [traced(self, self.script, stack, self.window, seed).trace for seed in seeds]
+        found = self.locate(traced(self, self.script, self.resolve(bad), self.window).trace)
+        if found.verdict != "differs":
+            raise ConfigError(f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}. "
+                              f"{found.sentence()}")  # fmt: skip
+        self.wanted = (found.stage, found.place)
+        self.place = {**found.to_json(), "sentence": found.sentence()}
+        self.use(replace(self.script.failure, text=f"the numbers differ: {found.stage}, {found.place}"))
+        self.say(f"{bad.name} differs from {good.name}: {found.sentence()}")
+
+    def command(self, spec: str, variant: str) -> list[str]:
+        """Return the `repro compare` command of the good end and a stack."""
+        good = self.good.stack.name
+        if spec == good:
+            return super().command(spec, variant)
+        return ["repro", "compare", "--good", good, "--bad", spec, *self.window.words(), "--", *self.words()]
+
+    def locate(self, suspect: Trace) -> Location:
+        return locate(self.good.trace, suspect, self.noise)
+
+    def answer(self, document: Document, variant: str) -> Answer:
+        answer = super().answer(document, variant)
+        stored = document["variants"][variant]["attempts"][0]["observation"].get("trace")
+        if stored is None:
+            return answer
+        found = self.locate(read(runs.results_folder(self.settings) / stored["folder"]))
+        if found.verdict == "differs" and (found.stage, found.place) == self.wanted:
+            return replace(answer, label=REPRODUCED, detail=found.sentence(), reproductions=1, counted=1)
+        if found.verdict == "agrees":
+            return answer if answer.label != PASSED else replace(answer, detail=found.sentence())
+        detail = found.sentence()
+        return replace(answer, label=None, detail=detail) if answer.label == PASSED else answer

@@ -1,0 +1,76 @@
+"""Traces of attempts (launch/worker/tracer): of a user's script they are kept beside its result and compared later;
+of a case whose check failed, only the place where its training begins to differ from the single process is kept.
+
+Which failed checks are repeated with a trace: those of a training's numbers that are not expected, once for each
+variant, in tiny models. An expected failure has been explained, and tracing it would slow every run down.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from repro_matrix.config.schema import AdhocCase, Case
+from repro_matrix.launch.attempt import TRACE, Attempt
+from repro_matrix.launch.torchrun import WORKER
+from repro_matrix.records.attempt import Observation
+from repro_matrix.records.document import Document
+
+TRACES = "traces"  # in a run's folder, and in the results folder of users' scripts
+# The checks of a training's numbers (repros/repro_kit/reference_checks.py).
+NUMBERS = frozenset({"steps", "loss", "gradient", "updates", "batches", "start"})
+KNOWN = ("expected", "matches_cpu")
+NOISE = 2  # runs with one unit of rounding noise: repros/repro_kit/reference.py
+
+
+def variables(folder: Path, options: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a traced attempt. Hooks of modules are not called in what torch.compile compiles."""
+    return {TRACE: str(folder), "REPRO_WORKER": str(WORKER.parent), "TORCH_COMPILE_DISABLE": "1", **options}
+
+
+def keep(attempt: Attempt, observation: Observation, results: Path) -> None:
+    """Keep what the attempt's trace shows, in the observation or beside the results."""
+    folder = Path(attempt.trace[TRACE])
+    if attempt.command is None:
+        observation["place"] = place(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.is_dir():
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        target = results / TRACES / attempt.id
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(folder, target)
+        observation["trace"] = {"folder": f"{TRACES}/{attempt.id}", "bytes": size}
+
+
+def place(folder: Path) -> dict[str, Any]:
+    """Return where the training differs from the reference that its first rank made, as JSON."""
+    from repro_matrix.traces.comparison import locate  # numpy, which most runs do not need
+    from repro_matrix.traces.reader import read
+
+    try:
+        noise = [read(folder, side=f"noise{number}") for number in range(1, NOISE + 1)]
+        found = locate(read(folder, side="trusted"), read(folder), noise)
+    except (OSError, ValueError) as error:
+        return {"verdict": "inconclusive", "sentence": f"the trace cannot be read: {error}"}
+    return {**found.to_json(), "sentence": found.sentence()}
+
+
+def unexplained(document: Document, case: Case) -> dict[str, int]:
+    """Return the variants to repeat with a trace, each with the index of its first attempt that failed such a check."""
+    if isinstance(case, AdhocCase) or case.pass_criteria.kind != "training" or document["scale"] != "tiny":
+        return {}
+    compared = {name: verdict["expected"] in KNOWN for name, verdict in document["verdicts"].items()}
+    found = {}
+    for name, variant in document["variants"].items():
+        made = variant["attempts"]
+        failed = [index for index, each in enumerate(made) if _is_silent(each["outcome"])]
+        known = compared.get(name, bool(compared) and all(compared.values()))  # unfixed has no verdict
+        if failed and not known and not any("place" in each["observation"] for each in made):
+            found[name] = failed[0]
+    return found
+
+
+def _is_silent(outcome: Mapping[str, Any]) -> bool:
+    return outcome["outcome"] == "other_failure" and outcome["check"] in NUMBERS

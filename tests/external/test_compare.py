@@ -1,0 +1,174 @@
+"""Comparisons of two trainings and bisections by their numbers: simulated traces, no process is started."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from probing import World, before, result, world
+from repro_matrix.cli.main import main
+from repro_matrix.launch.attempt import TRACE, Attempt
+from script_observations import FINE, UPSTREAM, of_attempt, raised, rank, seen
+from simulated import train
+
+__all__ = ["world"]
+Capsys = pytest.CaptureFixture[str]
+Json = dict[str, Any]
+FAILED = seen(rank(0, 1, raised("ValueError", "no data", UPSTREAM)), rank(1), command_exit=1)
+
+
+class Lab:
+    """What each stack plants into a training; None: the script trains nothing."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder, self.launched = world, folder, []
+        self.plant: Callable[[Mapping[str, str], Attempt], str | None] = lambda versions, attempt: ""
+        self.observation: Json = FINE
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+        folder, noise = Path(attempt.trace[TRACE]), attempt.trace.get("REPRO_TRACE_NOISE")
+        self.launched.append(attempt)
+        folder.mkdir(parents=True)
+        plant = self.plant(self.world._pythons[attempt.python].versions, attempt)
+        if plant is not None:
+            how = {"dropout": True, "plant": plant} if plant == "other draws" else {"plant": plant}
+            train(folder, world=attempt.world_size, noise=int(noise) if noise else None, rank=0, **how)
+        found = self.observation if attempt.world_size == 2 else seen(rank(0))
+        return of_attempt(found, attempt)
+
+    def repro(self, *words: str) -> int:
+        return main([*words, f"results={self.folder / 'results'}"])
+
+
+@pytest.fixture
+def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    made = Lab(world, tmp_path)
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print(1)\n")
+    return made
+
+
+RELEASES = ("compare", "./train.py", "stack=base", "--good", "4.39.3", "--bad", "4.41.0")
+RANKS = ("compare", "./train.py", "stack=base", "--good-nproc", "1", "--bad-nproc", "2")
+
+
+def since(release: str, plant: str) -> Callable[[Mapping[str, str], Attempt], str]:
+    return lambda versions, attempt: "" if before(versions, release) else plant
+
+
+def test_two_releases_differ_at_a_module_and_nothing_is_launched_twice(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = since("4.40", "initial weights")
+    data = result(lab.repro, capsys, *RELEASES, "--html", "page.html", code=1)
+    assert data["verdict"] == "differs" and data["location"]["place"] == "layers.0.up.weight"
+    assert data["versions"] == {"transformers": ["4.39.3", "4.41.0"]} and data["location"]["stage"] == "initial weights"
+    page = Path("page.html").read_text()
+    assert data["sentence"] in page and page.count("<tr") > 5 and "s attention" in page
+    assert len(lab.launched) == 4 and [each.trace.get("REPRO_TRACE_NOISE") for each in lab.launched] == [
+        None, None, "1", "2",
+    ]  # fmt: skip
+    again = result(lab.repro, capsys, *RELEASES, code=1)
+    assert len(lab.launched) == 4 and again["sentence"] == data["sentence"] and not again["bad"]["launched"]
+    shutil.rmtree(data["bad"]["trace"])  # as `rm -r` does to save space
+    assert result(lab.repro, capsys, *RELEASES, code=1)["bad"]["launched"] and len(lab.launched) == 5
+    assert result(lab.repro, capsys, *RELEASES, "--steps", "2", code=1)["good"]["launched"]  # another window
+
+
+def test_one_process_and_two_ranks_agree(lab: Lab, capsys: Capsys) -> None:
+    data = result(lab.repro, capsys, *RANKS)
+    assert data["verdict"] == "agrees" and 0 < data["location"]["largest"] < 1
+    assert (data["good"]["ranks"], data["bad"]["ranks"]) == (1, 2)
+    assert main([*RANKS, f"results={lab.folder / 'results'}"]) == 0
+    assert capsys.readouterr().out.startswith(data["sentence"])
+
+
+def test_arguments_and_scripts_tell_the_sides_apart(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = lambda versions, attempt: "buffer" if "--wrong" in attempt.command.argv else ""  # type: ignore[union-attr]
+    words = ("compare", "./train.py", "stack=base", "--args", "--fast", "--bad-args", "--wrong")
+    data = result(lab.repro, capsys, *words, code=1)
+    assert data["location"]["stage"] == "buffer" and data["good"]["command"].endswith("--fast")
+    shutil.copy("train.py", "other.py")
+    data = result(lab.repro, capsys, "compare", "./train.py", "./other.py", "stack=base")
+    assert data["bad"]["command"].endswith("./other.py") and data["verdict"] == "agrees"
+    words = ("compare", "stack=base", "--bad-args", "--wrong", "--", "torchrun", "--nproc-per-node", "2", "train.py")
+    assert main([*words[:2], f"results={lab.folder / 'results'}", *words[2:]]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("./train.py", "stack=base"), "Both sides are the same"),
+        (("./train.py", "stack=base", "--good", "base", "--bad", "bsae"), "no stack named 'bsae'"),
+        (("./trian.py", "stack=base", "--bad-nproc", "1"), "did you mean 'train.py'"),
+        (("./broken.py", "stack=base", "--bad-nproc", "1"), "broken.py"),
+        (("./train.py", "./a.py", "./b.py"), "at most two scripts"),
+        (("./train.py", "--bad-nprox", "1"), "--bad-nproc"),
+        (("--bad-nproc", "1"), "script"),
+        (("./train.py", "stack=base", "--bad", "4.99.0"), "has no release 4.99.0"),
+    ],
+)
+def test_wrong_sides_are_refused_before_a_launch(
+    lab: Lab, capsys: Capsys, words: tuple[str, ...], message: str
+) -> None:
+    Path("broken.py").write_text("for\n")
+    assert lab.repro("compare", *words) == 2
+    assert message in capsys.readouterr().err and not lab.launched
+
+
+def test_script_that_trains_nothing_is_no_comparison(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = lambda versions, attempt: None
+    assert "Does it train?" in result(lab.repro, capsys, *RANKS, code=3)["err"] and len(lab.launched) == 1
+    lab.observation, lab.plant = FAILED, lambda versions, attempt: None if attempt.world_size == 2 else ""
+    data = result(lab.repro, capsys, *RANKS, "--steps", "2", code=3)
+    assert data["verdict"] == "inconclusive" and "ValueError" in data["bad"]["problem"]
+
+
+def test_other_random_draws_on_each_run_are_inconclusive(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = lambda versions, attempt: "other draws"
+    data = result(lab.repro, capsys, *RANKS, code=3)
+    assert data["verdict"] == "inconclusive" and data["location"]["stage"] == "random draws"
+
+
+# -- bisections
+
+BISECT = ("bisect", "./train.py", "stack=base", "--good", "4.37.0", "--bad", "4.45.0", "--numbers")
+
+
+def test_bisect_numbers_finds_release_and_module(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = since("4.40", "initial weights")
+    data = result(lab.repro, capsys, *BISECT)
+    (stage,) = data["stages"]
+    assert stage["exact"] and stage["bad"]["name"].endswith("4.40.0")
+    assert data["place"]["place"] == "layers.0.up.weight" and data["place"]["sentence"] in data["report"]
+    assert stage["bad"]["run"].startswith(
+        "repro compare --good base+transformers@4.37.0 --bad base+transformers@4.40.0"
+    )
+    launched = len(lab.launched)
+    assert result(lab.repro, capsys, *BISECT)["launched"] == 0 and len(lab.launched) == launched
+
+
+def test_bisect_numbers_difference_elsewhere_is_unknown(lab: Lab, capsys: Capsys) -> None:
+    def plant(versions: Mapping[str, str], attempt: Attempt) -> str:
+        return "" if before(versions, "4.39") else "buffer" if before(versions, "4.42") else "initial weights"
+
+    lab.plant = plant
+    (stage,) = result(lab.repro, capsys, *BISECT)["stages"]
+    assert not stage["exact"] and stage["bad"]["name"].endswith("4.42.0") and "rotary" in stage["unknown"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--error", "IndexError"), "both describe the failure"),
+        (("--any-change",), "--any-change"),
+        ((), "do not differ"),
+    ],
+)
+def test_bisect_numbers_needs_a_difference_of_its_own(
+    lab: Lab, capsys: Capsys, words: tuple[str, ...], message: str
+) -> None:
+    assert message in result(lab.repro, capsys, *BISECT, *words, code=2)["err"]
