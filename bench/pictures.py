@@ -36,15 +36,19 @@ def report() -> str:
 
 
 def digests(page: str) -> dict[str, str]:
-    """Return name -> a hash of what the picture shows: the style, and the head and the table or the case's section."""
+    """Return name -> a hash of what the picture shows: the style, and the text of the head and the table or of the
+    case's section, without what is folded."""
     style, head = (
         page[page.index("<style>") : page.index("</style>")],
         page[page.index("<header>") : page.index('<section class="case"')],
     )
     case = re.search(rf'<section class="case" id="{CASE}">.*?</section>', page, re.DOTALL)
     shown = {"": head, CASE: case[0] if case else ""}
+    texts = {
+        anchor: re.sub(r"<details>.*?</details>|<[^>]*>|\s+", " ", shown[anchor], flags=re.DOTALL) for anchor in shown
+    }
     return {
-        name: hashlib.sha256((style + shown[anchor]).encode()).hexdigest()[:16]
+        name: hashlib.sha256((style + texts[anchor]).encode()).hexdigest()[:16]
         for name, (anchor, _, _) in PICTURES.items()
     }
 

@@ -57,6 +57,7 @@ def test_healthy_run() -> None:
     assert head.sentences == [
         "2 of 4 known failures reproduce on torch 2.13.0 + transformers 5.23.0 (CPU).",
         "1 is fixed upstream.", "1 fails with another error.", "All 2 documented fixes work.", "1 of 1 control passed.",
+        "No earlier passing run to compare with.",
     ]  # fmt: skip
     assert not head.attention and not head.differences
 
@@ -129,7 +130,12 @@ def test_changes_since_the_last_passing_run() -> None:
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
     assert head.sentences[-1] == "1 result changed since the last passing run (monday)."
+    assert head.sentences[0] == "1 documented fix stopped working."
     assert head.attention[0].since == "since monday: deepspeed: 0.19.7 -> 0.19.8"
+    assert " ".join(head.attention[0].search).startswith(
+        "repro bisect some-case --good current+deepspeed@0.19.7 --bad current --variant a --any-change model="
+    )
+    assert not since_monday(night("NOT_FIXED", "0.19.7")).attention[0].search, "no release changed"
     assert since_monday(night("FIXED", "0.19.8")).sentences[-1].startswith("Nothing changed")
 
 
@@ -209,6 +215,8 @@ def test_a_fix_that_worked_with_the_release_before_differs() -> None:
 def test_nothing_is_left_out_of_the_documented_fixes() -> None:
     lost = of(night({"a": ("passed", "FIXED"), "b": ("infra_error", "INCONCLUSIVE")}))
     assert lost.fixes == (1, 2) and "1 of 2 documented fixes work; 1 not measured." in lost.sentences
+    assert [row.variant for row in lost.unanswered] == ["b"] and [row.variant for row in lost.new] == ["a"]
+    assert lost.sentences[-1] == "1 variant ran without a result."
     old = night(DEAD, stack={"name": "old", "versions": {"torch": "2.6.0", "transformers": "4.51.3"}})
     both = of(night(WORKS, state="expected"), old)
     assert both.cases[0].failing == ("a",) and both.fixes == (1, 2)

@@ -112,11 +112,12 @@ def test_page_lists_what_needs_attention_first_with_error_fixes_and_commands() -
     assert "DIFFERENT FROM THE CPU" in second and "news" in second
     ids = [attrs["id"] for tag, attrs, _ in parsed.elements if tag == "section" and attrs.get("class") == "case"]
     assert ids[-1] == "quiet"
-    assert symbols(parsed) == {"loud": ["!"], "news": ["!"], "quiet": ["R"]}
+    assert symbols(parsed) == {"loud": ["!"], "news": ["R"], "quiet": ["R"]}
 
 
 def test_only_what_needs_attention_is_red() -> None:
-    calm = shown(cell("NOT_FIXED"), cell("DIFFERENT_FAILURE", case="two"), cell("FIX_BREAKS", case="three"))
+    calm = shown(cell("NOT_FIXED"), cell("DIFFERENT_FAILURE", case="two"), cell("FIX_BREAKS", case="three"),
+                 cell("FIX_BREAKS", "differs_from_cpu", case="four"))  # fmt: skip
     assert not [
         attrs for _, attrs, _ in calm.elements if {"bad", "attention", "fails"} & {*str(attrs.get("class")).split()}
     ]
@@ -137,7 +138,7 @@ def test_only_what_needs_attention_is_red() -> None:
         ((cell(),), ["1 of 1 known failure reproduces", "1 of 1 documented fix works", "0 stopped working"], "R"),
         ((cell(), cell(model="n")), ["1 of 1 known failure reproduces"], "R"),
         ((CONTROL,), ["1 control passes"], "✓"),
-        ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 without an expectation"], "R"),
+        ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 result without an expectation"], "R"),
         ((skipped_cell(),), ["Nothing was measured.", "needs 2 GPUs"], "–"),
     ],
 )

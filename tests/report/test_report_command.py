@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,19 @@ def test_report_of_several_folders_names_the_folder_of_each_cell(tmp_path: Path)
     assert "<h4>one</h4>" in text and "<h4>two</h4>" in text
 
 
-def test_report_shows_the_history_of_nightly_runs(folder: Path, tmp_path: Path) -> None:
+def test_report_shows_the_history_of_nightly_runs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored = cells_of(rows(stored_cell("NOT_FIXED", case=SLUG)))
-    history.store_run(tmp_path, history.make_run("monday", [from_row(row) for one in stored for row in one.rows]))
-    assert main(["report", str(folder), "--history", str(tmp_path)]) == 0
+    run = history.make_run("this run", [from_row(row) for one in stored for row in one.rows], 0)
+    history.store_run(tmp_path, run)
+    command = ["report", str(folder), "--history", str(tmp_path)]
+    assert main([*command, "--format", "text"]) == 0
+    assert "No earlier passing run" in " ".join(capsys.readouterr().out.split()), "a run is not compared with itself"
+    history.store_run(tmp_path, replace(run, run_id="monday", started=run.started - 9))
+    assert main(command) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
-    assert "monday" in text and "these results" in text
+    assert "monday" in text and "these results" in text and "this run" not in text
 
 
 def test_a_site_is_not_written_among_other_files(tmp_path: Path) -> None:

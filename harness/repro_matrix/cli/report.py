@@ -51,13 +51,13 @@ def main(args: argparse.Namespace) -> int:
     if history and history.is_dir() and not (history / FILE).exists():
         print_notes([f"{history}: no {FILE}, so no history is shown. `repro nightly --history` writes one."])
     if args.site:
-        site = load.render_site(load.page(found, folders, history))
+        site = load.render_site(load.page(found, folders))
         load.write_site(Path(args.site), site)
         print(f"{len(site)} pages: {Path(args.site) / 'index.html'}")
         return _exit_code(found)
     if args.format != "html":
         print_notes(found.remarks.all)  # the page shows them itself
-    text = load.render(args.format, found, folders, history, target)
+    text = load.render(args.format, found, folders, target)
     if target is None:
         sys.stdout.write(text)
     else:

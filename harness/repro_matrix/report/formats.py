@@ -159,7 +159,7 @@ def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
     if remarks.damaged:
         out.append(f"**{counted(len(remarks.damaged), 'file')} of evidence cannot be read.**")
         out.append(_list([f"- {escape(text)}" for text in remarks.damaged]))
-    out += [f"**{escape(' '.join(head.sentences))}**", escape(head.measured)]
+    out += [f"**{escape(' '.join(head.sentences), 2000)}**", escape(head.measured)]
     for kind, heading in ATTENTION.items():
         items = [_details(each) for each in head.attention if each.kind == kind]
         out += [f"### {heading.capitalize()}", _list(items, MOST_DETAILS)] if items else []
@@ -216,9 +216,9 @@ def code(text: str) -> str:
     return f"`{line(text, 500).replace('`', chr(39)).replace('|', chr(0xA6))}`" if text else ""
 
 
-def escape(text: str) -> str:
+def escape(text: str, most: int = 200) -> str:
     """Return a text in which nothing is Markdown."""
-    return re.sub(r"([\\`*_{}\[\]<>|~#@!&])", r"\\\1", line(text, 200))
+    return re.sub(r"([\\`*_{}\[\]<>|~#@!&])", r"\\\1", line(text, most))
 
 
 # Issues

@@ -39,7 +39,7 @@ ATTENTION: Mapping[Kind, str] = {
 
 SKIPS = {
     "gpus": "need more GPUs", "accelerator": "need a GPU", "packages": "need other packages",
-    "stack": "need a stack that is not built", "build": "have an extension that cannot be built",
+    "stack": "need a stack that is not built", "build": "need an extension that cannot be built",
     "memory": "need more memory", "weights": "need weights", "same": "equal the unfixed variant here",
 }  # fmt: skip
 GONE = "no longer reproduces"
@@ -70,6 +70,18 @@ class Attention:
             return ""
         nothing = ["no package, no part of the machine and no file of the catalog changed"]
         return f"since {self.change.passing.run_id}: {'; '.join(self.change.moved or nothing)}"
+
+    @property
+    def search(self) -> tuple[str, ...]:
+        """The arguments that find the release, where packages changed since the last passing run."""
+        versions = self.change.versions if self.change else {}
+        before = [f"+{name}@{versions[name][0].partition('+')[0]}" for name in UPSTREAM if name in versions]
+        if not before or any(each.endswith("@none") for each in before):
+            return ()
+        stack = self.row.stack.name
+        variant = () if self.kind == "came_back" else ("--variant", self.row.variant)
+        ends = "--good", stack + "".join(before), "--bad", stack
+        return "repro", "bisect", self.row.case, *ends, *variant, "--any-change", *self.row.axes
 
 
 @dataclass(frozen=True)
@@ -134,12 +146,19 @@ class Headline:
         number = self.kinds["differs_from_cpu"]
         differ = f"{counted(number, 'result')} {_verb('differ', number)} from the CPU"
         new = f"{counted(len(self.new), 'result')} without an expectation"
-        return [differ] * bool(number) + [new] * bool(self.new)
+        unanswered = f"{counted(len(self.unanswered), 'variant')} ran without a result"
+        return [differ] * bool(number) + [new] * bool(self.new) + [unanswered] * bool(self.unanswered)
 
     @cached_property
     def new(self) -> list[Row]:
         """Measured variants with a verdict that have neither an expectation nor a prediction."""
-        return [row for row in self.rows if row.attempts and row.verdict and row.state == "no_expectation"]
+        return [row for row in self.rows if row.attempts and row.verdict and row.state == "no_expectation"
+                and not _is_unanswered(row)]  # fmt: skip
+
+    @cached_property
+    def unanswered(self) -> list[Row]:
+        """Variants that ran and gave no evidence; what an expectation accepts is left out."""
+        return [row for row in self.rows if _is_unanswered(row)]
 
     @cached_property
     def skipped(self) -> list[Row]:
@@ -150,7 +169,7 @@ class Headline:
     def not_measured(self) -> str:
         """Count the variants that were not launched, by reason."""
         counts = Counter(SKIPS.get(row.skip_kind or "", "for another reason") for row in self.skipped)
-        reasons = ", ".join(f"{count} {text}" for text, count in counts.most_common())
+        reasons = ", ".join(f"{count} {_verb(text, count)}" for text, count in counts.most_common())
         return f"{counted(len(self.skipped), 'variant')}: {reasons}"
 
     def to_json(self) -> dict[str, Any]:
@@ -215,11 +234,11 @@ class Headline:
 
     @property
     def sentences(self) -> list[str]:
-        """The answer; the first sentence names the stack."""
+        """The answer, what differs from its expectation first."""
         if not any(row.attempts for row in self.rows):
             return ["Nothing was measured."]
-        last = [f"{each}." for each in self.unconfirmed]
-        return [*self._failures(), *self._fixes(), *filter(None, [self.changed]), *last]
+        first, last = ([f"{each}." for each in texts] for texts in (self.differences, self.unconfirmed))
+        return [*first, *self._failures(), *self._fixes(), self.changed, *last]
 
     def _failures(self) -> Iterator[str]:
         if self.failures:
@@ -251,7 +270,6 @@ class Headline:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 parts += [f"{what}: {', '.join(names[:3])}{more}"] if names else []
             yield f"{'; '.join(parts)}."
-        yield from (f"{each}." for each in self.differences)
         passed, failed = self.count("passes"), self.count("fails")
         if passed or failed:
             yield f"{passed} of {counted(passed + failed, 'control')} passed."
@@ -269,10 +287,12 @@ class Headline:
 
     @property
     def changed(self) -> str:
-        """Say what changed since the last passing run; "" where there is none."""
+        """Say what changed since the last passing run."""
+        if not self.previous:
+            return "No earlier passing run to compare with."
         what = counted(self.changes, "result") if self.changes else "Nothing"
         partial = ", which measured less than requested" * self.partial
-        return f"{what} changed since the last passing run ({self.previous}{partial})." if self.previous else ""
+        return f"{what} changed since the last passing run ({self.previous}{partial})."
 
 
 def _verb(text: str, number: int) -> str:
@@ -347,6 +367,11 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
     one = rows[0]
     title = case.title if case else one.title
     return CaseStatus(one.case, title, state, detail, bool(one.simulated), works, failing, lost, releases)
+
+
+def _is_unanswered(row: Row) -> bool:
+    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
+    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
 
 
 def _is_failing_fix(row: Row) -> bool:

@@ -25,6 +25,7 @@ from markupsafe import Markup, escape
 
 from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.analysis.history import (
+    NightlyRun,
     Regressions,
     against_history,
     compare_to_last_passing,
@@ -53,7 +54,7 @@ TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
 @dataclass
 class Results:
-    """``stored_cases``: before anything was selected."""
+    """``stored_cases``: before anything was selected. ``past``: the runs of the history before these results."""
 
     catalog: Catalogue
     headline: Headline
@@ -61,14 +62,15 @@ class Results:
     remarks: Remarks
     stored_cases: set[str]
     claims: Sequence[ClaimRow]
+    past: Sequence[NightlyRun] = ()
 
 
 def load_results(
     folders: Sequence[Path], selection: Mapping[str, Sequence[str]] | None = None, history: Path | None = None
 ) -> Results:
     """Load the cells of these folders. ``selection``: axis -> patterns. Cases that are not in the catalog cannot be
-    graded: they are named and left out. They are compared with the last passing runs: of a history, else of the runs
-    beside them. Raises ResultsError: a folder is missing or cannot be read."""
+    graded: they are named and left out. They are compared with the last passing runs: of a history (a folder with
+    nights.jsonl), else of the runs beside them. Raises ResultsError: a folder is missing or cannot be read."""
     catalog = catalogs.load()
     cells: list[Cell] = []
     entries, today = quarantine.read(), datetime.now(timezone.utc).date()
@@ -85,8 +87,13 @@ def load_results(
         expired += quarantine.expired(rows, entries, today)
         cells += cells_of(quarantine.mark_rows(rows, entries, today), name if len(folders) > 1 else "")
     rows, since = [row for cell in cells for row in cell.rows], Regressions()
+    past, truncated = list[NightlyRun](), list[str]()
     if history is not None:
-        since = compare_to_last_passing(map(from_row, rows), load_history(history, []))
+        if not history.is_dir():
+            raise ResultsError(f"{history}: no such folder")
+        end = max((row.started for row in stored), default=0.0)
+        past = [run for run in load_history(history, truncated) if run.started < end]
+        since = compare_to_last_passing(map(from_row, rows), past)
     elif len(folders) == 1:
         since = since_last_passing(folders[0], rows, catalog.cases)
     rows = quarantine.mark_rows(against_history(rows, catalog.cases, since), entries, today)
@@ -101,10 +108,11 @@ def load_results(
     ungraded = sorted(stored_cases - catalog.cases.keys())
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]
     damaged = [text for text in texts if "computed from their evidence" not in text]  # a lost summary loses nothing
-    notes = [*(text for text in texts if text not in damaged), *(f"left out: {text}" for text in catalog.left_out)]
+    notes = [*(text for text in texts if text not in damaged), *truncated]
+    notes += [f"left out: {text}" for text in catalog.left_out]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     claims = ledger(shown, stored, catalog.strategies)
-    return Results(catalog, headline(rows, catalog.cases, since), cells, remarks, stored_cases, claims)
+    return Results(catalog, headline(rows, catalog.cases, since), cells, remarks, stored_cases, claims, past)
 
 
 def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
@@ -112,26 +120,19 @@ def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
     return all(any(fnmatchcase(values[axis], one) for one in patterns) for axis, patterns in selection.items())
 
 
-def page(loaded: Results, folders: Sequence[Path], history: Path | None = None, target: Path | None = None) -> Page:
-    """Build the page of loaded results. ``history``: a folder with nights.jsonl. ``target``: the page's file. Raises
-    ResultsError."""
-    notes = loaded.remarks.all
-    past = []
-    if history is not None:
-        if not history.is_dir():
-            raise ResultsError(f"{history}: no such folder")
-        past = [*load_history(history, notes), make_run("these results", map(from_row, loaded.headline.rows))]
+def page(loaded: Results, folders: Sequence[Path], target: Path | None = None) -> Page:
+    """Build the page of loaded results. ``target``: the page's file."""
+    past = loaded.past
+    runs = [*past, make_run("these results", map(from_row, loaded.headline.rows))] if past else []
     return build_page(loaded.cells, loaded.headline, title(folders), created_line(folders),
-                      loaded.catalog.cases, notes=notes, claims=loaded.claims, runs=past,
+                      loaded.catalog.cases, notes=loaded.remarks.all, claims=loaded.claims, runs=runs,
                       beside=[target and target.resolve().parent] == [each.resolve() for each in folders])  # fmt: skip
 
 
-def render(
-    form: str, loaded: Results, folders: Sequence[Path], history: Path | None = None, target: Path | None = None
-) -> str:
+def render(form: str, loaded: Results, folders: Sequence[Path], target: Path | None = None) -> str:
     """Return loaded results in a format: html, text, junit, markdown or json."""
     if form == "html":
-        return render_file(page(loaded, folders, history, target))
+        return render_file(page(loaded, folders, target))
     head = loaded.headline
     if form == "json":
         names = [str(folder) for folder in folders]

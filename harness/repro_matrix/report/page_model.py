@@ -79,7 +79,7 @@ class Cell:
 
     @cached_property
     def attention(self) -> list[Row]:
-        return [row for row in self.rows if row.state in ("unexpected", "differs_from_cpu")]
+        return [row for row in self.rows if row.state == "unexpected"]
 
     @cached_property
     def place(self) -> tuple[str, ...]:
@@ -310,7 +310,7 @@ def case_view(
     for name, members in by_strategy.items():
         symbols[name] = case_status([row for cell in members for row in cell.rows], case).state
     news = tuple(each for each in attention if each.row.case == status.case)
-    symbols |= dict.fromkeys((each.row.strategy for each in news), "attention")
+    symbols |= dict.fromkeys((each.row.strategy for each in news if each.kind != "differs_from_cpu"), "attention")
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
         fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)

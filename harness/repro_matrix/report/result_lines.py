@@ -34,7 +34,7 @@ def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -
         yield from _attention_lines(each, head, width)
     if len(shown) < len(head.attention):
         yield f"... and {len(head.attention) - len(shown)} more, on the page"
-    yield from _problem_lines(head.rows, width)
+    yield from _problem_lines(head, width)
     yield from _case_lines(head, width, everything)
     yield from _skipped_lines(head, width, everything)
 
@@ -58,7 +58,7 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
         yield from wrap(f"what works instead: {works or 'no documented fix'}", "    ", 3, width)
     for line in _log_lines(row):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
-    yield f"    $ {one_line(shlex.join(each.command))}"
+    yield from (f"    $ {one_line(shlex.join(command))}" for command in (each.command, each.search) if command)
 
 
 def _log_lines(row: Row) -> list[str]:
@@ -71,9 +71,9 @@ def _log_lines(row: Row) -> list[str]:
     return [line for line in lines if line.strip() and not (text and text in line and text in row.reason)][-LOG_LINES:]
 
 
-def _problem_lines(rows: Sequence[Row], width: int) -> Iterator[str]:
+def _problem_lines(head: Headline, width: int) -> Iterator[str]:
     """Yield what gave no answer, what is accepted until a date, and what is new."""
-    failures = uncompared_failures(rows)
+    failures = uncompared_failures(head.rows)
     if failures:
         meaning = "the unfixed variant fails with another error, and no variant shows anything else"
         yield from _title(f"NOT COMPARED: in {counted(len(failures), 'cell')} {meaning}. Run the whole case.", width)
@@ -81,23 +81,16 @@ def _problem_lines(rows: Sequence[Row], width: int) -> Iterator[str]:
             reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
             yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     lists: dict[str, list[tuple[str | None, Row]]] = {
-        "NO RESULT: {} ran and gave no evidence": [(row.reason, row) for row in rows if is_unanswered(row)],
-        "QUARANTINED: {}": [(row.quarantine, row) for row in rows if row.state == "quarantined"],
+        "NO RESULT: {} ran and gave no evidence": [(row.reason, row) for row in head.unanswered],
+        "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
         "NEW: {} without an expectation. `repro accept` writes expectations": [
-            (f"{row.variant}: {row.verdict}", row) for row in rows
-            if row.attempts and row.verdict and row.state == "no_expectation" and not is_unanswered(row)
+            (f"{row.variant}: {row.verdict}", row) for row in head.new
         ],
     }  # fmt: skip
     for title, items in lists.items():
         if items:
             yield from _title(title.format(counted(len(items), "variant")), width)
             yield from by_reason(((reason, row.case) for reason, row in items), width)
-
-
-def is_unanswered(row: Row) -> bool:
-    """Whether a variant ran and gave no evidence; what an expectation accepts is left out."""
-    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
-    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
 
 
 def _title(text: str, width: int) -> Iterator[str]:

@@ -173,7 +173,7 @@ def _compiles(session: Session, cell: matrix.Cell) -> bool:
 def _with_op(stack: Stack) -> Stack:
     """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without DeepSpeed."""
     if not processes.op_compiled(stack):
-        log(f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once")
+        log(f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once; its cells follow")
     problem = processes.compile_op(stack)
     if problem is None:
         return stack
