@@ -108,12 +108,22 @@ class Simulation:
             else:
                 self.record(kind, rank, name, value, **fields)
 
-    def rows(self, kind, rank, micro, name, value, p="full", indices=None, shape=None):
+    def rows(self, kind, rank, micro, name, value, p="full", indices=None, shape=None, b=None):
         """Write a tensor with one sketch per sample."""
         table = sketch(value, indices)
         shape = list(value.shape[1:]) if shape is None else shape
         self.write(
-            rank, kind, m=micro, n=name, i=0, t=0, v=encode(table), b=len(value), p=p, shape=shape, dtype="float32"
+            rank,
+            kind,
+            m=micro,
+            n=name,
+            i=0,
+            t=0,
+            v=encode(table),
+            b=len(value) if b is None else b,
+            p=p,
+            shape=shape,
+            dtype="float32",
         )
 
     def round(self, value):
@@ -134,7 +144,7 @@ class Simulation:
         for rank in range(run.world):
             self.write(rank, "start", version=1, rank=rank, world=run.world, argv=["train.py"], versions={},
                        noise=run.noise, device="cpu", side="")  # fmt: skip
-            modules = ["", "embed"] + [f"layers.{i}{part}" for i in range(self.run.layers) for part in
+            modules = ["", "positions", "embed"] + [f"layers.{i}{part}" for i in range(self.run.layers) for part in
                                        ("", ".norm", ".up", ".act", ".down")] + ["head"]  # fmt: skip
             wrapper = {"DDP": "DDP" if run.world > 1 else "none", "shard": "FSDP2", "TP": "TP"}[run.kind]
             self.write(rank, "model", root=0, names=[[self.name(m), m.rpartition(".")[2].title()] for m in modules],
@@ -204,8 +214,10 @@ class Simulation:
         """Compute forward and backward passes of a micro-batch; return the gradients by parameter."""
         run, w, split = self.run, self.weights, self.run.kind == "TP"
         crcs = [binascii.crc32(row.tobytes()) for row in ids]
+        labels = [binascii.crc32(row.tobytes()) for row in ids + 1]
+        labels[0] += any(self.planted("labels", rank) for rank in ranks)
         for rank in ranks:
-            self.write(rank, "batch", m=micro, samples=crcs, inputs={}, root=0, training=True)
+            self.write(rank, "batch", m=micro, samples=crcs, labels=labels, inputs={}, root=0, training=True)
             self.write(rank, "random", m=micro, v=int(self.step * 100 + micro + 50 * rank if run.dropout else 1))
 
         def out(kind, name, value, part=None, shape=None):
@@ -223,6 +235,9 @@ class Simulation:
         def rank_planted(plant):
             return any(self.planted(plant, rank) for rank in ranks)
 
+        positions = np.cos(np.arange(TOKENS) * self.buffer[0] * np.float32(1.1 if rank_planted("positions") else 1))
+        for rank in ranks:  # belongs to no sample
+            self.rows("fwd", rank, micro, "positions", self.round(positions)[None], b=0)
         x = self.round(w["embed.weight"][ids])
         out("fwd", "embed", x)
         kept = []

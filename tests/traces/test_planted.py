@@ -8,6 +8,8 @@ LAYER, UP, ALL = "layers.1", "layers.1.up.weight", "embed.weight"
 PLANTS = {
     "data": ("data", "", (1,), (), "4 of 8", ("DDP", "shard")),
     "repeated micro-batch": ("data", "", (1,), (1,), "2 of 8", ("DDP", "shard")),
+    "labels": ("data", "", (1,), (), "2 of 8 samples have other labels", ("DDP", "shard")),
+    "positions": ("forward", "positions", (1,), (), "", ("DDP", "shard")),
     "norm eps": ("forward", f"{LAYER}.norm", (), (), "", ANY),
     "functional": ("forward", f"{LAYER}.act", (), (), "", ANY),
     "nan": ("forward", f"{LAYER}.act", (), (), "not a number", ANY),

@@ -19,6 +19,9 @@ from repro_matrix.traces.reader import Event, K, Trace
 from repro_matrix.traces.tolerance import epsilon
 
 Array = Any  # numpy's, whose type parameters say nothing here
+Sample = tuple[Any, ...]  # root, checksum of its inputs, and how often it was seen before
+Batch = tuple[int, tuple[str, ...], tuple[str, ...]]  # root, samples, labels
+ACTIVATIONS = ("in", "fwd", "bwd")
 Owner = tuple[tuple[int, ...], int]  # ranks, and the micro-batch; -1: not of one micro-batch
 
 
@@ -35,7 +38,7 @@ class Key(NamedTuple):
 class Rows:
     """A tensor: one row per sample (activations) or per rank that holds the whole; one row where ranks hold slices."""
 
-    ids: list[Hashable]
+    ids: list[Sample]
     owners: list[Owner]
     values: Array  # rows x K
     norms: Array
@@ -57,17 +60,22 @@ class Step:
     def __init__(self, trace: Trace, number: int, names: Mapping[str, str] | None = None) -> None:
         self.trace, self.number, self.names = trace, number, names or {}
         self.stopped = trace.stopped_in(number)
-        self.batches: dict[tuple[int, int], tuple[int, tuple[Hashable, ...]]] = {}
+        self.batches: dict[tuple[int, int], Batch] = {}
         self.events: dict[Key, list[tuple[int, Event]]] = {}  # tensors
+        self.labels: dict[Sample, str] = {}
         self.plain: dict[str, list[tuple[int, Event]]] = {}  # batch, random, clip, opt, loss
         for rank, event in trace.events(number):
             kind = event["k"]
             if "rows" not in event:
                 self.plain.setdefault(kind, []).append((rank, event))
                 if kind == "batch":
-                    self.batches[rank, event["m"]] = (event["root"], tuple(map(str, event["samples"])))
+                    labels = event.get("labels") or [""] * len(event["samples"])
+                    samples, labels = tuple(map(str, event["samples"])), tuple(map(str, labels))
+                    self.batches[rank, event["m"]] = (event["root"], samples, labels)
                 continue
             name = self.names.get(event["n"], event["n"])
+            root = self.batches.get((rank, event["m"]), (0,))[0] if kind in ACTIVATIONS else 0
+            name = f"root{root}.{name}" if root else name  # as the tracer calls its parameters
             key = Key(f"{kind} {event['w']}" if kind == "buffer" else kind, name, event.get("i", 0), event.get("t", 0))
             self.events.setdefault(key, []).append((rank, event))
 
@@ -77,7 +85,7 @@ class Step:
         split = any("TP" in wrapper or wrapper == "none" for wrapper in self.trace.wrappers)
         groups: dict[Hashable, list[int]] = {}
         for rank in sorted(self.trace.ranks):
-            seen = tuple(batch for (owner, _), batch in self.batches.items() if owner == rank)
+            seen = tuple(batch[:2] for (owner, _), batch in self.batches.items() if owner == rank)
             groups.setdefault(seen if split and seen else rank, []).append(rank)
         return list(groups.values())
 
@@ -86,36 +94,32 @@ class Step:
         return {rank: tuple(group) for group in self.groups for rank in group}
 
     @cached_property
-    def ids(self) -> dict[tuple[int, int], list[Hashable]]:
+    def ids(self) -> dict[tuple[int, int], list[Sample]]:
         """The samples of each rank and micro-batch: root, number, and how often it was seen before in this step."""
         seen: Counter[Hashable] = Counter()
-        called = list(dict.fromkeys(root for root, _ in self.batches.values()))
-        found: dict[tuple[int, int], list[Hashable]] = {}
+        called = list(dict.fromkeys(root for root, _, _ in self.batches.values()))
+        found: dict[tuple[int, int], list[Sample]] = {}
         for group in self.groups:
-            for (rank, micro), (root, samples) in sorted(self.batches.items()):
+            for (rank, micro), (root, samples, labels) in sorted(self.batches.items()):
                 if rank != group[0]:
                     continue
-                ids: list[Hashable] = []
-                for sample in samples:
+                ids: list[Sample] = []
+                for sample, label in zip(samples, labels):
                     ids.append((called.index(root), sample, seen[root, sample]))
+                    self.labels[ids[-1]] = label
                     seen[root, sample] += 1
                 found.update({(member, micro): ids for member in group})
         return found
 
     @cached_property
-    def samples(self) -> dict[Hashable, Owner]:
+    def samples(self) -> dict[Sample, Owner]:
         """Each sample, with the ranks that saw it and the micro-batch."""
         return {id_: (self.group_of[rank], micro) for (rank, micro), ids in self.ids.items() for id_ in ids}
 
     @cached_property
     def parameters(self) -> dict[str, str]:
         """The dtype of each parameter."""
-        listed = [
-            each
-            for model in self.trace.models
-            for each in model["parameters"]
-            if isinstance(each, list) and len(each) > 2
-        ]
+        listed = [each for model in self.trace.models for each in model["parameters"] if len(each) > 2]
         return {self.names.get(str(name), str(name)): str(dtype) for name, _, dtype, *_ in listed}
 
     @cached_property
@@ -127,12 +131,11 @@ class Step:
     def has(self, kind: str) -> bool:
         return any(key.kind == kind for key in self.events)
 
-    def norms(self) -> dict[int, list[float]]:
-        """The total norms by which each rank clipped, in order."""
-        found: dict[int, list[float]] = {}
-        for rank, event in self.plain.get("clip", ()):
-            if isinstance(event.get("norm"), (int, float)):
-                found.setdefault(rank, []).append(float(event["norm"]))
+    def by_rank(self, kind: str) -> dict[int, list[Event]]:
+        """Return the events of a kind that is no tensor, in order."""
+        found: dict[int, list[Event]] = {}
+        for rank, event in self.plain.get(kind, ()):
+            found.setdefault(rank, []).append(event)
         return found
 
     def clip_factors(self, names: Iterable[str]) -> dict[int, tuple[float, float]]:
@@ -155,11 +158,10 @@ class Step:
             owner = ((rank,) if whole else self.group_of[rank], event["m"])
             rows = event["rows"] if event["p"] != "partial" else _without_squares(event["rows"])
             blocks[owner] = blocks[owner] + rows if owner in blocks and not whole else rows
-        ids: list[Hashable] = []
+        ids: list[Sample] = []
         for (ranks, micro), rows in blocks.items():
             samples = self.ids.get((ranks[0], micro), [])
-            # One row for all samples (positions, say) is the same in every call; another tensor is its call's.
-            call = () if event["shape"][:1] == [1] and key.kind != "bwd" else tuple(samples)
+            call = tuple(samples)
             ids += (
                 samples
                 if len(samples) == len(rows) and event["b"]
@@ -174,12 +176,12 @@ class Step:
         event = next(iter(last.values()))
         if all(each["p"] == "full" for each in last.values()):
             owners: list[Owner] = [((rank,), -1) for rank in last]
-            return _rows([0] * len(owners), owners, [each["rows"] for each in last.values()], event)
+            return _rows([()] * len(owners), owners, [each["rows"] for each in last.values()], event)
         slices = [
             (_without_squares(each["rows"]) if each["p"] == "partial" else each["rows"]) / max(each.get("c", 1), 1)
             for each in last.values()
         ]
-        return _rows([0], [(tuple(self.trace.ranks), -1)], [sum(slices)], event)
+        return _rows([()], [(tuple(self.trace.ranks), -1)], [sum(slices)], event)
 
     def local(self, name: str) -> list[Local]:
         """Return the local gradients of a parameter by replica: rank 0 of each group, rank 1 of each group ..."""
@@ -216,7 +218,7 @@ def _without_squares(rows: Array) -> Array:
     return np.concatenate([rows[:, :K], np.full((len(rows), 1), np.nan)], axis=1)
 
 
-def _rows(ids: list[Hashable], owners: list[Owner], blocks: list[Array], event: Event) -> Rows:
+def _rows(ids: list[Sample], owners: list[Owner], blocks: list[Array], event: Event) -> Rows:
     table = np.concatenate(blocks)
     values = table[:, :K]
     norms = np.sqrt(np.where(np.isnan(table[:, K]), np.mean(values * values, axis=1), table[:, K]))

@@ -6,7 +6,6 @@ of which too little was compared.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,18 +14,18 @@ import numpy as np
 
 from repro_matrix.text import counted, list_ranks
 from repro_matrix.traces.alignment import Owner, Rows, Step
+from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location, Stage
 from repro_matrix.traces.names import renamed
 from repro_matrix.traces.pair import ROLES, STAGES, Difference, Pair
 from repro_matrix.traces.reader import Trace
 from repro_matrix.traces.relations import describe_factor, describe_reduction, deviating
+from repro_matrix.traces.settings import different_setting
 from repro_matrix.traces.tolerance import LOW, Tolerance
 
 ALSO = 20  # other places that are listed
 ANOTHER_RUN = (0.02, 0.5)  # what rounding never does to a forward pass in the first step; in low precision
 ON_SHARED = ("initial weights", "buffer", "forward", "backward")  # stages that can be compared where data differ
-# Settings that change how an optimizer computes, not what.
-IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "params", "param_names"})
 
 
 @dataclass
@@ -88,14 +87,19 @@ def locate(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> Locat
             return Location("inconclusive", reason=f"{side} left no trace in {trace.folder.name}")
         if not trace.steps:
             return Location("inconclusive", stage="stopped", reason=f"{side} ended before its first forward pass")
-    total = _Total(trusted, suspect, noise)
+    total = Total(trusted, suspect, noise)
     for compared in _steps(trusted, suspect, noise):
         found = _unlike_runs(compared) or _data(compared, total) or _first(compared, total)
-        total.add(compared)
+        kept = [(each, tolerance) for each, _, tolerance in compared.judged if not each.missing]
+        total.add(
+            compared.pair, (each.size / tolerance for each, tolerance in kept), _place(kept[-1][0]) if kept else ""
+        )
         if found:
             return replace(found, coverage=total.coverage())
-    found = _stopped(trusted, suspect) or _too_little(total)
-    found = found or Location("agrees", largest=total.largest)
+    reason = total.too_little()
+    found = _stopped(trusted, suspect) or (
+        Location("inconclusive", reason=reason) if reason else Location("agrees", largest=total.largest)
+    )
     return replace(found, agreed=total.agreed, last_agreeing=total.last, coverage=total.coverage())
 
 
@@ -161,38 +165,49 @@ def _other_draws(compared: _Compared, reason: str) -> Location:
     return Location("inconclusive", stage="random draws", step=compared.number, reason=f"{reason}. Set all seeds.")
 
 
-def _data(compared: _Compared, total: _Total) -> Location | None:
-    trusted, suspect = compared.pair.trusted.samples, compared.pair.other.samples
-    extra, missing = (
-        [each for each in suspect if each not in trusted],
+def _data(compared: _Compared, total: Total) -> Location | None:
+    """Compare which samples each side saw, and their labels."""
+    pair = compared.pair
+    trusted, suspect = pair.trusted.samples, pair.other.samples
+    missing, extra = (
         [each for each in trusted if each not in suspect],
+        [each for each in suspect if each not in trusted],
     )
-    stopped = compared.pair.other.stopped or compared.pair.trusted.stopped
-    if not extra and (not missing or stopped):
+    labels = pair.trusted.labels, pair.other.labels
+    relabelled = [s for s in suspect if s in trusted and labels[0][s] and labels[1][s] and labels[0][s] != labels[1][s]]
+    if not extra and not relabelled and (not missing or pair.other.stopped or pair.trusted.stopped):
         return None
-    seen = sum(sample[:2] in total.samples for sample in extra)  # type: ignore[index]
-    relation = f"{len(extra)} of {counted(len(suspect), 'sample')} are not in the trusted side's step"
-    relation += f" ({seen} of them are from an earlier step)" if seen else ""
-    relation += f", {len(missing)} of its {len(trusted)} are missing" if missing else ""
-    ranks, micro = _owners(compared.pair.other, [suspect[each] for each in extra])
+    seen = sum(sample[:2] in total.samples for sample in extra)
+    parts = [f"{len(extra)} of {counted(len(suspect), 'sample')} are not in the trusted side's step"] if extra else []
+    parts += [f"{seen} of them are from an earlier step"] if seen else []
+    parts += [f"{len(missing)} of the trusted side's {len(trusted)} are missing"] if missing else []
+    parts += [f"{len(relabelled)} of {counted(len(suspect), 'sample')} have other labels"] if relabelled else []
+    ranks, micro = _owners(pair.other, [suspect[each] for each in extra or relabelled])
     beyond = _first(compared, total, shared=True)
     if beyond is None:
         ratios = [each.size / tolerance for each, _, tolerance in compared.judged if each.stage in ON_SHARED]
         beyond = Location("agrees", coverage=Coverage(aligned=len(ratios)), largest=max(ratios, default=0.0))
     return Location(
-        "differs", stage="data", step=compared.number, ranks=ranks, micro=micro, role="samples", relation=relation,
-        agreed=total.agreed, last_agreeing=total.last, beyond=beyond,
+        "differs", stage="data", step=compared.number, ranks=ranks, micro=micro, relation=", ".join(parts),
+        role="samples" if extra or missing else "labels", agreed=total.agreed, last_agreeing=total.last, beyond=beyond,
     )  # fmt: skip
 
 
-def _first(compared: _Compared, total: _Total, shared: bool = False) -> Location | None:
+def _first(compared: _Compared, total: Total, shared: bool = False) -> Location | None:
     """Return the first difference of a step; ``shared``: on the samples that both sides saw."""
     wrong = [place for place in compared.wrong() if not shared or compared.judged[place][0].stage in ON_SHARED]
     first = compared.judged[wrong[0]][0] if wrong else None
     if first is None or first.stage == "update" or first.key.kind == "buffer end":
-        setting = _setting(compared, total)
-        if setting or first is None:
-            return setting
+        setting = different_setting(compared.pair.trusted, compared.pair.other)
+        if setting:
+            name, relation, ranks = setting
+            return Location(
+                "differs", stage="optimizer setting", step=compared.number, ranks=ranks, place=name, role="setting",
+                relation=relation, agreed=total.agreed + (wrong[0] if wrong else len(compared.judged)),
+                last_agreeing=total.last,
+            )  # fmt: skip
+        if first is None:
+            return None
     each, rounding, tolerance = compared.judged[wrong[0]]
     before = [item for item in compared.judged[: wrong[0]] if item[0].size <= item[2]]
     same = [compared.judged[place] for place in wrong if compared.judged[place][0].stage == each.stage]
@@ -282,51 +297,6 @@ def _draws_differ(pair: Pair, owners: Sequence[Owner]) -> bool:
     return not same_state or set(map(tuple, pair.trusted.ids.values())) != set(map(tuple, pair.other.ids.values()))
 
 
-def _setting(compared: _Compared, total: _Total) -> Location | None:
-    """Compare the settings of the optimizers exactly."""
-    sides = []
-    for step in (compared.pair.trusted, compared.pair.other):
-        found: dict[int, list[Any]] = {}
-        for rank, event in step.plain.get("opt", ()):
-            found.setdefault(rank, []).append(event)
-        sides.append(found)
-    if not sides[0]:
-        return None
-    wanted = sides[0][min(sides[0])]
-    for events in sides[1].values():
-        for optimizer, (ours, theirs) in enumerate(zip(wanted, events)):
-            difference = _different_setting(ours, theirs)
-            if difference:
-                name, relation = difference
-                ranks = tuple(r for r, each in sides[1].items() if _different_setting(ours, each[optimizer]))
-                return Location(
-                    "differs", stage="optimizer setting", step=compared.number, place=name, role="setting",
-                    ranks=() if len(ranks) == len(sides[1]) else ranks, relation=relation,
-                    agreed=total.agreed + len(compared.judged), last_agreeing=total.last,
-                )  # fmt: skip
-    return None
-
-
-def _different_setting(ours: Any, theirs: Any) -> tuple[str, str] | None:
-    """Return the first setting that differs, and how. Settings that only one release has are left out."""
-    groups = [[each for each in side["groups"] if isinstance(each, dict)] for side in (ours, theirs)]
-    if len(groups[0]) != len(groups[1]):
-        return None
-    for place, (left, right) in enumerate(zip(*groups)):
-        for name in left:
-            if name in right and name not in IMPLEMENTATION and not _equal(left[name], right[name]):
-                return f"group {place}: {name}", f"{right[name]}; on the trusted side {left[name]}"
-    return None
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-        return abs(left - right) <= 1e-7 * max(abs(left), abs(right))
-    return bool(left == right)
-
-
 def _stopped(trusted: Trace, suspect: Trace) -> Location | None:
     """Say that a side ended early; whether it ended by itself or its trace was cut."""
     for name, trace, other in (("suspect", suspect, trusted), ("trusted side", trusted, suspect)):
@@ -344,76 +314,3 @@ def _stopped(trusted: Trace, suspect: Trace) -> Location | None:
         affected = tuple(ranks) if len(ranks) < trace.world else ()
         return Location("differs", stage="stopped", step=lacking[0], ranks=affected, relation=relation)
     return None
-
-
-def _too_little(total: _Total) -> Location | None:
-    """Nothing agrees of which nothing, or too little, was compared."""
-    gradients = ("backward", "local gradient", "reduction", "gradient before the optimizer")
-    needed = {"forward pass": ("forward",), "gradient": gradients, "update": ("update",)}
-    lacking = [name for name, stages in needed.items() if not sum(total.stages[stage] for stage in stages)]
-    reason = f"no {' and no '.join(lacking)} was compared" if lacking else ""
-    known = total.aligned + total.not_aligned + total.shapes_differ
-    if not reason and 2 * total.aligned < known:
-        reason = f"only {total.aligned} of {counted(known, 'tensor')} could be compared"
-    if reason and total.not_numbers:
-        reason += f"; not a number (NaN or infinite) on both sides from {total.not_numbers} on"
-    return Location("inconclusive", reason=reason) if reason else None
-
-
-class _Total:
-    """What was compared so far."""
-
-    def __init__(self, trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> None:
-        self.trusted, self.suspect, self.noise = trusted, suspect, noise
-        self.stages: Counter[str] = Counter()
-        self.aligned = self.not_aligned = self.shapes_differ = self.agreed = 0
-        self.shared = self.only_trusted = self.only_suspect = 0
-        self.largest, self.last, self.not_numbers = 0.0, "", ""
-        self.renamed: dict[str, str] = {}
-        self.samples: set[Any] = set()
-        self.absent: set[str] = set()
-
-    def add(self, compared: _Compared) -> None:
-        pair = compared.pair
-        kept = [item for item in compared.judged if not item[0].missing]
-        self.stages.update(each.stage for each, _, _ in kept)
-        self.aligned += len(kept)
-        self.agreed += len(kept)
-        self.largest = max([self.largest, *(each.size / tolerance for each, _, tolerance in kept)])
-        self.last = _place(kept[-1][0]) if kept else self.last
-        absent = {key.kind for key in pair.not_aligned if not pair.other.has(key.kind)}
-        self.absent |= absent
-        self.not_aligned += sum(key.kind not in absent and key.kind != "in" for key in pair.not_aligned)
-        self.not_aligned += len(compared.judged) - len(kept)
-        self.shapes_differ += len(pair.shapes_differ)
-        if pair.not_numbers and not self.not_numbers:
-            self.not_numbers = f"step {compared.number}, {pair.not_numbers[0].name or 'the model'}"
-        ours, theirs = set(pair.trusted.samples), set(pair.other.samples)
-        self.shared += len(ours & theirs)
-        self.only_trusted += len(ours - theirs)
-        self.only_suspect += len(theirs - ours)
-        self.samples |= {sample[:2] for sample in theirs}  # type: ignore[index]
-        self.renamed = {ours: theirs for theirs, ours in pair.other.names.items()}
-
-    def coverage(self) -> Coverage:
-        notes = [f"trusted side: {note}" for note in self.trusted.notes]
-        notes += [f"suspect: {note}" for note in self.suspect.notes]
-        modules = [
-            {str(pair[0]) for model in trace.models for pair in model["names"]}
-            for trace in (self.trusted, self.suspect)
-        ]
-        for name, ours, theirs in (
-            ("suspect", self.renamed.keys() | modules[0], modules[1] - set(self.renamed.values())),
-            ("trusted side", modules[1] | self.renamed.keys(), modules[0]),
-        ):
-            only = sorted(theirs - ours)
-            notes += [f"only the {name} has {counted(len(only), 'module')}: {', '.join(only[:4])}"] if only else []
-        notes += [] if self.noise else ["no noise run: the tolerance is a guess"]
-        notes += [f"the suspect shows no {kind} events" for kind in sorted(self.absent)]
-        notes += [f"not a number on both sides: {self.not_numbers}"] if self.not_numbers else []
-        return Coverage(
-            trusted=self.trusted.strategy, suspect=self.suspect.strategy, aligned=self.aligned,
-            not_aligned=self.not_aligned, shapes_differ=self.shapes_differ, stages=dict(self.stages),
-            renamed=self.renamed, shared=self.shared, only_trusted=self.only_trusted, only_suspect=self.only_suspect,
-            notes=tuple(notes),
-        )  # fmt: skip

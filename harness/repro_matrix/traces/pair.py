@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from repro_matrix.traces.alignment import Array, Key, Local, Owner, Rows, Step, factor
+from repro_matrix.traces.alignment import ACTIVATIONS, Array, Key, Local, Owner, Rows, Step, factor
 from repro_matrix.traces.location import Stage
 from repro_matrix.traces.reader import K
 
@@ -21,6 +21,7 @@ STAGES: dict[Stage, tuple[str, ...]] = {
 ORDER = [kind for kinds in STAGES.values() for kind in kinds if kind not in ("in", "buffer end")] + ["buffer end"]
 ROLES = {"in": "input", "fwd": "output", "state": "value", "param": "value", "buffer initial": "value",
          "buffer end": "value"}  # fmt: skip
+ALIKE = 1e-5  # rounding, for tensors that few operations made
 UNSCALED = 1e-3  # residue up to which gradients count as scaled by one factor
 
 
@@ -109,7 +110,7 @@ class Pair:
 
     def _rows(self, key: Key) -> tuple[Rows, Rows, list[int], list[int]] | None:
         """Return both sides of a tensor, and which rows belong together; None where nothing does."""
-        by_sample = key.kind in ("in", "fwd", "bwd")
+        by_sample = key.kind in ACTIVATIONS
         trusted, other = ((s.activation(key) if by_sample else s.whole(key)) for s in (self.trusted, self.other))
         if trusted.shape != other.shape:
             self.shapes_differ.append(key)
@@ -123,6 +124,8 @@ class Pair:
             for row, (sample, owner) in enumerate(zip(other.ids, other.owners))
         ]
         shared = [pair for pair in pairs if pair[0] >= 0]
+        if not shared and _same_for_all(trusted, other):
+            shared = [(0, row) for row in range(len(other.ids))]
         if not shared:
             return None
         return trusted, other, [pair[0] for pair in shared], [pair[1] for pair in shared]
@@ -189,22 +192,23 @@ class Pair:
                 sample = other.ids[match]
                 if sample in self.other.samples and sample not in self.weights and trusted.norms[row] > 0:
                     scale, rest = factor(trusted.values[row], other.values[match])
-                    if np.isfinite(scale) and scale:
-                        scale = scale if rest < 0.1 else self.expected_weight  # another gradient, not a scaled one
+                    if np.isfinite(scale):
+                        # A zero gradient is left out altogether; one of another direction is another, not a scaled one.
+                        rest = rest if scale else 0.0
+                        scale = scale if rest < 0.1 else self.expected_weight
                         self.weights[sample] = scale, rest, self.other.samples[sample]
         self.shapes_differ.clear()  # they are counted where tensors are compared
 
     def _weight(self, sample: Hashable) -> float:
-        if sample in self.weights:
-            return self.weights[sample][0]
-        return self.common_weight * self.expected_weight
+        weight = self.weights[sample][0] if sample in self.weights else 0.0
+        return weight or self.common_weight * self.expected_weight
 
     def _compare_weights(self) -> None:
         if self.weights:
             scales, rests, owners = zip(*self.weights.values())
             weights = np.array(scales)[:, None] / self.expected_weight
             # Where the direction changed too, the gradient differs and not its weight.
-            weights[0.1 * np.abs(weights[:, 0] - 1) < np.array(rests)] = 1.0
+            weights[np.abs(weights[:, 0] - 1) < 10 * np.array(rests)] = 1.0
             self.add("loss weight", Key("loss", "loss"), np.ones_like(weights), weights, owners)
 
     def _compare_local(self, key: Key) -> None:
@@ -230,7 +234,10 @@ class Pair:
 
     def _compare_clipping(self, keys: Iterable[Key]) -> None:
         """Compare the norms by which gradients were clipped, and the factors."""
-        trusted, other = self.trusted.norms(), self.other.norms()
+        trusted, other = (
+            {rank: [float(each["norm"]) for each in events] for rank, events in step.by_rank("clip").items()}
+            for step in (self.trusted, self.other)
+        )
         if trusted and other:
             wanted = trusted[min(trusted)]
             equal = {rank: norms for rank, norms in other.items() if len(norms) == len(wanted)}
@@ -246,3 +253,13 @@ class Pair:
         values = np.array(list(others.values()), float)[:, None]
         owners: list[Owner] = [((rank,), -1) for rank in others]
         self.add("clipping", Key("clip", name), np.full_like(values, trusted), values, owners, self.trusted.coarsest)
+
+
+def _same_for_all(trusted: Rows, other: Rows) -> bool:
+    """A tensor that belongs to no sample, and is the same for one call as for another of other samples, is so for all:
+    positions, masks."""
+    rows, by_call = np.concatenate([trusted.values[:1], other.values]), {each[0] for each in (*trusted.ids, *other.ids)}
+    if by_call != {"call"} or len({trusted.ids[0], *other.ids}) < 3 or not np.any(rows[0]):
+        return False
+    alike = np.linalg.norm(rows[:, None] - rows[None], axis=2) <= ALIKE * np.linalg.norm(rows, axis=1)
+    return bool(np.ptp(trusted.values, axis=0).max() == 0 and alike.sum() > len(rows))

@@ -35,7 +35,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "batch": {"m": int, "samples": list, "root": int}, "random": {"s": int, "m": int},
     "in": _ROWS, "fwd": _ROWS, "bwd": _ROWS,
     "state": _TENSOR, "buffer": {**_TENSOR, "w": str}, "param": _TENSOR, "ograd": _TENSOR, "rgrad": _TENSOR,
-    "lgrad": {**_TENSOR, "m": int}, "clip": {"n": str}, "opt": {"class": str, "groups": list}, "loss": {},
+    "lgrad": {**_TENSOR, "m": int}, "clip": {"norm": (int, float)}, "opt": {"class": str, "groups": list}, "loss": {},
 }  # fmt: skip
 _WHOLE = (b"start", b"model", b"note", b"end", b"step", b"random")  # read in the first pass
 
@@ -79,6 +79,10 @@ class Trace:
     @property
     def models(self) -> list[Event]:
         return [model for _, each in sorted(self.ranks.items()) for model in each.models]
+
+    @property
+    def modules(self) -> set[str]:
+        return {str(pair[0]) for model in self.models for pair in model["names"] if pair}
 
     @property
     def wrappers(self) -> list[str]:
@@ -178,6 +182,8 @@ def _parse(line: bytes) -> Event | None:
             event["rows"] = np.frombuffer(base64.b64decode(event.pop("v"), validate=True), "<f8").reshape(-1, K + 1)
             if len(event["rows"]) != max(event.get("b", 1), 1):
                 return None
+        if event["k"] == "clip" and event.get("p", "full") != "full":
+            return None
         if event["k"] == "model" and not all(isinstance(each, list) for each in event["names"] + event["parameters"]):
             return None
         return event
