@@ -123,6 +123,7 @@ def grid(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> dict[st
 def _steps(trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> Iterator[_Compared]:
     names: dict[str, str] | None = None
     before: dict[str, dict[str, Rows]] = {}
+    shown: set[str] = set()
     for number in trusted.steps:
         if number not in suspect.steps:
             continue
@@ -134,11 +135,12 @@ def _steps(trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> Iterator[_
         sides = {"trusted": main, "suspect": other, **runs}
         before = before or {side: _parameters(step, "state") for side, step in sides.items()}
         pairs = {
-            side: Pair(main, step, (before["trusted"], before.get(side, {})))
+            side: Pair(main, step, (before["trusted"], before.get(side, {})), frozenset(shown))
             for side, step in sides.items()
             if step is not main
         }
         yield _Compared(pairs.pop("suspect"), list(pairs.values()))
+        shown |= {key.kind for key in other.events}
         before = {side: _parameters(step, "param") for side, step in sides.items()}
 
 
@@ -253,7 +255,7 @@ def _relation(
     """Say what holds instead, and which ranks and micro-batches that blames."""
     first, pair = wrong[0], compared.pair
     if first.missing:
-        return "no gradient arrives", []
+        return "no gradient arrives" if first.stage in ("backward", "local gradient") else "there is none", []
     trusted, suspect = first.trusted[bad], first.suspect[bad]
     if first.stage == "loss weight":
         low, high = float(suspect.min()), float(suspect.max())

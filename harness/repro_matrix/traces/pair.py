@@ -46,11 +46,13 @@ class Difference:
 
 @dataclass
 class Pair:
-    """A step of the trusted side and the same step of another. ``before``: their parameters before the step."""
+    """A step of the trusted side and the same step of another. ``before``: their parameters before the step; ``shown``:
+    the kinds of events that the other side showed in earlier steps."""
 
     trusted: Step
     other: Step
     before: tuple[dict[str, Rows], dict[str, Rows]]
+    shown: frozenset[str] = frozenset()
     differences: list[Difference] = field(default_factory=list)
     not_aligned: list[Key] = field(default_factory=list)
     shapes_differ: list[Key] = field(default_factory=list)
@@ -152,9 +154,10 @@ class Pair:
     def _miss(self, stage: Stage, key: Key) -> None:
         """Note a tensor that the other side does not have; where it should have it, as a difference."""
         called = Key("fwd", *key[1:]) in self.other.events
-        if key.kind == "bwd" and called and self.other.has("bwd"):
+        shown = self.other.has(key.kind) or key.kind in self.shown
+        if key.kind == "bwd" and called and shown:
             self._compare_arrival(key, set())
-        elif key.kind in ("lgrad", "rgrad", "ograd") and self.other.has(key.kind):
+        elif key.kind in ("lgrad", "rgrad", "ograd") and shown:
             self._add_missing(stage, key, [])
         else:
             self.not_aligned.append(key)
