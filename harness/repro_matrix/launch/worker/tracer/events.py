@@ -106,29 +106,31 @@ class Tracer:
     # A root call is the outermost call of a module with parameters: a micro-batch.
 
     @guarded
-    def begin_root(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool:
-        """Begin a micro-batch; return whether this is one: a loss function has no parameters."""
+    def begin_root(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any], grad: bool) -> None:
+        """Begin a micro-batch, unless the module is a loss function: that has no parameters. grad: enabled here."""
         if next(module.parameters(), None) is None:
-            return False
+            return
         if self.stepped:
             self.step, self.micro, self.quiet_calls, self.stepped = self.step + 1, -1, 0, False
             self.began, self.losses = time.time(), []
         if self.step >= self.stop:
             self.close("window")
             leave(self.writer.file.name, self.world)
-            return False
+            return
+        if self.step == self.first and self.micro < 0:  # the window begins: models are described in it
+            self.roots, self.places, self.parameters, self.owned = {}, {}, {}, {}
         self.micro += 1
-        quiet = not torch.is_grad_enabled()
-        self.quiet_calls += quiet
-        self.recording = self.step >= self.first and (not quiet or self.quiet_calls <= QUIET_CALLS)
-        if quiet and self.quiet_calls == QUIET_CALLS + 1:
-            self.note(f"calls of a model without gradients are recorded {QUIET_CALLS} times a step; there are more")
+        self.quiet_calls += not grad
+        self.recording = self.step >= self.first
         self.calls, self.recalls, self.known = {}, {}, {}
         self.batch = Batch.of(args, kwargs)
         root = self._register(module)
-        self.add("batch", root=root, training=module.training, grad=not quiet, **self.batch.fields())
+        if not grad and self.quiet_calls > QUIET_CALLS:
+            if self.quiet_calls == QUIET_CALLS + 1 and self.recording:
+                self.note(f"there are more calls of models without gradients in this step than {QUIET_CALLS}")
+            self.recording = False
+        self.add("batch", root=root, training=module.training, grad=grad, **self.batch.fields())
         self.add("random", v=random_state())
-        return True
 
     @guarded
     def end_root(self, output: Any) -> None:

@@ -68,7 +68,7 @@ def calling(original: Callable) -> Callable:
         outermost = depth == 0 and not recomputing()
         if outermost:
             install_late()
-            own.begin_root(self, args, kwargs)
+            own.begin_root(self, args, kwargs, torch.is_grad_enabled())
         own.on_inputs(self, args, kwargs)
         depth += 1
         try:
