@@ -319,6 +319,8 @@ def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank
         "if the watchdog reports a collective timeout, raise --timeout",
         "2026-01-01 INFO on CUDA out of memory the batch is halved",
         "val_loss improved; best_loss: inf, loss scale: 65536",
+        "POST /metrics status=200/OK, exit_code 0",
+        "caught signal 10 (SIGUSR1): saving a checkpoint",
     ],
 )
 def test_match_of_a_line_that_only_mentions_a_failure_is_nothing(line: str) -> None:

@@ -60,10 +60,11 @@ ADVICE = re.compile(
 # How launchers and schedulers print how a process ended.
 _SIGNAL = re.compile(
     r"(?:terminated|killed|exited|died|interrupted|[Cc]aught|got)\b.{0,12}\bsignal:? ?(\d+|SIG[A-Z]+)"
-    r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|status=(\d+)/[A-Z]+|\([Ss]ignal (\d+)\)"
+    r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|code=\w+, status=(\d+)/|\([Ss]ignal (\d+)\)"
 )
+_HARMLESS = (0, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)  # a job catches them and goes on
 _EXIT_CODE = re.compile(
-    r"(?i)\b(?:exit[_ ]?(?:code|status)|return ?code|exited? with (?:code|status))\s*[:=]?\s*(-?\d+)"
+    r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|exited? with (?:code|status))\s*[:=]?\s*(-?\d+)"
 )
 
 
@@ -118,8 +119,9 @@ def _ended(text: str) -> int:
     """Return how a process ended: its exit code, the negative number of its signal, or 0."""
     for found in _SIGNAL.finditer(text):
         name = next(filter(None, found.groups()))
-        if name.isdigit() or name in signal.Signals.__members__:
-            return -int(name if name.isdigit() else signal.Signals[name])
+        number = int(name) if name.isdigit() else signal.Signals.__members__.get(name, 0)
+        if number not in _HARMLESS:
+            return -number
     code = _EXIT_CODE.search(text)
     return int(code[1]) if code else 0
 

@@ -219,7 +219,7 @@ class Progress:
 # A line with one of these, in lower case, may belong to an error, a launcher's summary or an environment.
 _TRACEBACKS = (
     HEADER.lower(), '", line ', "❱", "error", "exception", "root cause", "rank    ", "exitcode", "exit code", "exit_",
-    "exit status", "exited with", "returncode", "return code", "signal", "wtermsig", "status=", "/lib/python3",
+    "exit status", "exited with", "returncode", "return code", "signal", "wtermsig", ", status=", "/lib/python3",
     "python 3.", "python version", *UPSTREAM, *TRAINERS,
     "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",
 )  # fmt: skip
