@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -172,3 +173,39 @@ def test_bisect_numbers_needs_a_difference_of_its_own(
     lab: Lab, capsys: Capsys, words: tuple[str, ...], message: str
 ) -> None:
     assert message in result(lab.repro, capsys, *BISECT, *words, code=2)["err"]
+
+
+# -- a real script
+
+SCRIPT = """
+import sys
+import torch
+torch.manual_seed(0)
+nn = torch.nn
+model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 20))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+ids = torch.randint(0, 20, (10, 4, 6))
+step = 0
+while True:  # for days
+    logits = model(ids[step % 10])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[step % 10].flatten()).backward()
+    if step == 1 and "--wrong" in sys.argv:
+        model[1].weight.grad[0] *= 1.01
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+"""
+
+
+@pytest.mark.ranks
+def test_real_script_is_ended_after_its_traced_steps_and_its_error_is_placed(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    words = ("compare", "--bad-args", "--wrong", "--steps", "2", "--noise", "1", f"results={tmp_path / 'results'}")
+    assert main([*words, "--json", "--", "python", "train.py"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    found = data["location"]
+    assert (found["stage"], found["step"], found["place"]) == ("gradient before the optimizer", 1, "1.weight")
+    assert data["good"]["outcome"] == data["bad"]["outcome"] == "passed" and found["coverage"]["shared"] == 8

@@ -161,6 +161,9 @@ def describe(found: Comparison) -> Iterator[str]:
     )
     for name, side, strategy in (("good", found.good, coverage.trusted), ("bad", found.bad, coverage.suspect)):
         yield f"  {name}: {side.script.command.shown} on stack {side.stack.name}; what ran: {strategy or 'unknown'}"
+        models = len({model["root"] for model in side.trace.models})
+        if models > 1:
+            yield f"    it calls {models} models: one was replaced, or it has several"
         if side.problem:
             yield f"    it did not end well: {side.problem}"
     changed = changed_versions(found.good.stack, found.bad.stack)

@@ -335,8 +335,8 @@ class Engine:
             task = replace(self._task(number, cell, variant, index), trace=True)
             cell.left += 1
             self.schedule.repeat(task, {})
-            failed = cell.document["variants"][variant]["attempts"][index]["outcome"]["check"]
-            why = f"{cell.plan.cell.key} {variant} is repeated with a trace: check {failed} failed"
+            failed = cell.document["variants"][variant]["attempts"][index]["outcome"]["failed"]
+            why = f"{cell.plan.cell.key} {variant} is repeated with a trace, failed: {', '.join(failed)}"
             self.on_event(Event("more", cell.plan, variant, attempts=1, seconds=task.seconds, text=why))
 
     @cached_property
