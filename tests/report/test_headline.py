@@ -239,6 +239,14 @@ def test_numbers_and_verbs_agree() -> None:
     assert "3 other results differ from" in text(1) and of(night(WORKS)[:1]).fixes == (0, 0)
 
 
+def test_variants_that_the_catalog_no_longer_has_are_named() -> None:
+    known = catalog.load().cases["ddp-ready-once"]
+    both = night({"removed": ("passed", "FIXED"), "static-graph": ("passed", "FIXED")}, case=known.slug)
+    head = after(both, [row for row in both if row.variant != "removed"], {known.slug: known})
+    assert head.changed.endswith("no longer in the catalog: ddp-ready-once/removed.")
+    assert "no longer" not in after(both, both, {}).changed
+
+
 def test_a_run_that_measured_less_than_requested_is_named_so() -> None:
     assert "less than requested" in after(night(WORKS), night(WORKS), partial=True).changed
     assert "less than requested" not in after(night(WORKS), night(WORKS)).changed

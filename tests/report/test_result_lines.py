@@ -82,6 +82,7 @@ def test_healthy_run_fits_on_a_screen() -> None:
     results = [cell(case=f"case-{index}") for index in range(40)]
     skipped = identified(document({"unfixed": "needs 2 GPUs"}, {}, case="other"))
     lines = shown(*results, skipped)
+    assert max(map(len, shown(*results, skipped, width=60))) <= 60
     assert len(lines) <= 18 and sum(line.startswith("  reproduces") for line in lines) == MOST_CASES
     assert sum(line.startswith("  reproduces") for line in shown(*results, everything=True)) == 40
 

@@ -104,7 +104,7 @@ class CaseStatus:
 @dataclass(frozen=True)
 class Headline:
     """``previous``: the last passing run that the results were compared with; "" where there is none. ``partial``: it
-    measured less than requested."""
+    measured less than requested. ``removed``: its variants that the catalog no longer has."""
 
     rows: Sequence[Row]
     cases: Sequence[CaseStatus]
@@ -112,6 +112,7 @@ class Headline:
     changes: int = 0
     previous: str = ""
     partial: bool = False
+    removed: tuple[str, ...] = ()
 
     def count(self, *states: CaseState) -> int:
         return sum(each.state in states for each in self.cases)
@@ -292,7 +293,8 @@ class Headline:
             return "No earlier passing run to compare with."
         what = counted(self.changes, "result") if self.changes else "Nothing"
         partial = ", which measured less than requested" * self.partial
-        return f"{what} changed since the last passing run ({self.previous}{partial})."
+        removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
+        return f"{what} changed since the last passing run ({self.previous}{partial}){removed}."
 
 
 def _verb(text: str, number: int) -> str:
@@ -338,10 +340,12 @@ def headline(rows: Sequence[Row], cases: Mapping[str, Case], since: Regressions 
                ((each.case, each.stack), *((each.case, each.stack, one.variant) for one in each.changes))}  # fmt: skip
     attention = sorted(_attention(rows, changed), key=lambda each: list(ATTENTION).index(each.kind))
     order, previous = list(CASE_STATES), since.previous if since else None
+    measured = (row for row in (previous.rows if previous else ()) if row.measured and row.case in cases)
+    removed = {f"{row.case}/{row.variant}" for row in measured if row.variant not in cases[row.case].variants}
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.case)), attention,
         sum(len(each.changes) for each in (since.changed if since else ())), previous.run_id if previous else "",
-        bool(previous and previous.partial),
+        bool(previous and previous.partial), tuple(sorted(removed)),
     )  # fmt: skip
 
 

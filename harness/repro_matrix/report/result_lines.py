@@ -119,7 +119,8 @@ def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
         else:
             yield from wrap(f"{start.rstrip()}  {_case_detail(each, DETAIL)}", "", 4, width)
     if len(shown) < len(cases):
-        yield f"  ... {len(cases) - len(shown)} more: repro report --format text. Details of one: repro show CASE"
+        more = f"... {len(cases) - len(shown)} more: repro report --format text. Details of one: repro show CASE"
+        yield from wrap(more, "  ", 2, width)
 
 
 def _case_detail(each: CaseStatus, size: int) -> str:
