@@ -11,7 +11,7 @@ parser.add_argument("--model", default="llama")
 parser.add_argument("--accumulation", type=int, default=1)
 parser.add_argument("--smoothing", type=float, default=0.0)
 parser.add_argument("--decay", type=float, default=0.0)
-parser.add_argument("--lora", action="store_true")
+parser.add_argument("--average-by-rank", action="store_true")
 arguments = parser.parse_args()
 
 set_seed(0)
@@ -20,10 +20,6 @@ config = AutoConfig.for_model(
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
 )  # fmt: skip
 model = AutoModelForCausalLM.from_config(config)
-if arguments.lora:
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
 
 samples = []
 for length in torch.randint(4, 17, (64,)).tolist():
@@ -31,6 +27,7 @@ for length in torch.randint(4, 17, (64,)).tolist():
     labels = torch.where(torch.arange(16) < length, ids, -100)
     samples.append({"input_ids": ids, "attention_mask": torch.ones(16, dtype=torch.long), "labels": labels})
 
+more = {"average_tokens_across_devices": False} if arguments.average_by_rank else {}
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 trainer = Trainer(
     model,
@@ -38,7 +35,7 @@ trainer = Trainer(
         "out", use_cpu=True, max_steps=3, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to=[],
         per_device_train_batch_size=8 // arguments.accumulation // ranks, weight_decay=arguments.decay,
         gradient_accumulation_steps=arguments.accumulation, label_smoothing_factor=arguments.smoothing,
-        ddp_backend="gloo" if ranks > 1 else None,
+        ddp_backend="gloo" if ranks > 1 else None, **more,
     ),
     train_dataset=samples,
 )  # fmt: skip
