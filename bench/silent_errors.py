@@ -1,27 +1,35 @@
-"""Compare the two sides of each public report in docs/examples/numbers, and write the table of what was named.
+"""Trace both sides of each public report in docs/examples/numbers, compare them, and write the table of what was named.
 
-python -m bench.silent_errors              # all; NAME ...: only these
-python -m bench.silent_errors --table      # only the table, from results.json
+    python -m bench.silent_errors TRACES             # all reports; their traces go to the folder TRACES
+    python -m bench.silent_errors TRACES opt gemma   # only these
+    python -m bench.silent_errors TRACES --stored    # compare the traces that are there
+
+It does what `repro compare` does for one report, but starts each stack once and forks: a start costs more than a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
-import resource
+import shlex
 import subprocess
-import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+from repro_matrix.environment import stacks
+from repro_matrix.traces.comparison import locate
+from repro_matrix.traces.reader import read
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 FOLDER = EXAMPLES / "numbers"
 PAGE = EXAMPLES / "silent-errors.md"
 RESULTS = FOLDER / "results.json"
 MARK = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.S)
+SIDES = ("good", "bad")
 Json = dict[str, Any]
 
 
@@ -29,104 +37,110 @@ def cases() -> dict[str, Json]:
     return dict(yaml.safe_load((FOLDER / "cases.yaml").read_text(encoding="utf-8")))
 
 
-def words(case: Json) -> list[str]:
-    """Return the command of a case, to be run in docs/examples/numbers."""
-    found = ["compare", f"./{case['script']}"]
-    sides = {side: case.get(side) or {} for side in ("good", "bad")}
-    for side, values in sides.items():
-        found += [f"--{side}", values["stack"]] if "stack" in values else []
-    if sides["good"].get("nproc", 1) == sides["bad"].get("nproc", 1):
-        found += ["--nproc", str(sides["good"].get("nproc", 1))]
-    else:
-        found += [word for side in sides for word in (f"--{side}-nproc", str(sides[side].get("nproc", 1)))]
-    found += ["--args", case["args"].strip()] if "args" in case else []
-    for side, values in sides.items():
-        found += [f"--{side}-args={values['args']}"] if "args" in values else []
-    return found
+def stored() -> dict[str, Json]:
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
 
 
-def measure(name: str, case: Json, more: list[str]) -> Json:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "repro_matrix", *words(case), "--json", *more]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
-    try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        found = {"location": {"verdict": "inconclusive", "reason": done.stderr.strip().splitlines()[-1:]}}
-    location = found["location"]
-    keys = ("verdict", "reason", "stage", "step", "ranks", "place", "role", "size", "rounding", "relation", "agreed")
-    kept = {key: location[key] for key in keys if location.get(key) not in (None, "", [])}
-    sides = {side: found[side]["versions"] for side in ("good", "bad") if side in found}
-    kept["packages"] = {side: _packages(versions) for side, versions in sides.items()}
-    return {**kept, "sentence": found.get("sentence", ""), "cpu_s": spent, "right": is_right(case, kept)}
+def trace(chosen: dict[str, Json], folder: Path, noise: int) -> None:
+    """Trace the good sides, also with noise, and the bad ones: all runs of a stack in one go."""
+    jobs: dict[str, list[Json]] = defaultdict(list)
+    for name, case in chosen.items():
+        for side in SIDES:
+            values = case.get(side) or {}
+            args = [*shlex.split(case.get("args", "")), *shlex.split(values.get("args", ""))]
+            for seed in range(noise + 1 if side == "good" else 1):
+                run = f"{name}.{side}" + (f".n{seed}" if seed else "")
+                env = {"DS_ACCELERATOR": "cpu", **({"REPRO_TRACE_NOISE": str(seed)} if seed else {})}
+                job = {"name": run, "script": str(FOLDER / case["script"]), "args": args, "env": env}
+                job.update(ranks=values.get("nproc", 1), trace=str(folder / run))
+                jobs[values.get("stack", "current")].append(job)
+    for stack, its_jobs in jobs.items():
+        found = stacks.resolve(stack)
+        text = "".join(json.dumps(job) + "\n" for job in its_jobs)
+        env = {**os.environ, **found.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [found.python, str(Path(__file__).with_name("traced_runs.py"))]
+        subprocess.run(command, input=text, text=True, env=env, cwd=folder, check=True)
 
 
-def _packages(versions: Json) -> Json:
-    return {name: versions[name] for name in ("torch", "transformers", "accelerate", "deepspeed") if name in versions}
-
-
-def is_right(case: Json, location: Json) -> bool:
+def judge(name: str, case: Json, folder: Path) -> Json:
+    """Compare the traces of a case; ``right`` says whether the answer is the place that its upstream fix shows."""
+    noise = [read(path) for path in sorted(folder.glob(f"{name}.good.n*"))]
+    traces = {side: read(folder / f"{name}.{side}") for side in SIDES}
+    location = locate(traces["good"], traces["bad"], noise)
     place = case["place"]
-    return (
-        location["verdict"] == "differs"
-        and location.get("stage") in place["stage"]
-        and re.search(place.get("name", ""), location.get("place", "")) is not None
+    right = (
+        location.verdict == "differs"
+        and location.stage in place["stage"]
+        and re.search(place.get("name", ""), location.place or "") is not None
     )
+    versions = {side: dict(traces[side].ranks[0].start["versions"]) for side in SIDES if traces[side].ranks}
+    return {"sentence": location.sentence(), "right": right, "versions": versions, "location": location.to_json()}
 
 
-def table(all_cases: dict[str, Json], results: dict[str, Json]) -> str:
-    lines = ["| report | what happens | good, bad | named | right? |", "|---|---|---|---|---|"]
-    for name, case in all_cases.items():
-        found = results.get(name)
-        if found:
-            right = "yes" if found["right"] else "no"
-            named = found["sentence"] or str(found.get("reason", ""))
-            lines.append(f"| {_link(case['issue'])} | {case['what']} | {_pair(case)} | {named} | {right} |")
-    right = sum(results[name]["right"] for name in all_cases if name in results)
-    commands = [f"    {_quoted(['repro', *words(case)])}" for name, case in all_cases.items() if name in results]
-    count = f"{right} of {len(results)} are right."
-    return "\n".join([count, "", *lines, "", "The commands, in `docs/examples/numbers`:", "", *commands, ""])
+def command(case: Json) -> str:
+    """Return the line that compares a case by itself, in docs/examples/numbers."""
+    words = ["repro", "compare", f"./{case['script']}"]
+    good, bad = (case.get(side) or {} for side in SIDES)
+    for side, values in zip(SIDES, (good, bad), strict=True):
+        words += [f"--{side}", values["stack"]] if "stack" in values else []
+    if good.get("nproc", 1) == bad.get("nproc", 1):
+        words += ["--nproc", str(good.get("nproc", 1))]
+    else:
+        words += ["--good-nproc", str(good.get("nproc", 1)), "--bad-nproc", str(bad.get("nproc", 1))]
+    words += ["--args", case["args"].strip()] if "args" in case else []
+    for side, values in zip(SIDES, (good, bad), strict=True):
+        words += [f"--{side}-args={values['args']}"] if "args" in values else []
+    return shlex.join(words)
 
 
-def _link(issue: str) -> str:
-    repository, number = issue.split("#")
-    return f"[{issue}](https://github.com/{repository}/issues/{number})"
+def table(known: dict[str, Json], results: dict[str, Json]) -> str:
+    measured = [name for name in known if name in results]
+    right = sum(results[name]["right"] for name in measured)
+    lines = [f"{right} of {len(measured)} are right.", ""]
+    lines += ["| report | what happens | good, bad | named | right? |", "|---|---|---|---|---|"]
+    for name in measured:
+        case, found = known[name], results[name]
+        repository, number = case["issue"].split("#")
+        link = f"[{case['issue']}](https://github.com/{repository}/issues/{number})"
+        right_here = "yes" if found["right"] else "no"
+        lines.append(f"| {link} | {case['what']} | {_pair(case)} | {found['sentence']} | {right_here} |")
+    lines += ["", "The same comparisons by hand, in `docs/examples/numbers`:", ""]
+    return "\n".join([*lines, *(f"    {command(known[name])}" for name in measured), ""])
 
 
 def _pair(case: Json) -> str:
     def side(values: Json, other: Json) -> str:
         parts = [values["stack"].removeprefix("current+")] if "stack" in values else []
         if values.get("nproc", 1) != other.get("nproc", 1):
-            parts.append(f"{values.get('nproc', 1)} rank{'s' * (values.get('nproc', 1) > 1)}")
-        return " ".join([*parts, f"`{values['args']}`" if "args" in values else ""]).strip() or "as it is"
+            parts.append("one process" if values.get("nproc", 1) == 1 else f"{values['nproc']} ranks")
+        return " ".join([*parts, *([f"`{values['args']}`"] if "args" in values else [])]) or "as it is"
 
-    good, bad = case.get("good") or {}, case.get("bad") or {}
+    good, bad = (case.get(name) or {} for name in SIDES)
     return f"{side(good, bad)}; {side(bad, good)}"
-
-
-def _quoted(command: list[str]) -> str:
-    return " ".join(f"'{word}'" if re.search(r"[^\w@%+=:,./-]", word) else word for word in command)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path, help="the folder of the traces")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
-    parser.add_argument("--override", action="append", default=[], help="of repro compare, as results=FOLDER")
+    parser.add_argument("--stored", action="store_true", help="trace nothing")
+    parser.add_argument("--noise", type=int, default=2, help="runs of the good side with noise (default: 2)")
     args = parser.parse_args()
     known = cases()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for name in () if args.table else args.names or known:
-        results[name] = measure(name, known[name], args.override)
-        print(
-            name, "right" if results[name]["right"] else "WRONG", results[name]["sentence"] or results[name], flush=True
-        )
-        kept = {each: results[each] for each in known if each in results}
-        RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    chosen = {name: known[name] for name in args.names or known}
+    folder = args.traces.absolute()
+    if not args.stored:
+        folder.mkdir(parents=True, exist_ok=True)
+        trace(chosen, folder, args.noise)
+    results = stored()
+    for name, case in chosen.items():
+        if (folder / f"{name}.bad").exists():
+            results[name] = judge(name, case, folder)
+            print(name, "right" if results[name]["right"] else "WRONG", results[name]["sentence"], flush=True)
+    ordered = {name: results[name] for name in known if name in results}
+    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(MARK.sub(lambda found: f"{found[1]}{table(known, results)}{found[2]}", text), encoding="utf-8")
+    PAGE.write_text(MARK.sub(lambda found: f"{found[1]}{table(known, ordered)}{found[2]}", text), encoding="utf-8")
 
 
 if __name__ == "__main__":

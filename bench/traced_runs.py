@@ -1,0 +1,65 @@
+"""Run traced trainings in processes forked from one that has imported the packages: jobs as JSON lines on stdin.
+
+Runs inside a stack. A job: {"name", "script", "args", "ranks", "env", "trace"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+WORKERS = Path(__file__).parents[1] / "harness" / "repro_matrix" / "launch" / "worker"
+
+
+def run(job: dict, rank: int, port: int) -> None:
+    """Be one rank: never returns."""
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]), REPRO_TRACE=job["trace"], **job["env"],
+    )  # fmt: skip
+    sys.path.insert(0, str(WORKERS))
+    import tracer
+
+    reason = "exit"
+    try:
+        tracer.install(job["trace"], rank, job["ranks"])
+        sys.argv = [job["script"], *job["args"]]
+        runpy.run_path(job["script"], run_name="__main__")
+    except BaseException:  # noqa: BLE001  also SystemExit: this process ends here
+        traceback.print_exc()
+        reason = "exception"
+    tracer.close(reason)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(reason != "exit")
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.Trainer, transformers.LlamaForCausalLM  # noqa: B018  they are imported on use
+    for line in sys.stdin:
+        job = json.loads(line)
+        Path(job["trace"]).mkdir(parents=True, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = []
+        for rank in range(job["ranks"]):
+            pid = os.fork()
+            if not pid:
+                run(job, rank, port)
+            ranks.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        print(transformers.__version__, job["name"], codes, flush=True)
+
+
+if __name__ == "__main__":
+    main()
