@@ -115,7 +115,7 @@ def wrapped(model: Model, strategy: str) -> nn.Module:
 
 
 def train(strategy: str = "one", steps: int = 4, accumulation: int = 1, checkpoint: bool | None = None,
-          tied: bool = False, change: object = None) -> float:  # fmt: skip
+          tied: bool = False, clip: bool = True, change: object = None) -> float:  # fmt: skip
     """Train; return the last loss. change: called with the model before it is wrapped."""
     model = new_model(tied)
     model.checkpoint = checkpoint
@@ -140,7 +140,7 @@ def train(strategy: str = "one", steps: int = 4, accumulation: int = 1, checkpoi
         if not zero:
             if strategy.startswith("fsdp1"):
                 model.clip_grad_norm_(LIMIT)
-            elif strategy != "tp":  # torch clips no mixture of DTensors and tensors
+            elif clip and strategy != "tp":  # torch clips no mixture of DTensors and tensors
                 nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
             optimizer.step()
             optimizer.zero_grad()

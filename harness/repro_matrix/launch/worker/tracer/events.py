@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -55,7 +55,7 @@ class Tracer:
         self.rank, self.world, self.first, self.stop = start["rank"], start["world"], first, first + steps
         self.step, self.micro, self.backward_micro, self.quiet_calls = 0, -1, -1, 0
         self.open, self.recording, self.stepped = True, first == 0, False
-        self.zero = self.engine_steps = False  # DeepSpeed; its inner optimizer holds flat parameters without names
+        self.zero, self.engine = False, None  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
         self.began, self.losses = time.time(), []
         self.roots: Dict[torch.nn.Module, int] = {}
         self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}  # module -> number of its root, name
@@ -309,35 +309,45 @@ class Tracer:
                  **({} if part is None else part.fields()))  # fmt: skip
 
     def _stepped_names(self, optimizer: Any) -> List[str]:
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        held = held_by(optimizer)
         return [name for name, each in self.parameters.items() if id(each.held) in held]
+
+    def _add_settings(self, optimizer: Any, groups: Any) -> None:
+        self.add("opt", **{"class": type(optimizer).__name__}, groups=[settings(each) for each in groups])
 
     @guarded
     def before_step(self, optimizer: Any) -> None:
-        if self.micro < 0 or (self.stepped and self.engine_steps):
+        if self.micro < 0:
             return
+        if self.engine is not None:
+            return self._add_received(held_by(optimizer))
         self._add_local_gradients(self.micro)  # of torch.autograd.grad
-        self.add(
-            "opt", **{"class": type(optimizer).__name__}, groups=[settings(each) for each in optimizer.param_groups]
-        )
+        self._add_settings(optimizer, optimizer.param_groups)
         names = self._stepped_names(optimizer)
-        if not names and not self.engine_steps:
+        if not names:
             self.note(f"the parameters of {type(optimizer).__name__} belong to no model that was called")
         self._add_gradients("ograd", names)
 
+    def _add_received(self, held: Set[int]) -> None:
+        for name, parameter in self.parameters.items():
+            part = parameter.received(self.engine.optimizer, held) if parameter.trained else None
+            if part is not None:
+                self.add("ograd", part.sketch(), n=name, **part.fields(), shape=parameter.shape)
+
     @guarded
     def after_step(self, optimizer: Any) -> None:
-        if self.micro >= 0 and not self.engine_steps:
+        if self.micro >= 0 and self.engine is None:
             self.end_step(self._stepped_names(optimizer))
 
     @guarded
-    def before_engine_step(self) -> None:
-        self.engine_steps = True
+    def before_engine_step(self, engine: Any) -> None:
+        self.engine = engine
         self._add_gradients("rgrad", self.parameters)
+        self._add_settings(engine.basic_optimizer or engine.optimizer, engine.optimizer.param_groups)
 
     @guarded
     def after_engine_step(self, engine: Any) -> None:
-        self.engine_steps = False
+        self.engine = None
         norm = engine.get_global_grad_norm()
         if norm is not None:
             self.on_clip("get_global_grad_norm", engine.gradient_clipping(), 2.0, norm)
@@ -365,6 +375,10 @@ def prefixed(root: int, name: str) -> str:
 def recomputing() -> bool:
     """Return whether a backward runs: a forward in it computes activations again (checkpointing)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def held_by(optimizer: Any) -> Set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 def settings(group: Dict[str, Any]) -> Dict[str, Any]:

@@ -116,7 +116,7 @@ def engine_step(original: Callable) -> Callable:
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = tracer
         if own is not None:
-            own.before_engine_step()
+            own.before_engine_step(self)
         result = original(self, *args, **kwargs)
         if own is not None:
             own.after_engine_step(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 
@@ -164,6 +164,22 @@ class ZeroParameter(Parameter):
     def gradient(self) -> Optional[Part]:
         found = sys.modules["deepspeed"].utils.safe_get_full_grad(self.held)  # a collective
         return None if found is None else Part(found)
+
+    def received(self, zero: Any, held: Set[int]) -> Optional[Part]:
+        """Return this rank's slice of the gradient in the flat tensors that the inner optimizer steps on (ids)."""
+        mapping, flats = getattr(self.held, "_hp_mapping", None), None
+        if mapping is not None:
+            flats, group = getattr(zero, "single_partition_of_fp32_groups", None), mapping.param_group_index
+            first, count = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+            start = mapping.lp_fragment_address.start
+        elif hasattr(self.held, "ds_tensor"):
+            flats = getattr(zero, "fp32_partitioned_groups_flat", None)
+            group, first, count = zero.grad_position[self.held.ds_id]
+            start = torch.distributed.get_rank(self.held.ds_process_group) * self.held.ds_tensor.numel()
+            count = max(0, min(count, self.held.ds_numel - start))
+        if flats is None or id(flats[group]) not in held or flats[group].grad is None:
+            return None
+        return Part(flats[group].grad.detach().reshape(-1)[first : first + count], "shard", start)
 
 
 def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool) -> List[Parameter]:
