@@ -22,7 +22,7 @@ DIVISIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(DIVISIONS)
 def test_any_division_agrees(trusted, division):
     runs = list(map(read, trusted))
@@ -34,7 +34,7 @@ def test_any_division_agrees(trusted, division):
     assert location.coverage.shared == 24 and location.coverage.notes == ()
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(DIVISIONS, st.integers(1, 10**6))
 def test_the_trusted_side_may_be_divided_too(trusted, division, seed):
     runs = list(map(read, trusted))

@@ -122,7 +122,7 @@ def test_modules_in_another_order_on_two_ranks(trusted, tmp_path):
     assert locate(runs[0], read(folder), runs[1:]).verdict == "agrees"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.floats(0, 1), st.binary(max_size=40), st.booleans())
 def test_reading_never_fails(trusted, share, garbage, cut):
     content = (trusted[0] / "trace-0.jsonl").read_bytes()
@@ -148,7 +148,7 @@ def short(tmp_path_factory):
     return [train(folder / str(noise), noise=noise, steps=1) for noise in (None, 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_events_with_other_values_never_fail(short, data):
     """Any value of any field of an event may be anything."""

@@ -119,8 +119,14 @@ class Step:
     @cached_property
     def parameters(self) -> dict[str, str]:
         """The dtype of each parameter."""
-        listed = [each for model in self.trace.models for each in model["parameters"] if len(each) > 2]
+        listed = [each for model in self.trace.models for each in model["parameters"] if len(each) == 4]
         return {self.names.get(str(name), str(name)): str(dtype) for name, _, dtype, *_ in listed}
+
+    @cached_property
+    def frozen(self) -> set[str]:
+        """Parameters that are not trained."""
+        listed = [each for model in self.trace.models for each in model["parameters"] if len(each) == 4]
+        return {self.names.get(str(name), str(name)) for name, _, _, trained in listed if trained is False}
 
     @cached_property
     def coarsest(self) -> str:

@@ -77,7 +77,7 @@ class _Compared:
             for each, _, tolerance in self.judged
             if each.stage in later and not each.missing and f"{each.key.name}.".startswith(f"{name}." if name else "")
         ]
-        return bool(follows) and all(follows)
+        return missing.frozen or (bool(follows) and all(follows))
 
 
 def locate(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> Location:
@@ -254,6 +254,8 @@ def _relation(
 ) -> tuple[str, list[Owner]]:
     """Say what holds instead, and which ranks and micro-batches that blames."""
     first, pair = wrong[0], compared.pair
+    if first.frozen:
+        return "the suspect does not train this parameter (requires_grad is False)", []
     if first.missing:
         return "no gradient arrives" if first.stage in ("backward", "local gradient") else "there is none", []
     trusted, suspect = first.trusted[bad], first.suspect[bad]

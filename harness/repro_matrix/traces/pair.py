@@ -22,6 +22,7 @@ ORDER = [kind for kinds in STAGES.values() for kind in kinds if kind not in ("in
 ROLES = {"in": "input", "fwd": "output", "state": "value", "param": "value", "buffer initial": "value",
          "buffer end": "value"}  # fmt: skip
 ALIKE = 1e-5  # rounding, for tensors that few operations made
+GRADIENTS = ("lgrad", "rgrad", "ograd")  # of parameters
 UNSCALED = 1e-3  # residue up to which gradients count as scaled by one factor
 
 
@@ -38,6 +39,7 @@ class Difference:
     dtype: str = "float32"
     floor: float = 1.0  # times the least tolerance
     missing: bool = False
+    frozen: bool = False  # missing, because the parameter is not trained
 
     @property
     def size(self) -> float:
@@ -140,7 +142,9 @@ class Pair:
         trusted, suspect, scale = rows.values[left], other.values[right], rows.norms[left]
         owners, floor = [other.owners[row] for row in right], 1.0
         if stage == "backward":
-            suspect = suspect / np.array([self._weight(other.ids[row]) for row in right])[:, None]
+            suspect = (
+                suspect / np.array([self._weight(other.ids[row], other.owners[row][0][0]) for row in right])[:, None]
+            )
             self._compare_arrival(key, {rows.ids[row] for row in left})
         if stage == "update" and all(key.name in side for side in self.before):
             old, new = (side[key.name] for side in self.before)
@@ -155,9 +159,11 @@ class Pair:
         """Note a tensor that the other side does not have; where it should have it, as a difference."""
         called = Key("fwd", *key[1:]) in self.other.events
         shown = self.other.has(key.kind) or key.kind in self.shown
-        if key.kind == "bwd" and called and shown:
+        if key.kind in GRADIENTS and key.name in self.other.frozen:
+            self._add_missing(stage, key, [], frozen=True)
+        elif key.kind == "bwd" and called and shown:
             self._compare_arrival(key, set())
-        elif key.kind in ("lgrad", "rgrad", "ograd") and shown:
+        elif key.kind in GRADIENTS and shown:
             self._add_missing(stage, key, [])
         else:
             self.not_aligned.append(key)
@@ -174,36 +180,40 @@ class Pair:
         if owners:
             self._add_missing("backward", key, owners)
 
-    def _add_missing(self, stage: Stage, key: Key, owners: Sequence[Owner]) -> None:
+    def _add_missing(self, stage: Stage, key: Key, owners: Sequence[Owner], frozen: bool = False) -> None:
         if self.other.stopped or (stage != "backward" and key.name not in self.other.parameters):
             self.not_aligned.append(key)
         else:
             none = np.zeros((0, K))
-            self.differences.append(Difference(stage, key, np.array([np.inf]), owners, none, none, missing=True))
+            self.differences.append(
+                Difference(stage, key, np.array([np.inf]), owners, none, none, missing=True, frozen=frozen)
+            )
 
     def _weigh(self, keys: Iterable[Key]) -> None:
         """Find how the loss of each sample is weighed: the scale of its gradient where the backward pass begins."""
-        self.weights: dict[Hashable, tuple[float, float, Owner]] = {}  # scale, residue, owner
+        self.weights: dict[tuple[Hashable, int], tuple[float, float, Owner]] = {}  # by rank: scale, residue, owner
         for key in keys:
-            if len(self.weights) >= len(self.other.samples):
+            if len(self.weights) >= sum(map(len, self.other.ids.values())):
                 break
             found = self._rows(key) if key in self.other.events else None
             if found is None:
                 continue
             trusted, other, left, right = found
             for row, match in zip(left, right):
-                sample = other.ids[match]
-                if sample in self.other.samples and sample not in self.weights and trusted.norms[row] > 0:
+                sample, (ranks, micro) = other.ids[match], other.owners[match]
+                known = all((sample, rank) in self.weights for rank in ranks)
+                if sample in self.other.samples and not known and trusted.norms[row] > 0:
                     scale, rest = factor(trusted.values[row], other.values[match])
                     if np.isfinite(scale):
                         # A zero gradient is left out altogether; one of another direction is another, not a scaled one.
                         rest = rest if scale else 0.0
                         scale = scale if rest < 0.1 else self.expected_weight
-                        self.weights[sample] = scale, rest, self.other.samples[sample]
+                        for rank in ranks:
+                            self.weights.setdefault((sample, rank), (scale, rest, ((rank,), micro)))
         self.shapes_differ.clear()  # they are counted where tensors are compared
 
-    def _weight(self, sample: Hashable) -> float:
-        weight = self.weights[sample][0] if sample in self.weights else 0.0
+    def _weight(self, sample: Hashable, rank: int) -> float:
+        weight = self.weights.get((sample, rank), (0.0,))[0]
         return weight or self.common_weight * self.expected_weight
 
     def _compare_weights(self) -> None:

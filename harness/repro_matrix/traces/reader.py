@@ -182,6 +182,8 @@ def _parse(line: bytes) -> Event | None:
             event["rows"] = np.frombuffer(base64.b64decode(event.pop("v"), validate=True), "<f8").reshape(-1, K + 1)
             if len(event["rows"]) != max(event.get("b", 1), 1):
                 return None
+        if event["k"] == "opt" and not all(isinstance(each, dict) for each in event["groups"]):
+            return None
         if event["k"] == "clip" and event.get("p", "full") != "full":
             return None
         if event["k"] == "model" and not all(isinstance(each, list) for each in event["names"] + event["parameters"]):

@@ -21,13 +21,12 @@ def different_setting(trusted: Step, suspect: Step) -> tuple[str, str, tuple[int
 
 
 def _first(ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
-    """Compare optimizer by optimizer, group by group. Settings that only one release has are left out."""
-    for left, right in zip(ours, theirs):
-        groups = [[each for each in side["groups"] if isinstance(each, dict)] for side in (left, right)]
-        for place, (group, other) in enumerate(zip(*groups) if len(groups[0]) == len(groups[1]) else ()):
-            for name in group.keys() & other.keys() - IMPLEMENTATION:
-                if not _equal(group[name], other[name]):
-                    return f"group {place}: {name}", f"{other[name]}; on the trusted side {group[name]}"
+    """Compare group by group, whichever optimizer has them. Settings that only one release has are left out."""
+    left, right = ([group for event in side for group in event["groups"]] for side in (ours, theirs))
+    for place, (group, other) in enumerate(zip(left, right) if len(left) == len(right) else ()):
+        for name in group:
+            if name in other and name not in IMPLEMENTATION and not _equal(group[name], other[name]):
+                return f"group {place}: {name}", f"{other[name]}; on the trusted side {group[name]}"
     return None
 
 
