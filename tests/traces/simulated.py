@@ -136,6 +136,9 @@ class Simulation:
         run = self.run
         return run.plant == plant and self.step >= run.step and (rank is None or rank == run.rank)
 
+    def frozen(self, name):
+        return self.run.plant == "frozen" and name == "layers.1.up.weight"
+
     # One training.
 
     def train(self, folder):
@@ -148,7 +151,8 @@ class Simulation:
                                        ("", ".norm", ".up", ".act", ".down")] + ["head"]  # fmt: skip
             wrapper = {"DDP": "DDP" if run.world > 1 else "none", "shard": "FSDP2", "TP": "TP"}[run.kind]
             self.write(rank, "model", root=0, names=[[self.name(m), m.rpartition(".")[2].title()] for m in modules],
-                       parameters=[[self.name(n), list(w.shape), "float32", True] for n, w in self.weights.items()],
+                       parameters=[[self.name(n), list(w.shape), "float32", not self.frozen(n)]
+                                   for n, w in self.weights.items()],
                        strategy={"wrapper": wrapper, "sharded": 0, "whole": 8})  # fmt: skip
         if run.noise is not None:
             self.weights = {n: self.round(w) for n, w in self.weights.items()}
@@ -313,6 +317,7 @@ class Simulation:
         grads = {name: self.round(grad) for name, grad in grads.items()}
         if rank_planted("local gradient"):
             grads["layers.1.up.weight"] = grads["layers.1.up.weight"] * np.float32(1 + 0.01 * run.strength)
+        grads = {name: grad for name, grad in grads.items() if not self.frozen(name)}
         for name, grad in grads.items():
             if self.planted("detach") and name.startswith("layers.1.") and name != "layers.1":
                 continue
@@ -355,6 +360,8 @@ class Simulation:
             self.write(rank, "clip", norm=float(norms[rank]), max=CLIP, n="clip_grad_norm_", kind=2.0)
         for name in names:
             received[name] = [self.round(grad * factors[rank]) for rank, grad in enumerate(reduced[name])]
+            if self.planted("left out") and name == "layers.0.down.weight":
+                continue
             if self.planted("stale gradient") and name == "layers.0.up.weight" and name in self.previous:
                 received[name] = self.previous[name]
             self.record_parameter("ograd", name, received[name])
@@ -374,6 +381,8 @@ class Simulation:
                 if not (self.planted("not updated") and name == "layers.0.down.weight"):
                     self.weights[name] = (self.weights[name] * np.float32(1 - 1e-4) - np.float32(1e-2) * change).astype(
                         np.float32)  # fmt: skip
+            if self.planted("left out") and name == "layers.0.down.weight":
+                continue
             values = [self.weights[name]] * run.world
             self.record_parameter("param", name, values)
 

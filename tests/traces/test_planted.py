@@ -30,6 +30,7 @@ PLANTS = {
     "stale gradient": ("gradient before the optimizer", "layers.0.up.weight", (), (), "", ANY),
     "eps": ("optimizer setting", "group 0: eps", (), (), "1e-06", ANY),
     "not updated": ("update", "layers.0.down.weight", (), (), "zero", ANY),
+    "left out": ("update", "layers.0.down.weight", (), (), "optimizer", ANY),
     "exception": ("stopped", "", (), (), "exception", ANY),
 }
 
@@ -44,10 +45,17 @@ def test_a_planted_error_is_named(compare, plant, kind):
     assert location.agreed >= 60  # the whole of step 0
 
 
-@pytest.mark.parametrize("plant, place", [("initial weights", "layers.0.up.weight"), ("buffer", "rotary")])
-def test_what_is_wrong_before_the_first_step(compare, plant, place):
+@pytest.mark.parametrize(
+    "plant, stage, place",
+    [
+        ("initial weights", "initial weights", "layers.0.up.weight"),
+        ("buffer", "buffer", "rotary"),
+        ("frozen", "local gradient", "layers.1.up.weight"),
+    ],
+)
+def test_what_is_wrong_from_the_beginning(compare, plant, stage, place):
     location = compare(world=2, plant=plant)
-    assert (location.stage, location.place, location.step) == (plant, place, 0)
+    assert (location.stage, location.place, location.step) == (stage, place, 0)
 
 
 def test_where_the_data_differ_the_samples_that_both_saw_are_compared(compare):

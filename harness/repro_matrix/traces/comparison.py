@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import Owner, Rows, Step
+from repro_matrix.traces.alignment import Owner, Rows, Sample, Step
 from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location, Stage
 from repro_matrix.traces.names import renamed
@@ -77,7 +77,7 @@ class _Compared:
             for each, _, tolerance in self.judged
             if each.stage in later and not each.missing and f"{each.key.name}.".startswith(f"{name}." if name else "")
         ]
-        return missing.frozen or (bool(follows) and all(follows))
+        return missing.certain or (bool(follows) and all(follows))
 
 
 def locate(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> Location:
@@ -180,6 +180,11 @@ def _data(compared: _Compared, total: Total) -> Location | None:
     if not extra and not relabelled and (not missing or pair.other.stopped or pair.trusted.stopped):
         return None
     seen = sum(sample[:2] in total.samples for sample in extra)
+    if extra and not missing and _in_next_step(pair, extra):
+        return Location(
+            "differs", stage="update", step=compared.number, place="the optimizer", role="step", agreed=total.agreed,
+            relation="no step; the next samples of the trusted side are in the same step", last_agreeing=total.last,
+        )  # fmt: skip
     parts = [f"{len(extra)} of {counted(len(suspect), 'sample')} are not in the trusted side's step"] if extra else []
     parts += [f"{seen} of them are from an earlier step"] if seen else []
     parts += [f"{len(missing)} of the trusted side's {len(trusted)} are missing"] if missing else []
@@ -193,6 +198,13 @@ def _data(compared: _Compared, total: Total) -> Location | None:
         "differs", stage="data", step=compared.number, ranks=ranks, micro=micro, relation=", ".join(parts),
         role="samples" if extra or missing else "labels", agreed=total.agreed, last_agreeing=total.last, beyond=beyond,
     )  # fmt: skip
+
+
+def _in_next_step(pair: Pair, samples: Sequence[Sample]) -> bool:
+    """Return whether the trusted side sees these samples after its next step of the optimizer."""
+    trace, number = pair.trusted.trace, pair.trusted.number + 1
+    later = {sample[:2] for sample in Step(trace, number).samples} if number in trace.steps else set()
+    return all(sample[:2] in later for sample in samples)
 
 
 def _first(compared: _Compared, total: Total, shared: bool = False) -> Location | None:
@@ -254,7 +266,9 @@ def _relation(
 ) -> tuple[str, list[Owner]]:
     """Say what holds instead, and which ranks and micro-batches that blames."""
     first, pair = wrong[0], compared.pair
-    if first.frozen:
+    if first.missing and first.stage == "update":
+        return "the suspect's optimizer does not have this parameter", []
+    if first.certain:
         return "the suspect does not train this parameter (requires_grad is False)", []
     if first.missing:
         return "no gradient arrives" if first.stage in ("backward", "local gradient") else "there is none", []

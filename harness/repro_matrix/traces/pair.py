@@ -39,7 +39,7 @@ class Difference:
     dtype: str = "float32"
     floor: float = 1.0  # times the least tolerance
     missing: bool = False
-    frozen: bool = False  # missing, because the parameter is not trained
+    certain: bool = False  # missing, because the parameter is not trained
 
     @property
     def size(self) -> float:
@@ -159,8 +159,10 @@ class Pair:
         """Note a tensor that the other side does not have; where it should have it, as a difference."""
         called = Key("fwd", *key[1:]) in self.other.events
         shown = self.other.has(key.kind) or key.kind in self.shown
-        if key.kind in GRADIENTS and key.name in self.other.frozen:
-            self._add_missing(stage, key, [], frozen=True)
+        has_gradient = any(Key(kind, key.name) in self.other.events for kind in GRADIENTS)
+        left_out = key.kind == "param" and shown and has_gradient
+        if left_out or (key.kind in GRADIENTS and key.name in self.other.frozen):
+            self._add_missing(stage, key, [], certain=True)
         elif key.kind == "bwd" and called and shown:
             self._compare_arrival(key, set())
         elif key.kind in GRADIENTS and shown:
@@ -180,13 +182,13 @@ class Pair:
         if owners:
             self._add_missing("backward", key, owners)
 
-    def _add_missing(self, stage: Stage, key: Key, owners: Sequence[Owner], frozen: bool = False) -> None:
+    def _add_missing(self, stage: Stage, key: Key, owners: Sequence[Owner], certain: bool = False) -> None:
         if self.other.stopped or (stage != "backward" and key.name not in self.other.parameters):
             self.not_aligned.append(key)
         else:
             none = np.zeros((0, K))
             self.differences.append(
-                Difference(stage, key, np.array([np.inf]), owners, none, none, missing=True, frozen=frozen)
+                Difference(stage, key, np.array([np.inf]), owners, none, none, missing=True, certain=certain)
             )
 
     def _weigh(self, keys: Iterable[Key]) -> None:
@@ -226,7 +228,7 @@ class Pair:
 
     def _compare_local(self, key: Key) -> None:
         """Compare each local gradient where both sides divide the samples equally, else the weighted sums."""
-        if key not in self.other.events:
+        if key not in self.other.events or key.name in self.other.frozen:
             self._miss("local gradient", key)
             return
         trusted, other = self.trusted.local(key.name)[0], self.other.local(key.name)
