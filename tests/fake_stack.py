@@ -34,16 +34,20 @@ def devices_of(gpus: Sequence[FakeGpu]) -> list[dict[str, Any]]:
     ]
 
 
-def python_that_says(folder: Path, *said: dict[str, Any], rehearse: bool = False, pair: str = DONE) -> Path:
-    """An interpreter for ``stack=python:...``. ``rehearse``: its ranks compute on the CPU (tests/fake_cuda). ``pair``:
-    what each of the probe's two NCCL ranks does, as shell."""
+def python_that_says(
+    folder: Path, *said: dict[str, Any], rehearse: bool = False, pair: str = DONE, probe: str = ":", fault: str = ""
+) -> Path:
+    """An interpreter for ``stack=python:...``. ``rehearse``: its ranks compute on the CPU (tests/fake_cuda), with
+    this ``fault`` (a variable of it). As shell: ``pair``, what each of the probe's two NCCL ranks does; ``probe``,
+    what the probe does before it answers."""
     text = "".join(json.dumps(line) + "\n" for line in said)
     (folder / "said.txt").write_text(text, encoding="utf-8")
     path = folder / "python"
-    first = f'export PYTHONPATH="{Path(__file__).parent / "fake_cuda"}:$PYTHONPATH"\n' if rehearse else ""
+    first = f'export PYTHONPATH="{Path(__file__).parent / "fake_cuda"}:$PYTHONPATH" {fault}\n' if rehearse else ""
     path.write_text(
         f'#!/bin/sh\ncase "$1" in */device_probe.py)\n'
         f'  if [ "$2" = rank ]; then {pair}; exit 0; fi\n'
+        f"  {probe}\n"
         f'  cat "{folder}/said.txt"; echo "$@" >>"{folder}/asked"\n'
         f'  printf "%s\\n" "$CUDA_VISIBLE_DEVICES" >>"{folder}/visible"; exit 0;; esac\n'
         f'{first}exec {sys.executable} "$@"\n',

@@ -211,8 +211,11 @@ def _environment(settings: dict[str, Any]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         # Otherwise gloo resolves the host name, which takes seconds where DNS does not know it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if settings["device"] == "cuda" and settings["backend"] == "nccl" and settings["devices"] < settings["world_size"]:
-        os.environ.update(host_of_its_own(int(os.environ.get("RANK", "0"))))
+    if settings["device"] == "cuda" and settings["backend"] == "nccl":
+        # NVLink switches add in an order of their own, which may change from call to call; some checks compare bits.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        if settings["devices"] < settings["world_size"]:
+            os.environ.update(host_of_its_own(int(os.environ.get("RANK", "0"))))
     if settings["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")

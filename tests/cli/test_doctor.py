@@ -228,3 +228,45 @@ def test_doctor_on_eight_gpus_takes_less_than_five_seconds(tmp_path: Path) -> No
     assert done.returncode == 0 and json.loads(done.stdout)["hardware"] == ["a100x8", "cpu"]
     cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     assert cpu_s < 5 and after.elapsed - before.elapsed < 20, "seconds of CPU: the tests' machine is shared"
+
+
+HANGS_IN_CUDA = (
+    """echo '{"torch": "2.13.0+cu130", "cuda": "13.0"}'; echo '{"stage": "initialise CUDA"}'; exec sleep 60"""
+)
+
+
+def test_matrix_with_a_probe_that_hangs_measures_nothing(
+    repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("repro_matrix.environment.probe.LIMIT_S", 1.0)
+    python = python_that_says(tmp_path, probe=HANGS_IN_CUDA)
+    done = repro(
+        FakeNvml([FakeGpu(), FakeGpu()]), "matrix", *ONE, f"stack=python:{python}", f"results={tmp_path / 'r'}"
+    )
+    assert done.code == 3 and documents(tmp_path) == []
+    assert "(at: initialise CUDA) was not done after 1 s" in done.err
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "reason"),
+    [
+        # The package that a ZeRO cell needs does not import on these GPUs ...
+        ({"imports": {"deepspeed": "MissingCUDAException: CUDA_HOME does not exist"}},
+         ["case=zero3-outside-engine", "model=qwen1.5-0.5b", "hardware=gpu2"], "does not import with a GPU visible"),
+        # ... and two ranks need two GPUs, of which this job's profile has one.
+        ({}, ["case=zero3-outside-engine", "model=qwen1.5-0.5b", "hardware=gpu1"], "needs 2 GPUs"),
+    ],
+    ids=["import", "nothing planned"],
+)  # fmt: skip
+def test_matrix_that_launches_nothing_is_never_green(
+    said: dict[str, Any], words: list[str], reason: str, repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Never(Fake):
+        def launch(self, attempt: Any, stop: Any) -> dict[str, Any]:
+            raise AssertionError("nothing can be measured")
+
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: Never())
+    python = python_that_says(tmp_path, *lines(int(words[-1][-1]), **said))
+    gpus = [FakeGpu() for _ in range(int(words[-1][-1]))]
+    done = repro(FakeNvml(gpus), "matrix", *words, f"stack=python:{python}", f"results={tmp_path / 'results'}")
+    assert done.code == 3 and reason in " ".join((done.out + done.err).split()), done.out + done.err

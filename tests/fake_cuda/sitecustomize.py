@@ -26,10 +26,36 @@ class _KitOnTheCpu(importlib.abc.MetaPathFinder):
         def exec_module(module: Any) -> None:
             own(module)
             execute = module.execute
-            module.execute = lambda body, settings: execute(body, on_the_cpu(settings))
+            module.execute = lambda body, settings: execute(body_of(body, settings), on_the_cpu(settings))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def body_of(body: Any, settings: dict[str, Any]) -> Any:
+    """Return the script's body, or what this GPU makes of it."""
+    if settings["device"] != "cuda" or settings["case"].startswith("canary"):
+        return body
+    if "FAKE_CUDA_DEVICES" in os.environ:
+
+        def marked(run: Any) -> None:
+            import devices
+
+            rules, moves = devices.install()
+            with rules, moves:
+                body(run)
+
+        return marked
+    if "FAKE_CUDA_ANSWERS" in os.environ:
+
+        def refused(run: Any) -> None:
+            import torch
+
+            run.phase(f"{settings['variant']} on a GPU")
+            torch.nn.functional.embedding(torch.zeros(1).long() + 9, torch.zeros(2, 2))  # another error than the case's
+
+        return refused
+    return body
 
 
 def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +77,24 @@ def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     Record.write = written  # type: ignore[method-assign]
     if os.environ.get("RANK") == "0" and (how := os.environ.get("FAKE_CUDA_ASSERT")):
         fail_in_a_kernel(how)
+    if os.environ.get("RANK") == "0" and (text := os.environ.get("FAKE_NCCL_START")):
+        fail_to_connect(text)
     return {**settings, "device": "cpu", "backend": "gloo"}
+
+
+def fail_to_connect(text: str) -> None:
+    """Let the first collective fail, as where NCCL cannot connect."""
+    from repro_kit.run import Run
+
+    import torch.distributed as dist
+
+    begin = Run.init_process_group
+
+    def init_process_group(self: Any) -> None:
+        begin(self)
+        raise dist.DistBackendError(f"NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error\n{text}")
+
+    Run.init_process_group = init_process_group  # type: ignore[method-assign]
 
 
 def fail_in_a_kernel(noticed_by: str) -> None:

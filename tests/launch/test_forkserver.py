@@ -74,6 +74,8 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLaunch
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='watcher').start()",
          ("(thread)", "imported_module", "watcher")),
         pytest.param("import torch\ntorch.cuda.is_initialized = lambda: True", ("(cuda)",), marks=pytest.mark.slow),
+        pytest.param("import torch\ntorch.cuda._is_in_bad_fork = lambda: True", ("(cuda)", "forked ranks"),
+                     marks=pytest.mark.slow),
         pytest.param("raise RuntimeError('not here')", ("(import)", "RuntimeError: not here"), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -83,7 +85,8 @@ def test_unsafe_import_starts_with_torchrun_and_is_named(
     torchrun = {"attempt": {"launcher": "torchrun"}, "ranks": [], "infra_error": None}
     monkeypatch.setattr(warm, "_torchrun", SimpleNamespace(launch=lambda *_: torchrun))  # a real start takes seconds
     (tmp_path / "imported_module.py").write_text(code)
-    attempt = scripted(tmp_path / "a", "", imports=("imported_module",), env={"PYTHONPATH": str(tmp_path)})
+    env = {"PYTHONPATH": str(tmp_path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # as of a server for GPUs
+    attempt = scripted(tmp_path / "a", "", imports=("imported_module",), env=env)
     about = launched(warm, attempt)["attempt"]
     assert about["launcher"] == "torchrun" and all(part in about["cold_start_reason"] for part in parts)
 

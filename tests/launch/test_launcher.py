@@ -241,3 +241,4 @@ def test_ranks_that_share_a_gpu_over_nccl_are_hosts_of_their_own(
     assert [rank.get("NCCL_HOSTID") for rank in ranks] == (["repro-rank-0", "repro-rank-1"] if apart else [None] * 2)
     wanted = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
     assert all((wanted.items() <= rank.items()) == apart for rank in ranks)
+    assert all(rank.get("NCCL_NVLS_ENABLE") == ("0" if backend == "nccl" else None) for rank in ranks)

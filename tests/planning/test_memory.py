@@ -148,6 +148,21 @@ def test_deadline_follows_from_the_plan_unless_the_user_sets_one() -> None:
     assert planned(cap=3600).variants[0].deadline == variant.deadline, "a CPU is not locked"
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", [name for name, spec in CATALOGUE.hardware.items() if spec.gpus])
+def test_full_size_on_a_profile_fits_in_memory_or_is_skipped_and_never_runs_for_hours(name: str, strategy: str) -> None:
+    spec, cap = CATALOGUE.hardware[name], 3600.0
+    for gib in (16, 40, 80):
+        listed = gpus(spec.gpus, gib)
+        profile = Profile(name, "cuda", str(spec.backend), listed, spec.shared)
+        cell = planned(strategy=strategy, profile=profile, machine=replace(ROOMY, gpus=listed), cap=cap)
+        for variant in cell.variants:
+            assert variant.deadline <= cap
+            if variant.memory and not variant.skipped:
+                sharing = variant.world_size if spec.shared else 1
+                assert variant.memory.device_rank * sharing <= gib * GIB
+
+
 def test_ranks_that_share_a_gpu_need_its_memory_together() -> None:
     """Two ranks of Qwen-14B under FSDP: 50 GiB each fit two GPUs, not one that they share."""
     for profile, fits in ((Profile("gpu2", "cuda", "nccl", gpus(2, 80)), True),

@@ -18,6 +18,7 @@ import yaml
 from fake_nvml import H200, FakeGpu, FakeNvml
 from junitparser import JUnitXml
 from repro_matrix.analysis.history import load_history
+from repro_matrix.config import catalog
 from repro_matrix.paths import ROOT
 from repro_matrix.runner import session
 from two_nights import GITHUB, GITLAB, clone_project, steps
@@ -44,17 +45,22 @@ MATRICES = {
     f"matrix {path.stem}": ("auto", f"+matrix={path.stem}") for path in (ROOT / "conf" / "matrix").glob("*.yaml")
 }
 MACHINES = {"cpu": [], "gpu1": [FakeGpu(H200)], "a100x8": [FakeGpu() for _ in range(8)], "gpu2": [FakeGpu(H200)] * 2}
+PROFILES = {f"profile {slug}": (slug, "") for slug in catalog.load().hardware if slug not in ("auto", "gpu1")}
+MACHINES |= {slug: [FakeGpu() for _ in range(spec.gpus)] for slug, spec in catalog.load().hardware.items()}
 
 
 @pytest.mark.parametrize(
     ("name", "machine"),
-    [*((name, name.split()[1]) for name in JOBS), *((name, machine) for name in MATRICES for machine in MACHINES)],
+    [
+        *((name, name.split()[1]) for name in (*JOBS, *PROFILES)),
+        *((name, machine) for name in MATRICES for machine in ("cpu", "gpu1", "gpu2", "a100x8")),
+    ],
 )
 def test_job_plans_attempts_on_the_gpus_of_its_machine(
     name: str, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`hardware=gpu1` measured nothing every night: two ranks need two GPUs, and only `auto` lets them share one."""
-    hardware, selection = (JOBS | MATRICES)[name]
+    hardware, selection = (JOBS | MATRICES | PROFILES)[name]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     FakeNvml([replace(gpu, uuid="") for gpu in MACHINES[machine]]).install(monkeypatch)
     prepared = session.prepare([f"hardware={hardware}", *selection.split()], build_stacks=False, as_locked=True)
@@ -62,6 +68,8 @@ def test_job_plans_attempts_on_the_gpus_of_its_machine(
     assert launched, "nothing would be measured"
     # What the named stacks of `seeds` reproduce needs two GPUs, or the CPU.
     assert any(v.gpus for v in launched) == (machine != "cpu") or (machine, name) == ("gpu1", "matrix seeds")
+    # Tiny models need no memory plan; at full size see tests/planning/test_memory.py.
+    assert all(0 < v.deadline <= 300 and v.settings["model"]["scale"] == "tiny" for v in launched)
     assert {v.cell.hardware for v in launched} <= {profile.name for profile in prepared.profiles}
 
 

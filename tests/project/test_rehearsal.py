@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 BUSY = Process(4242, 30000)
 
 
-def matrix(tmp_path: Path, gpus: list[FakeGpu], *words: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, what was said, and each document by its hardware and case."""
-    python = python_that_says(tmp_path, *lines(len(gpus), devices=devices_of(gpus)), rehearse=True)
+def matrix(tmp_path: Path, gpus: list[FakeGpu], *words: str, fault: str = "") -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what was said, and each document by its hardware and case. ``fault``: of tests/fake_cuda."""
+    python = python_that_says(tmp_path, *lines(len(gpus), devices=devices_of(gpus)), rehearse=True, fault=fault)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     env |= FakeNvml(gpus).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "repro_matrix", "matrix", *words]
@@ -105,3 +105,28 @@ def test_matrix_repeats_an_asynchronous_error_with_blocking_launches(tmp_path: P
         assert document["verdicts"]["control"]["name"] == "FAILED"
         ids.add(json.dumps(document["verdicts"]["control"]["failure_ids"]))
     assert len(ids) == 1 and "cudaErrorAssert" in ids.pop()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 217 'peer access ...'",
+        "ncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
+    ],
+    ids=["peer access", "duplicate"],
+)
+def test_matrix_where_nccl_cannot_start_has_no_result(text: str, tmp_path: Path) -> None:
+    words = ["case=ddp-ready-once", "model=qwen1.5-0.5b", "variants=[unfixed]", "hardware=gpu2", "repeat=1"]
+    code, said, found = matrix(tmp_path, [FakeGpu(), FakeGpu()], *words, f"env.FAKE_NCCL_START={json.dumps(text)}")
+    assert code == 3, said
+    for document in found.values():
+        for variant in document["variants"].values():
+            assert [each["outcome"]["infra_error"] for each in variant["attempts"]] == ["device", "device"]
+
+
+def test_matrix_where_every_answer_of_the_gpus_differs_is_not_green(tmp_path: Path) -> None:
+    words = ["case=ddp-ready-once", "model=qwen1.5-0.5b", "hardware=gpu2", "variants=[non-reentrant,bucket-view]"]
+    code, said, found = matrix(tmp_path, [FakeGpu(), FakeGpu()], *words, "repeat=1", fault="FAKE_CUDA_ANSWERS=1")
+    (verdicts,) = (document["verdicts"].values() for document in found.values())
+    assert code == 3 and [verdict["expected"] for verdict in verdicts] == ["differs_from_cpu"] * 2, said
+    assert "2 results differ from the CPU" in next(line for line in said.splitlines() if line.startswith("exit code"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FakeGpu, FakeNvml, Process
+from fake_nvml import FakeGpu, FakeNvml, Process, uuid_of
 from observations import summary_rows
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, GpuProcess, GpuState, Nvml
@@ -18,6 +19,7 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import classify_device_error
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.runner.engine import Event, Summary
+from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import ON_CPU, Fake, engine_of, observation, verdicts
 
 Fault = Callable[[Attempt, threading.Event], Any]
@@ -36,7 +38,7 @@ class Run:
         self.settings = RunSettings(variants=["root-call"])
 
     def __call__(self, gpus: list[FakeGpu], fault: Fault | None = None, *others: Profile) -> Summary:
-        FakeNvml(gpus).install(self.monkeypatch)
+        self.driver = FakeNvml(gpus).install(self.monkeypatch)
 
         def launch(attempt: Attempt, stop: threading.Event) -> Any:
             self.used.append(attempt.gpus)
@@ -172,6 +174,52 @@ def test_gpu_of_another_user_is_left_out_and_not_waited_for_forever(run: Run, co
         assert exit_code(summary_rows(*summary.documents), 1) == 3
 
 
+def test_attempt_without_memory_beside_another_user_is_repeated_elsewhere(run: Run) -> None:
+    gpus = [FakeGpu() for _ in range(4)]
+
+    filled: list[str] = []
+
+    def fill(attempt: Attempt, stop: threading.Event) -> Any:
+        if filled or attempt.settings["variant"] != "unfixed":
+            return None
+        filled.append(attempt.gpus[0])
+        next(gpu for gpu in gpus if gpu.uuid == filled[0]).processes.append(Process(4711, 81000))
+        return {**observation(attempt, None), "infra_error": {"kind": "memory", "message": "rank 0: out of memory"}}
+
+    summary = run(gpus, fill)
+    (lost,) = [each for each in attempts_of(summary) if each["outcome"]["outcome"] == "infra_error"]
+    assert "out of memory" in lost["outcome"]["reason"] and "process 4711 (81000 MiB)" in lost["outcome"]["reason"]
+    assert verdicts(summary) == FIXED and sum(filled[0] in used for used in run.used) == 1
+
+
+@pytest.mark.parametrize("noticed_by", ["nvml", "ranks"])
+def test_driver_that_is_replaced_during_a_run_leaves_the_rest_unmeasured(run: Run, noticed_by: str) -> None:
+    """NVML refuses every question, or (it stays the old one in this process) new processes cannot use a GPU."""
+
+    def replaced(attempt: Attempt, stop: threading.Event) -> Any:
+        if noticed_by == "ranks":
+            unfixed = attempt.settings["variant"] == "unfixed"
+            return None if unfixed else fail_on(attempt.gpus[0], MISMATCH, attempt)
+        run.driver.error = 18
+
+    summary = run([FakeGpu(), FakeGpu()], replaced)
+    assert verdicts(summary) == {"root-call": "INCONCLUSIVE"} and len(run.used) == (1 if noticed_by == "nvml" else 3)
+    assert sum("NVML/RM version mismatch" in note for note in summary.gpu_notes) == (2 if noticed_by == "nvml" else 0)
+    assert exit_code(summary_rows(*summary.documents), 1) == 3
+
+
+def test_gpus_of_another_run_are_waited_for(run: Run) -> None:
+    held = [uuid_of(0), uuid_of(1)]
+    with GpuLocks(run.folder / "state", "another-run") as other:
+        assert other.acquire(held)
+        release = threading.Timer(1.0, other.release, [held])
+        release.start()
+        began = time.monotonic()
+        summary = run([FakeGpu() for _ in range(3)])
+        release.join()
+    assert time.monotonic() - began >= 1.0 and verdicts(summary) == FIXED and not summary.gpu_notes
+
+
 # -- reported by a rank's error only
 
 FRAMES = [
@@ -183,6 +231,8 @@ FRAMES = [
 PEER = {"type": "DistBackendError", "message": "NCCL error: remote process exited", "frames": FRAMES, "cause": None}
 ECC = {"type": "AcceleratorError", "message": "CUDA error: uncorrectable ECC error encountered", "frames": FRAMES,
        "error_code": 214, "cause": None}  # fmt: skip
+MISMATCH = {**ECC, "message": "CUDA error: system has unsupported display driver / cuda driver combination",
+            "error_code": 803}  # fmt: skip
 LAUNCH = {**ECC, "message": "CUDA error: unspecified launch failure", "error_code": 719}
 
 

@@ -20,7 +20,10 @@ UNNAMED_MB = 1024
 # Errors of a program, after which the GPU is as good as before: NVIDIA's k8s-device-plugin ignores them, too.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 _MODES = {1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}  # NVML_COMPUTEMODE_*
-_LOST = ("GPU_IS_LOST", "NOT_FOUND", "RESET_REQUIRED", "UNKNOWN")  # NVML_ERROR_* about a GPU that was there before
+# NVML_ERROR_* about a GPU that was there before; the last two when the driver is replaced.
+_LOST = (
+    "GPU_IS_LOST", "NOT_FOUND", "RESET_REQUIRED", "UNKNOWN", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ class Planner:
         named = {Requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
-        broken = stack.probe.get("imports", {}) if profile.accelerator == "cuda" else {}
+        failed = stack.probe.get("imports", {}) if profile.accelerator == "cuda" else {}
+        broken = {name: f"{name}, which does not import with a GPU visible: {error}" for name, error in failed.items()}
         versions = {name: version for name, version in stack.versions.items() if name not in broken}
         missing = {**stack.missing, **broken}
         unmet = {item: text for item in needed if (text := unmet_requirement(item, versions))}

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import AdhocCase, Case
 from repro_matrix.config.vocabulary import RELEVANT
-from repro_matrix.environment.gpus import Nvml
+from repro_matrix.environment.gpus import Nvml, stranger
 from repro_matrix.environment.machine import conditions
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.grading import grade
@@ -83,7 +83,13 @@ def run_attempt(
         # The ranks' versions are compared with these: a package may be replaced during a run.
         observation["attempt"]["fingerprint"] = plan.fingerprint
         observation["attempt"]["versions"] = {name: stack.versions[name] for name in RELEVANT if name in stack.versions}
-    return observation, {**place.locks.release(gpus), **failed_gpus(observation, gpus)}
+    problems = {**place.locks.release(gpus), **failed_gpus(observation, gpus)}
+    lost = observation["infra_error"]
+    users = [stranger(place.nvml.look(uuid)) for uuid in gpus if uuid not in problems]
+    if lost and lost["kind"] == "memory" and any(users):
+        text = f"{lost['message']} (another user's work is on its GPUs: {', '.join(filter(None, users))})"
+        observation = with_infra_error(observation, "device", text)
+    return observation, problems
 
 
 def recipe(

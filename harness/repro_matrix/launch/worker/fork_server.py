@@ -80,7 +80,7 @@ class Refused(Exception):
 
 
 def preload(packages: list[str]) -> None:
-    """Import torch's usual parts and ``packages``. Raises Refused for an import after which ranks cannot be forked."""
+    """Import torch's usual parts and ``packages``. Raises Refused where ranks cannot be forked after that."""
     wanted = [(name, name == "torch") for name in BASE]
     for package in packages:
         wanted += [(package, True), *((name, False) for name in LAZY.get(package, []))]
@@ -92,6 +92,8 @@ def preload(packages: list[str]) -> None:
                 raise Refused("import", f"{name}: {type(error).__name__}: {error}") from error
             continue  # this release may not have the part; one that fails does so in the rank, with its own error
         check_forkable(name)
+    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"):  # a server for ranks on GPUs
+        check_child()
 
 
 def check_forkable(module: str) -> None:
@@ -102,6 +104,16 @@ def check_forkable(module: str) -> None:
         raise Refused("thread", f"importing {module} started a thread ({who}): no rank can be forked")
     if sys.modules["torch"].cuda.is_initialized() or driver_initialised():
         raise Refused("cuda", f"importing {module} initialised CUDA: a forked rank could not use it")
+
+
+def check_child() -> None:
+    """Raise Refused if torch forbids CUDA to forked processes: some of its queries (``get_arch_list``) have that effect
+    and initialise nothing."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(sys.modules["torch"].cuda._is_in_bad_fork()))
+    if os.waitpid(child, 0)[1]:
+        raise Refused("cuda", "an import asked torch about GPUs, so that it forbids CUDA to forked ranks")
 
 
 def thread_count() -> int:
