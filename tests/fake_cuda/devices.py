@@ -1,6 +1,6 @@
-"""Ranks on a made-up GPU whose tensors are CPU tensors with a mark: real numbers, real gloo, and CUDA's rules.
+"""A made-up GPU whose tensors are CPU tensors with a mark: real numbers, and CUDA's rules about devices.
 
-``Run.device`` is "cpu:0", the GPU; "cpu" is the CPU. Tensors that are made on or moved to the GPU, or computed from
+The device "cpu:0" is the GPU; "cpu" is the CPU. Tensors that are made on or moved to the GPU, or computed from
 such, are on the GPU; those that are moved from there to the CPU are on the CPU; all others are on neither, and fit
 both. An operation on both, where CUDA would raise, raises; so does a collective on a CPU tensor, as with NCCL.
 """
@@ -99,11 +99,3 @@ class Moves(TorchFunctionMode):
             result = result.clone()
         mark(result, HOST)
         return result
-
-
-def install() -> Any:
-    """Put the rank on the made-up GPU; return the modes under which its script runs."""
-    from repro_kit.run import Run
-
-    Run.device = property(lambda self: ON_GPU)  # type: ignore[assignment,method-assign]
-    return Rules(), Moves()

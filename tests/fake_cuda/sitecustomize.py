@@ -36,16 +36,6 @@ def body_of(body: Any, settings: dict[str, Any]) -> Any:
     """Return the script's body, or what this GPU makes of it."""
     if settings["device"] != "cuda" or settings["case"].startswith("canary"):
         return body
-    if "FAKE_CUDA_DEVICES" in os.environ:
-
-        def marked(run: Any) -> None:
-            import devices
-
-            rules, moves = devices.install()
-            with rules, moves:
-                body(run)
-
-        return marked
     if "FAKE_CUDA_ANSWERS" in os.environ:
 
         def refused(run: Any) -> None:
