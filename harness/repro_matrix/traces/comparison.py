@@ -275,7 +275,7 @@ def _relation(
     trusted, suspect = first.trusted[bad], first.suspect[bad]
     if first.stage == "loss weight":
         low, high = float(suspect.min()), float(suspect.max())
-        times = f"{low:.4g}" if high - low < 1e-3 * high else f"{low:.3g} to {high:.3g}"
+        times = f"{low:.4g}" if high - low <= 1e-3 * abs(high) else f"{low:.3g} to {high:.3g}"
         return f"{counted(len(suspect), 'sample')} weigh {times} times what they should", []
     if first.stage == "clipping":
         values = ", ".join(f"rank {ranks[0]}: {value[0]:.4g}" for (ranks, _), value in zip(owners, suspect))

@@ -151,7 +151,7 @@ class Pair:
             if len(old.values) == len(rows.values) and len(new.values) == len(other.values):
                 trusted, suspect = trusted - old.values[left], suspect - new.values[right]
                 change = np.linalg.norm(trusted, axis=1) / np.sqrt(K)
-                # Where a step changes little, the rounding of the value itself is large beside it.
+                # Where a step changes little, the rounding of the value itself is larger than the change.
                 scale, floor = change, 1 + float(np.max(scale / np.where(change > 0, change, 1.0)))
         self.add(stage, key, trusted, suspect, owners, rows.dtype, scale, floor)
 

@@ -1,7 +1,7 @@
 """Read the traces that the ranks of one training wrote. Pure but for reading files.
 
 A trace is a file of JSON lines per rank. Reading never fails: a line that is cut or is no event is left out and
-counted, and a rank without a file, or whose trace has no last line, is said to have stopped. A first pass finds where
+counted, and a rank without a file, or whose trace has no last line, counts as stopped. A first pass finds where
 each step's lines are; the events of a step are parsed when they are asked for: memory holds one step at a time.
 """
 

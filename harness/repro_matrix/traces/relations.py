@@ -1,4 +1,4 @@
-"""What holds instead of equality, in words: factors, and combinations of the local gradients. Pure."""
+"""Describe what holds instead of equality: factors, and combinations of the local gradients. Pure."""
 
 from __future__ import annotations
 
