@@ -78,6 +78,10 @@ def located(tensor: torch.Tensor, sample: bool = False) -> Part:
     if not is_dtensor(tensor):
         return Part(tensor.detach())
     local = tensor.detach().to_local()
+    for each in tensor.placements:  # an embedding whose rows are split: what is not in this rank's rows counts as zero
+        mask = getattr(getattr(each, "mask_buffer", None), "data", None)
+        if mask is not None:
+            local = local.masked_fill(mask.unsqueeze(-1), 0)
     kinds = ["shard" if hasattr(each, "dim") and each.is_shard() else "full" if each.is_replicate() else "partial"
              for each in tensor.placements]  # fmt: skip
     kind = "partial" if "partial" in kinds else "shard" if "shard" in kinds else "full"
