@@ -19,7 +19,7 @@ from repro_matrix.traces.location import Coverage, Location, Stage
 from repro_matrix.traces.names import renamed
 from repro_matrix.traces.pair import ROLES, STAGES, Difference, Pair
 from repro_matrix.traces.reader import Trace
-from repro_matrix.traces.relations import describe_factor, describe_reduction, deviating
+from repro_matrix.traces.relations import describe_factor, describe_reduction, deviating, times
 from repro_matrix.traces.settings import different_setting
 from repro_matrix.traces.tolerance import LOW, Tolerance
 
@@ -275,8 +275,8 @@ def _relation(
     trusted, suspect = first.trusted[bad], first.suspect[bad]
     if first.stage == "loss weight":
         low, high = float(suspect.min()), float(suspect.max())
-        times = f"{low:.4g}" if high - low <= 1e-3 * abs(high) else f"{low:.3g} to {high:.3g}"
-        return f"{counted(len(suspect), 'sample')} weigh {times} times what they should", []
+        weights = times(low) if high - low <= 1e-3 * abs(high) else f"{low:.3g} to {high:.3g}"
+        return f"{counted(len(suspect), 'sample')} weigh {weights} times what they should", []
     if first.stage == "clipping":
         values = ", ".join(f"rank {ranks[0]}: {value[0]:.4g}" for (ranks, _), value in zip(owners, suspect))
         return f"{first.key.name} {values}; on the trusted side {trusted[0, 0]:.4g}", []
@@ -288,7 +288,7 @@ def _relation(
             ranks, micros = _owners(pair.other, odd[0])
             names = [list_ranks(ranks)] if ranks else []
             names += [f"micro-batch {', '.join(map(str, micros))}"] if micros else []
-            return f"{', '.join(names) or 'all'}: {odd[1]:.4g} times what it should be", odd[0]
+            return f"{', '.join(names) or 'all'}: {times(odd[1])} times what it should be", odd[0]
     if first.stage == "reduction":
         rank, alike = owners[0][0][0], len(owners) == len(first.sizes) and np.allclose(suspect, suspect[0], rtol=1e-5)
         reduced, locals_ = [], []

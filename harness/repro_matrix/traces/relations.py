@@ -21,7 +21,12 @@ def describe_factor(trusted: Array, suspect: Array) -> str:
     if not np.any(suspect):
         return "zero"
     scale, rest = factor(trusted, suspect)
-    return f"{scale:.4g} times the trusted side's" if rest < 0.05 * abs(scale - 1) else ""
+    return f"{times(scale)} times the trusted side's" if rest < 0.05 * abs(scale - 1) else ""
+
+
+def times(scale: float) -> str:
+    """``1.01``, ``1.0001``: with more digits near 1."""
+    return f"{scale:.{4 if abs(scale - 1) > 1e-3 else 7}g}"
 
 
 def deviating(total: Array, local: Local, share: float) -> tuple[list[Owner], float] | None:
