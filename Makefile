@@ -107,7 +107,7 @@ mutants: $(READY) ## change the grading code, one place at a time: its tests mus
 	@$(BIN)/mutmut run $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
-	@for name in $(or $(ONLY),match report launch probe catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
+	@for name in $(or $(ONLY),match report launch probe trace catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 lint: $(READY) ## ruff, mypy and the import rules
 	@$(BIN)/ruff check .
