@@ -19,7 +19,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 .DEFAULT_GOAL := help
 # Where this is set, every process would compile harness/ again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench claims clean
+.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants claims clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -105,6 +105,9 @@ two-nights: $(READY) ## the nightly job's steps, twice, on a stack that changes 
 mutants: $(READY) ## change the grading code, one place at a time: its tests must fail (an hour; needs uv)
 	@VIRTUAL_ENV=$(CURDIR)/.venv uv pip install -q mutmut
 	@$(BIN)/mutmut run $(ARGS)
+
+plants: $(READY) ## plant errors in a training with each strategy: does a comparison name the place? (about an hour); writes bench/plants.json
+	@$(BIN)/python -m bench.plants $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
 	@for name in $(or $(ONLY),match report launch probe trace catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done

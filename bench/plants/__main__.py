@@ -22,7 +22,8 @@ from bench.plants import healthy, runs, table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import planted  # as train.py imports it
+from errors import Expected, plain  # as train.py imports them
+from planted import ERRORS
 
 STRATEGIES = ("ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp")
 NOISE = (1, 2)
@@ -35,7 +36,6 @@ class Traces:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._trusted: dict[tuple[str, ...], list[Any]] = {}
-        self._healthy: dict[tuple[str, ...], runs.Ran] = {}
 
     def trusted(self, options: tuple[str, ...]) -> list[Any]:
         if options not in self._trusted:
@@ -62,9 +62,7 @@ class Traces:
 
     def healthy(self, words: tuple[str, ...], world: int) -> runs.Ran:
         """Return an untraced run without an error."""
-        if words not in self._healthy:
-            self._healthy[words] = runs.launch(list(words), world, self.folder / "healthy")
-        return self._healthy[words]
+        return runs.launch(list(words), world, self.folder / f"untraced{''.join(words)}")
 
 
 def effect(healthy: runs.Ran, planted: runs.Ran) -> float:
@@ -80,25 +78,25 @@ def effect(healthy: runs.Ran, planted: runs.Ran) -> float:
     return max(sizes)
 
 
-def total(results: tuple[Any, ...]) -> dict[str, tuple[float, float]]:
-    names = {planted.plain(name) for each in results for name in each["parameters"]}
+def total(results: list[Any]) -> dict[str, tuple[float, float]]:
+    names = {plain(name) for each in results for name in each["parameters"]}
     found = {name: (0.0, 0.0) for name in names}
     for each in results:
         for name, (value, square) in each["parameters"].items():
-            old = found[planted.plain(name)]
-            found[planted.plain(name)] = old[0] + value, old[1] + square
+            old = found[plain(name)]
+            found[plain(name)] = old[0] + value, old[1] + square
     return found
 
 
 def judged(name: str, strategy: str, traces: Traces, world: int) -> dict[str, Any]:
     """Plant one error in one strategy; return what it did and what the comparison says."""
-    kind = planted.ERRORS[name]
+    kind = ERRORS[name]
     row: dict[str, Any] = {"kind": name, "what": kind.__doc__, "strategy": strategy}
     if strategy in kind.cannot:
         return {**row, "cannot": kind.cannot[strategy]}
     words = ("--strategy", strategy, *kind.options)
     plain = traces.healthy(words, world)
-    wrong = runs.launch([*words, "--error", name], world, traces.folder / "untraced")
+    wrong = runs.launch([*words, "--error", name], world, traces.folder / f"untraced.{strategy}.{name}")
     if wrong.passed:
         row["effect"] = effect(plain, wrong)
         if row["effect"] < NO_EFFECT:
@@ -117,7 +115,7 @@ def described(location: Any) -> dict[str, Any]:
     return {**{name: getattr(location, name) for name in names}, "sentence": location.sentence()}
 
 
-def agrees(location: Any, expected: planted.Expected) -> bool:
+def agrees(location: Any, expected: Expected) -> bool:
     place = "" if location.place == "the model" else location.place
     return (
         location.verdict == "differs"
@@ -128,13 +126,17 @@ def agrees(location: Any, expected: planted.Expected) -> bool:
     )
 
 
+def listed(text: str) -> list[str]:
+    return [each for each in text.split(",") if each]
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(planted.ERRORS)[1:])
-    parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
+    parser.add_argument("--kinds", type=listed, default=list(ERRORS)[1:])
+    parser.add_argument("--strategies", type=listed, default=list(STRATEGIES))
     parser.add_argument("--healthy", type=int, default=healthy.COUNT)
     parser.add_argument("--out", type=Path, default=HERE / "plants.json")
-    parser.add_argument("--keep", type=Path, help="keep the traces in this folder")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, and use those that it has")
     arguments = parser.parse_args(words)
     runs.preload()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="plants-"))

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,8 +33,8 @@ os.environ |= {
 class Ran:
     """One launch of train.py. ``results``: what each rank printed, None where it failed."""
 
-    codes: tuple[int, ...]
-    results: tuple[Any, ...]
+    codes: list[int]
+    results: list[Any]
     cpu_s: float
     log: str
 
@@ -52,7 +52,13 @@ def preload() -> None:
 
 
 def launch(words: list[str], world: int, folder: Path, trace: dict[str, str] | None = None) -> Ran:
-    """Run the script in ``world`` ranks; return when all have ended. ``trace``: variables of a traced run."""
+    """Run the script in ``world`` ranks; return when all have ended. ``trace``: variables of a traced run.
+
+    A run that the folder has already is not repeated.
+    """
+    saved, launched = folder / "ran.json", [words, world]
+    if saved.exists() and (stored := json.loads(saved.read_text()))["launched"] == launched:
+        return Ran(**stored["ran"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with socket.socket() as probe:
@@ -73,12 +79,14 @@ def launch(words: list[str], world: int, folder: Path, trace: dict[str, str] | N
     codes = wait(ranks)
     after = os.times()
     results = [folder / f"result-{rank}.json" for rank in range(world)]
-    return Ran(
-        tuple(codes),
-        tuple(json.loads(each.read_text()) if each.exists() else None for each in results),
+    ran = Ran(
+        codes,
+        [json.loads(each.read_text()) if each.exists() else None for each in results],
         after.children_user + after.children_system - before.children_user - before.children_system,
         "\n".join((folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:] for rank in range(world)),
     )
+    saved.write_text(json.dumps({"launched": launched, "ran": asdict(ran)}))
+    return ran
 
 
 def wait(ranks: list[int]) -> list[int]:

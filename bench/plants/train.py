@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import planted
 import torch
 import torch.distributed as dist
 import transformers
+from errors import Error, local
+from planted import ERRORS
 from torch import nn
 
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp2", "zero2", "zero3", "tp")
@@ -51,7 +52,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def build(args: argparse.Namespace, error: planted.Error) -> nn.Module:
+def build(args: argparse.Namespace, error: Error) -> nn.Module:
     sizes = {**SIZES, "num_hidden_layers": args.layers, "hidden_size": args.hidden, "tie_word_embeddings": args.tied}
     if args.model == "qwen3":
         sizes |= {"head_dim": 4}
@@ -82,7 +83,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def wrap(args: argparse.Namespace, model: nn.Module, error: planted.Error) -> nn.Module:
+def wrap(args: argparse.Namespace, model: nn.Module, error: Error) -> nn.Module:
     """Return the model in its strategy; DeepSpeed's comes with its optimizer."""
     if args.strategy == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -111,7 +112,7 @@ def wrap(args: argparse.Namespace, model: nn.Module, error: planted.Error) -> nn
     return model
 
 
-def optimizer_of(model: nn.Module, error: planted.Error) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, error: Error) -> torch.optim.Optimizer:
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     decayed = [each for name, each in named if "norm" not in name and "ln_" not in name and not name.endswith("bias")]
     rest = [each for _, each in named if not any(each is other for other in decayed)]
@@ -120,7 +121,7 @@ def optimizer_of(model: nn.Module, error: planted.Error) -> torch.optim.Optimize
     return torch.optim.AdamW(groups, lr=1e-3, foreach=False, **error.adamw)
 
 
-def engine_of(args: argparse.Namespace, model: nn.Module, error: planted.Error) -> Any:
+def engine_of(args: argparse.Namespace, model: nn.Module, error: Error) -> Any:
     import deepspeed
 
     config = {
@@ -186,7 +187,7 @@ def whole(value: Any) -> float:
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 
-def train(args: argparse.Namespace, error: planted.Error) -> dict[str, Any]:
+def train(args: argparse.Namespace, error: Error) -> dict[str, Any]:
     model = build(args, error)
     if args.strategy.startswith("zero"):
         module = engine = engine_of(args, model, error)
@@ -223,7 +224,7 @@ def train(args: argparse.Namespace, error: planted.Error) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "parameters": sums(module)}
 
 
-def train_with_trainer(args: argparse.Namespace, error: planted.Error) -> dict[str, Any]:
+def train_with_trainer(args: argparse.Namespace, error: Error) -> dict[str, Any]:
     data = [{"input_ids": each, "labels": each} for each in rows(args)]
     per_rank = SAMPLES // args.world // args.accumulate
     zero = {
@@ -246,7 +247,7 @@ def train_with_trainer(args: argparse.Namespace, error: planted.Error) -> dict[s
 
 def sums(module: nn.Module) -> dict[str, list[float]]:
     """Return the sum and the sum of squares of this rank's part of each parameter."""
-    values = {name: planted.local(each).double() for name, each in module.named_parameters()}
+    values = {name: local(each).double() for name, each in module.named_parameters()}
     return {name: [float(each.sum()), float((each**2).sum())] for name, each in values.items()}
 
 
@@ -256,7 +257,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     if args.world > 1 and args.loop == "own":
         dist.init_process_group("gloo")
-    error = planted.ERRORS[args.error](args)
+    error = ERRORS[args.error](args)
     result = (train_with_trainer if args.loop == "trainer" else train)(args, error)
     line = json.dumps(result)
     if args.out:

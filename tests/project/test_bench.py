@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import catalogue, chromium, launch, match, probe, report
+from bench.plants import table
 
 
 @pytest.mark.ranks
@@ -53,3 +54,13 @@ def test_report_times_the_baseline_and_synthetic_rows(tmp_path: Path, monkeypatc
     measured = json.loads(output.read_text())
     assert measured["synthetic"]["rows"] >= 20 and measured["baseline"]["page_mb"] > 1
     assert chromium.PATH is None or measured["synthetic"]["ready_ms"] > 0
+
+
+def test_page_of_planted_errors_shows_what_was_measured() -> None:
+    measured = json.loads((table.PAGE.parents[2] / "bench" / "plants.json").read_text())
+    assert table.PAGE.read_text() == table.page(measured)
+    counted = [row for row in measured["planted"] if "answer" in row]
+    assert sum(row["right"] for row in counted) >= 0.95 * len(counted)
+    assert len(measured["healthy"]) >= 100 and all(row["verdict"] == "agrees" for row in measured["healthy"])
+    for strategy in table.STRATEGIES:
+        assert len({row["kind"] for row in counted if row["strategy"] == strategy}) >= 16
