@@ -34,7 +34,8 @@ class Unreduced(Error):
         if self.strategy == "tp":
             from torch.distributed.tensor.parallel import RowwiseParallel
 
-            RowwiseParallel._prepare_output_fn = staticmethod(lambda *words: words[-1].to_local())
+            # Arguments: layouts, whether the output is local, module, output, mesh. The output is this rank's addend.
+            RowwiseParallel._prepare_output_fn = staticmethod(lambda a, b, c, output, mesh: output.to_local())
 
     def fsdp(self, model: Any) -> dict[str, Any]:
         return {"ignored_states": [parameter(model, self.name)]}
@@ -108,7 +109,8 @@ class Divisor(Error):
             from torch.distributed.tensor.parallel import RowwiseParallel
 
             healthy = RowwiseParallel._prepare_output_fn
-            RowwiseParallel._prepare_output_fn = staticmethod(lambda *words: healthy(*words) / self.args.world)
+            world = self.args.world
+            RowwiseParallel._prepare_output_fn = staticmethod(lambda a, b, c, d, e: healthy(a, b, c, d, e) / world)
 
     def wrapped(self, module: Any, optimizer: Any) -> None:
         if self.strategy == "ddp":
@@ -123,8 +125,18 @@ class Divisor(Error):
                 if hasattr(unit, "set_gradient_divide_factor"):
                     unit.set_force_sum_reduction_for_comms(True)
                     unit.set_gradient_divide_factor(1.0)
-        if self.strategy in ZERO:
+        if self.strategy == "zero2":
             optimizer.sequence_parallel_size = self.args.world
+        if self.strategy == "zero3":
+            from deepspeed.runtime.comm import coalesced_collectives
+
+            scatter = coalesced_collectives._torch_reduce_scatter_fn
+
+            def summed_scatter(whole: torch.Tensor, part: torch.Tensor, **named: Any) -> None:
+                scatter(whole, part, **named)
+                part.mul_(self.args.world)
+
+            coalesced_collectives._torch_reduce_scatter_fn = summed_scatter
 
 
 class ReducedInLowPrecision(Error):

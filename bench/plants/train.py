@@ -225,6 +225,7 @@ def train(args: argparse.Namespace, error: Error) -> dict[str, Any]:
 
 
 def train_with_trainer(args: argparse.Namespace, error: Error) -> dict[str, Any]:
+    model = build(args, error)  # before the arguments: with ZeRO-3 these change how a model is initialized
     data = [{"input_ids": each, "labels": each} for each in rows(args)]
     per_rank = SAMPLES // args.world // args.accumulate
     zero = {
@@ -238,7 +239,6 @@ def train_with_trainer(args: argparse.Namespace, error: Error) -> dict[str, Any]
         optim="adamw_torch", deepspeed=zero, use_cpu=True, ddp_backend="gloo" if args.world > 1 else None, report_to=[],
         save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
-    model = build(args, error)
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
     trainer.train()
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]

@@ -246,8 +246,9 @@ class Tracer:
                 continue
             values, fields = self.batch.rows(tensor)
             self.add("refwd" if again else "fwd", values, micro, n=name, i=call, t=number, **fields)
-            self._is_known(tensor)
-            if tensor.requires_grad:
+            # A leaf that returns its input has no gradient of its own; hooks of ZeRO make another tensor of it.
+            returned = self._is_known(tensor) and not module._modules
+            if tensor.requires_grad and not returned:
                 hook = functools.partial(self.on_gradient, name, call, number, micro, self.batch)
                 tensor.register_hook(hook)
         for attribute, parameter in self.owned.get(module, ()):
