@@ -75,7 +75,7 @@ def effect(healthy: runs.Ran, planted: runs.Ran) -> float:
     for name, (value, square) in sums[0].items():
         other = sums[1].get(name, (value, square))
         sizes += [abs(square - other[1]) / (square + 1e-30), abs(value - other[0]) / (square + 1e-30) ** 0.5]
-    return max(sizes)
+    return min(max(sizes), 1e6)  # a norm may be infinite
 
 
 def total(results: list[Any]) -> dict[str, tuple[float, float]]:
