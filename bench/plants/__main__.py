@@ -149,7 +149,7 @@ def main(words: list[str] | None = None) -> None:
     clean = []
     for number, each in enumerate(healthy.trainings(arguments.healthy)):
         location, ran = traces.locate(each.words, each.world, each.trusted, f"healthy-{number}")
-        clean.append({"words": " ".join(each.words), "ranks": each.world, "trained": ran.passed, **described(location)})
+        clean.append({"words": " ".join(each.words), "world": each.world, "trained": ran.passed, **described(location)})
         print(f"{clean[-1]['words']} --nproc {each.world}: {clean[-1]['sentence']}", flush=True)
     if not arguments.keep:
         shutil.rmtree(folder)

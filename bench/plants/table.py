@@ -106,7 +106,7 @@ def _healthy(rows: list[Json]) -> str:
         kinds.setdefault((STRATEGIES[words[words.index("--strategy") + 1]], loop), []).append(row)
     lines = [HEALTHY, ["---"] * len(HEALTHY)]
     for kind, group in sorted(kinds.items()):
-        flags = [(row["ranks"] == 4, "--accumulate" in row["words"], "--checkpointing" in row["words"],
+        flags = [(row["world"] == 4, "--accumulate" in row["words"], "--checkpointing" in row["words"],
                   row["verdict"] == "differs", row["verdict"] == "inconclusive") for row in group]  # fmt: skip
         largest = max(row["largest"] or 0 for row in group)
         lines.append([*kind, str(len(group)), *(str(sum(each)) for each in zip(*flags)), f"{largest:.2f}"])
