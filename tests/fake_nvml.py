@@ -18,9 +18,9 @@ from typing import Any
 from repro_matrix.environment import gpus as gpu_module
 from repro_matrix.environment.gpus import DriverError, Gpu, GpuProcess, GpuState
 
-A100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
-MEMORY_MB = {A100: 81920, H200: 143771}
-CAPABILITY = {A100: (8, 0), H200: (9, 0)}
+A100, H200, T4 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "Tesla T4"
+MEMORY_MB = {A100: 81920, H200: 143771, T4: 15360}
+CAPABILITY = {A100: (8, 0), H200: (9, 0), T4: (7, 5)}
 ERRORS = {
     9: "Driver Not Loaded",
     12: "NVML Shared Library Not Found",

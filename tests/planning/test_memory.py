@@ -67,15 +67,16 @@ def test_plan_is_near_the_measured_peak(model: ModelSizes, strategy: str, measur
 
 def planned(
     text: str = "train-step", strategy: str = "fsdp", profile: Profile = CPU, machine: Machine = ROOMY,
-    deadline: float | None = None, cap: float = math.inf,
+    deadline: float | None = None, cap: float = math.inf, scale: Scale = Scale.full,
+    facts: ModelSizes | None = QWEN_14B,
 ) -> CellPlan:  # fmt: skip
     """The first cell of a case, whose model is Qwen-14B at full size."""
     selection = overrides.parse([f"case={text}", "model=qwen-14b", f"strategy={strategy}"])
     cells = matrix.place(CATALOGUE, matrix.enumerate_cells(CATALOGUE, selection)[:1], [profile], auto=False)[0]
     stacks = {name: replace(STACK, name=name) for name in ("current", "torch2.2-tf4.39")}
-    settings = RunSettings(scale=Scale.full, deadline=deadline)
+    settings = RunSettings(scale=scale, deadline=deadline)
     (cell,) = Planner(CATALOGUE, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
-    return add_memory(cell, CATALOGUE.cases[text], machine, lambda variant: QWEN_14B, deadline, cap)
+    return add_memory(cell, CATALOGUE.cases[text], machine, lambda variant: facts, deadline, cap)
 
 
 def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
@@ -171,6 +172,25 @@ def test_ranks_that_share_a_gpu_need_its_memory_together() -> None:
         reason = too_much(need, profile, ROOMY)
         assert (reason is None) == fits, reason
         assert fits or "for 2 ranks" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("backend", "shared", "scale", "share_gib"),
+    [
+        ("gloo", True, Scale.tiny, 4.4),  # of two ranks, by what is known of any tiny model
+        ("gloo", True, Scale.full, 0),  # nobody knows
+        ("nccl", True, Scale.tiny, 0),  # its kernels spin while they wait, and would take the GPU from the others
+        ("nccl", False, Scale.tiny, 0),
+    ],
+)
+def test_attempts_whose_memory_is_known_may_share_a_gpu(
+    backend: str, shared: bool, scale: Scale, share_gib: float
+) -> None:
+    profile = Profile("gpu1", "cuda", backend, gpus(2 - shared, 80), shared=shared)
+    variant = planned(strategy="ddp", profile=profile, scale=scale, facts=None).variants[0]
+    assert variant.skipped is None and variant.share_mb == pytest.approx(share_gib * 1024, abs=1)
+    known = planned(strategy="ddp", profile=profile, scale=scale, facts=HALF_B).variants[0]
+    assert known.memory and (not share_gib or known.share_mb == pytest.approx(2 * known.memory.device_rank / 2**20, 1))
 
 
 # -- what the stack reports of the real models

@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FakeGpu, FakeNvml, Process, uuid_of
+from fake_nvml import H200, T4, FakeGpu, FakeNvml, Process, uuid_of
 from observations import summary_rows
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, GpuProcess, GpuState, Nvml
@@ -20,14 +21,17 @@ from repro_matrix.launch.observe import classify_device_error
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks
-from test_engine import ON_CPU, Fake, engine_of, observation, verdicts
+from test_engine import ON_CPU, SLUG, Fake, engine_of, observation, verdicts
 
 Fault = Callable[[Attempt, threading.Event], Any]
 FIXED = {"root-call": "FIXED"}
 
 
 class Run:
-    """A run of one cell, two GPUs an attempt. ``used`` and ``variants``: those of each attempt."""
+    """A run of one cell, two GPUs an attempt. ``used`` and ``variants``: those of each attempt. ``share_mb``: attempts
+    share one GPU, and take so much of it."""
+
+    case, share_mb = SLUG, 0
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
@@ -50,10 +54,17 @@ class Run:
             self.texts.append(event.text)
 
         listed = tuple(Gpu(index, gpu.name, gpu.uuid, gpu.memory_mb) for index, gpu in enumerate(gpus))
-        profiles = [Profile("any", "cuda", "nccl", listed), *others]
+        shared = self.share_mb > 0
+        profiles = [Profile("any", "cuda", "gloo" if shared else "nccl", listed, shared), *others]
         with Nvml(gpu.uuid for gpu in gpus) as nvml:
-            opened = engine_of(self.folder, Fake(launch), self.settings, on_event=watch, profiles=profiles, nvml=nvml)
+            opened = engine_of(
+                self.folder, Fake(launch), self.settings, self.case, on_event=watch, profiles=profiles, nvml=nvml
+            )
             with opened as (engine, plans):
+                plans = [
+                    replace(plan, variants=tuple(replace(each, share_mb=self.share_mb) for each in plan.variants))
+                    for plan in plans
+                ]
                 return engine.run(plans, threading.Event())
 
 
@@ -78,6 +89,31 @@ def test_attempts_run_side_by_side_on_different_gpus(run: Run) -> None:
     summary = run([FakeGpu() for _ in range(4)], lambda attempt, stop: both.wait() and None)
     assert verdicts(summary) == FIXED and not summary.gpu_notes
     assert [len(gpus) for gpus in run.used] == [2, 2] and len({*run.used[0], *run.used[1]}) == 4
+
+
+@pytest.mark.parametrize(("gpu", "at_once"), [(H200, 3), (T4, 2)])
+def test_attempts_that_share_a_gpu_run_side_by_side_as_its_memory_allows(run: Run, gpu: str, at_once: int) -> None:
+    """Three of 6000 MiB each; a T4 has 15360. One that runs out of memory is repeated, alone."""
+    at_work, seen, lock = set[str](), dict[str, list[int]](), threading.Lock()
+
+    def work(attempt: Attempt, stop: threading.Event) -> Any:
+        variant = attempt.settings["variant"]
+        with lock:
+            at_work.add(attempt.id)
+            seen.setdefault(variant, []).append(len(at_work))
+        time.sleep(1.0)
+        with lock:
+            at_work.discard(attempt.id)
+        if variant == "static-graph" and len(seen[variant]) == 1:
+            return {**observation(attempt, None), "infra_error": {"kind": "memory", "message": "rank 0: out of memory"}}
+
+    run.case, run.share_mb = "ddp-ready-once", 6000
+    run.settings = RunSettings(variants=["non-reentrant", "static-graph"], repeat=1, jobs=8)
+    summary = run([FakeGpu(gpu)], work)
+    counts = [count for counts in seen.values() for count in counts]
+    assert max(counts) == at_once and seen["static-graph"][1:] == [1] and not summary.gpu_notes
+    assert [outcome == "infra_error" for outcome in outcomes(summary, "static-graph")] == [True, False]
+    assert {uuid for used in run.used for uuid in used} == {uuid_of(0)}
 
 
 def test_gpu_and_cpu_cells_run_side_by_side(run: Run) -> None:

@@ -79,6 +79,22 @@ def test_acquire_locks_all_gpus_or_none(tmp_path: Path, nvml: Any) -> None:
     assert not one.acquire(["GPU-a"]) and one.free(["GPU-a"]) == ["GPU-a"], "another user's process is on it"
 
 
+def test_attempts_share_a_gpu_for_as_long_as_its_memory_lasts(tmp_path: Path, nvml: Any) -> None:
+    nvml.states["GPU-a"] = dataclasses.replace(gpu_state({}, 500), free_mb=10_000)
+    with GpuLocks(tmp_path, "ours", nvml) as ours:
+        assert ours.acquire(["GPU-a"], 4000) and ours.room() == {"GPU-a": 6000}
+        assert ours.acquire(["GPU-a"], 4000) and ours.room() == {"GPU-a": 2000}
+        assert not ours.acquire(["GPU-a"], 4000) and not ours.acquire(["GPU-a"]), "no room, and never whole"
+        nvml.states["GPU-a"] = dataclasses.replace(gpu_state({4711: 9500}, 10_000), free_mb=500)
+        assert ours.room() == {"GPU-a": 500}, "another user came: what the plan left is gone"
+        assert ours.release(["GPU-a"], 4000) == {}, "who is on it is asked of the last one"
+        assert not GpuLocks(tmp_path, "others").acquire(["GPU-a"])
+        nvml.states["GPU-a"] = gpu_state({}, 500, "NVML: GPU is lost")
+        assert ours.release(["GPU-a"], 4000)["GPU-a"].kind == "lost" and ours.room() == {}
+        nvml.states.clear()
+        assert ours.acquire(["GPU-a"], 4000) and ours.room() == {}, "unknown memory is not shared"
+
+
 def test_release_with_a_process_of_ours_left_keeps_the_lock(tmp_path: Path, sleeper: Any, nvml: Any) -> None:
     with GpuLocks(tmp_path, "ours", nvml) as ours:
         assert ours.acquire(["GPU-a"])

@@ -110,7 +110,9 @@ def test_plan_retry_repeats_some_errors_once() -> None:
     assert plan_retry(ended(why)) == {"retry_of": why, "deadline": LONGER * 40} == plan_retry(ended(why), gpu_cap=100)
     assert plan_retry(ended(why), ["GPU-1"], gpu_cap=119) is None, "it would hold the GPU for longer"
     assert plan_retry(ended(why), ["GPU-1"], gpu_cap=120) == {"retry_of": why, "deadline": 120}
-    assert plan_retry(ended({"kind": "memory", "message": "m"}), ["GPU-1"]) is None is plan_retry(ended())
+    full = {"kind": "memory", "message": "m"}
+    assert plan_retry(ended(full), ["GPU-1"]) is None is plan_retry(ended())
+    assert plan_retry(ended(full), ["GPU-1"], shared=True) == {"retry_of": full, "share_mb": 0}, "alone on the GPU"
 
 
 def test_repeated_ambiguous_error_is_the_programs() -> None:

@@ -62,6 +62,23 @@ def test_next_without_gpus_depends_on_cores_and_measured_load(running: int, idle
     assert schedule_of([task], tasks_of(*[(0, 1.0)] * running)).next([], [], idle) == ((task, []) if starts else None)
 
 
+@pytest.mark.parametrize(
+    ("free", "room", "cores", "gpu"),
+    [
+        ([], 5000, 4, "GPU-0"),  # beside the one that runs
+        (["GPU-1"], 5000, 4, "GPU-1"),  # alone where it can be
+        ([], 4999, 4, None),  # the card's memory is planned for others
+        ([], 5000, 1, None),  # its ranks would wait for the cores
+    ],
+)
+def test_next_shares_a_gpu_by_its_memory_and_the_cores(free: list[str], room: int, cores: int, gpu: str | None) -> None:
+    tasks = [Task(number, "a", 0, 1.0, 1, 0.5, 5000) for number in range(2)]
+    alone = Task(2, "b", 0, 1.0, 1, 0.5)
+    schedule, usable = schedule_of(tasks[1:], tasks[:1], cores), ["GPU-0", "GPU-1"]
+    assert schedule.next(free, usable, False, {"GPU-0": room}) == ((tasks[1], [gpu]) if gpu else None)
+    assert schedule_of([alone], tasks[:1], cores).next([], usable, False, {"GPU-0": room}) is None
+
+
 def test_next_keeps_within_jobs_and_memory_and_starts_a_task_that_is_too_large_alone() -> None:
     tasks = tasks_of(*[(0, 1.0)] * 4)
     assert schedule_of(tasks, tasks[:2], cores=64, jobs=3).next([], [], False)

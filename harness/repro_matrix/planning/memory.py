@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from repro_matrix.config.schema import Case
+from repro_matrix.config.schema import AdhocCase, Case
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.plan import CellPlan, VariantPlan, skip_with_first
@@ -31,6 +31,7 @@ from repro_matrix.text import counted
 MIB, GIB = 2**20, 2**30
 # Assumed, not measured here: a CUDA context with NCCL's buffers on the device, and its libraries on the host.
 CONTEXT, CUDA_HOST = int(1.2 * GIB), 2 * GIB
+TINY = GIB  # of a rank with a tiny model, beyond its context: a few MiB of weights, and the libraries' workspaces
 # A rank before its model: 250 (torch alone) to 380 MiB (transformers, accelerate and peft), and 55 for its connections.
 BASE = 435 * MIB
 # DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
@@ -267,8 +268,16 @@ def add_memory(
         facts = None if variant.skipped else look_up(variant)
         planned = _with_memory(variant, facts, case, cell.profile, machine) if facts else variant
         limit = deadline or min(planned.deadline, gpu_cap if planned.gpus else math.inf)
-        variants.append(replace(planned, deadline=limit))
+        variants.append(replace(planned, deadline=limit, share_mb=_share_mb(planned, case, cell.profile)))
     return replace(cell, variants=skip_with_first(variants))
+
+
+def _share_mb(variant: VariantPlan, case: Case, profile: Profile) -> int:
+    """Return the MiB of a GPU that all ranks of an attempt need, where ranks share one; 0: nobody knows."""
+    known = variant.memory.device_rank if variant.memory else CONTEXT + TINY
+    guess = variant.settings["model"]["scale"] == "tiny" and not isinstance(case, AdhocCase)
+    usable = "shared_gpu" in profile.kinds and (variant.memory is not None or guess)
+    return -(-known * variant.world_size // MIB) if usable else 0
 
 
 def _with_memory(

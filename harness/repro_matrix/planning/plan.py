@@ -44,6 +44,7 @@ class VariantPlan:
     skip: Skip | None
     fingerprint: str
     memory: MemoryPlan | None = None  # what it needs, where that is known
+    share_mb: int = 0  # of a GPU on which other attempts may run beside it; 0: it needs its GPUs alone
     expected_s: float | None = None  # how long it takes at full size, roughly
     code: str = ""  # what its ranks execute, hashed when it was planned
 

@@ -83,10 +83,10 @@ def run_attempt(
         # The ranks' versions are compared with these: a package may be replaced during a run.
         observation["attempt"]["fingerprint"] = plan.fingerprint
         observation["attempt"]["versions"] = {name: stack.versions[name] for name in RELEVANT if name in stack.versions}
-    problems = {**place.locks.release(gpus), **failed_gpus(observation, gpus)}
+    problems = {**place.locks.release(gpus, plan.share_mb), **failed_gpus(observation, gpus)}
     lost = observation["infra_error"]
     users = [stranger(place.nvml.look(uuid)) for uuid in gpus if uuid not in problems]
-    if lost and lost["kind"] == "memory" and any(users):
+    if lost and lost["kind"] == "memory" and any(users) and not plan.share_mb:  # else it may be this run's
         text = f"{lost['message']} (another user's work is on its GPUs: {', '.join(filter(None, users))})"
         observation = with_infra_error(observation, "device", text)
     return observation, problems
@@ -197,11 +197,13 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
     return found
 
 
-def plan_retry(observation: Observation, gpus: Sequence[str] = (), gpu_cap: float = math.inf) -> dict[str, Any] | None:
+def plan_retry(
+    observation: Observation, gpus: Sequence[str] = (), gpu_cap: float = math.inf, shared: bool = False
+) -> dict[str, Any] | None:
     """Return the changes to the task (schedule.Task) for a retry, or None where the result stands.
 
     No attempt is repeated more than once. ``gpus``: those that it ran on; ``gpu_cap``: a longer retry would hold them
-    for too long.
+    for too long; ``shared``: other attempts may have been on them.
     """
     error, attempt = observation["infra_error"], observation["attempt"]
     if error is None or attempt.get("retry_of"):
@@ -210,6 +212,8 @@ def plan_retry(observation: Observation, gpus: Sequence[str] = (), gpu_cap: floa
     if error["kind"] == TOO_SLOW:
         deadline = LONGER * attempt["deadline_s"]
         return {"retry_of": reason, "deadline": deadline} if not gpus or deadline <= gpu_cap else None
+    if error["kind"] == "memory" and shared:
+        return {"retry_of": reason, "share_mb": 0}
     if error["kind"] not in OTHER_GPUS:
         return None
     # An error of an earlier kernel: where the host waits for each kernel, the line that raises it launched it.

@@ -169,7 +169,7 @@ class Engine:
     def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
         plan = variant_of(cell.plan, variant)
         seconds, memory_gb = expect(self._recorded.get((cell.plan.cell.key, variant)), plan)
-        return Task(number, variant, index, seconds, plan.gpus, memory_gb)
+        return Task(number, variant, index, seconds, plan.gpus, memory_gb, plan.share_mb)
 
     def _work(self, stop: threading.Event) -> None:
         most = self.session.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.session.machine.cores
@@ -225,8 +225,9 @@ class Engine:
     def _start(self, pool: ThreadPoolExecutor) -> bool:
         """Start the next attempt, if one may start now."""
         ready = self.pool.ready(self._held()) if self.pool.all else []
-        found = self.schedule.next(ready, self.pool.usable(), self._load.idle())
-        if found is None or not self.place.locks.acquire(found[1]):  # another run was quicker
+        room = self.place.locks.room() if self.pool.all else {}
+        found = self.schedule.next(ready, self.pool.usable(), self._load.idle(), room)
+        if found is None or not self.place.locks.acquire(found[1], found[0].share_mb):  # another run was quicker
             return False
         task, gpus = found
         self.schedule.start(task)
@@ -237,7 +238,7 @@ class Engine:
         device = ",".join(self.pool.names[uuid] for uuid in gpus) or "cpu"
         self.on_event(Event("start", cell.plan, task.variant, task.index, seconds=task.seconds, device=device))
         running = _Running(task, tuple(gpus))
-        plan = replace(plan, deadline=task.deadline or plan.deadline)
+        plan = replace(plan, deadline=task.deadline or plan.deadline, share_mb=task.share_mb)
         if task.env:
             plan = replace(plan, settings={**plan.settings, "env": {**plan.settings.get("env", {}), **task.env}})
         if task.trace:
@@ -280,7 +281,7 @@ class Engine:
             return  # no result: --resume repeats it, and its cell is not complete
         if task.trace:
             return self._explain(cell, task, observation)
-        changes = plan_retry(observation, gpus, self.session.settings.gpu_deadline_cap)
+        changes = plan_retry(observation, gpus, self.session.settings.gpu_deadline_cap, task.share_mb > 0)
         if changes:
             self.schedule.repeat(task, changes)
             reason, deadline = changes["retry_of"], changes.get("deadline")

@@ -105,7 +105,8 @@ class GpuProblem:
 
 
 class GpuLocks:
-    """The GPUs that this run holds, each for one attempt at a time: a file lock per GPU. Thread-safe."""
+    """The GPUs that this run holds, each for one attempt, or for several that share its memory: a file lock per GPU.
+    Thread-safe."""
 
     def __init__(self, state: Path, run_id: str, nvml: Nvml | None = None) -> None:
         """``nvml``: reports what is on a GPU; by default nothing is known."""
@@ -115,6 +116,7 @@ class GpuLocks:
         self._nvml = nvml or Nvml([])
         self._held: dict[str, FileLock] = {}  # in use, or not released because a process of this run is still on it
         self._before: dict[str, GpuState] = {}
+        self._shares: dict[str, list[int]] = {}  # MiB that each attempt on a GPU may take; 0: all of it
         self._mutex = threading.Lock()
 
     def __enter__(self) -> GpuLocks:
@@ -124,12 +126,17 @@ class GpuLocks:
         for uuid in list(self._held):
             self._unlock(uuid)
 
-    def acquire(self, gpus: Sequence[str]) -> bool:
+    def acquire(self, gpus: Sequence[str], share_mb: int = 0) -> bool:
         """Lock all of ``gpus`` or none of them, so that no run holds some while it waits for others.
 
-        A GPU on which another user's process is counts as not free.
+        A GPU on which another user's process is counts as not free. ``share_mb``: MiB of each that an attempt takes,
+        where it may join others of this run; 0: it is alone on them.
         """
         with self._mutex:
+            if share_mb and all(share_mb <= self._left(uuid) for uuid in gpus):
+                for uuid in gpus:
+                    self._shares[uuid].append(share_mb)
+                return True
             locks = {uuid: None if uuid in self._held else _acquire(self._path(uuid)) for uuid in gpus}
             before: dict[str, GpuState] = {}
             if None not in locks.values() and gpus:
@@ -142,16 +149,37 @@ class GpuLocks:
                 return False
             self._held |= acquired
             self._before |= before
+            self._shares |= {uuid: [share_mb] for uuid in gpus}
         return True
 
-    def release(self, gpus: Sequence[str]) -> dict[str, GpuProblem]:
+    def room(self) -> dict[str, int]:
+        """Return how many MiB further attempts may take on each GPU that attempts of this run share now."""
+        with self._mutex:
+            return {uuid: left for uuid in self._shares if (left := self._left(uuid)) > 0}
+
+    def _left(self, uuid: str) -> int:
+        """Return what is neither planned for an attempt nor in use: attempts have not yet allocated all they will, and
+        others may have come since the first one began."""
+        sizes = self._shares.get(uuid)
+        if not sizes or 0 in sizes:
+            return 0
+        return min((self._before[uuid].free_mb or 0) - sum(sizes), self._nvml.look(uuid).free_mb or 0)
+
+    def release(self, gpus: Sequence[str], share_mb: int = 0) -> dict[str, GpuProblem]:
         """Unlock GPUs as soon as their memory is free; return those that this run must not use again.
 
-        A GPU on which a process of this run remains stays locked.
+        A GPU on which a process of this run remains stays locked. ``share_mb``: as they were acquired.
         """
         limit = time.monotonic() + RELEASE_S
         problems = {}
         for uuid in gpus:
+            with self._mutex:
+                self._shares[uuid].remove(share_mb)
+                others = bool(self._shares[uuid])
+            if others:  # what they have on it is checked when the last one ends
+                if why := self._nvml.look(uuid).problem:
+                    problems[uuid] = GpuProblem("lost", why)
+                continue
             while (problem := self._problem(uuid)) and problem.kind != "lost" and time.monotonic() < limit:
                 time.sleep(0.1)
             if problem:
@@ -171,6 +199,7 @@ class GpuLocks:
 
     def _unlock(self, uuid: str) -> None:
         self._before.pop(uuid, None)
+        self._shares.pop(uuid, None)
         if lock := self._held.pop(uuid, None):
             lock.release()
 

@@ -2,8 +2,9 @@
 
 List scheduling: whenever something is free, the first waiting task that fits is started. Wide tasks (more GPUs) come
 first, then the longest (Graham 1969: at most 4/3 of the optimum for tasks of one device). Tasks with GPUs are limited
-by the GPUs, the others by the cores, and both by memory. Cores are not counted out to tasks, since most wait for each
-other half of their time, and a hang all of it: more are started for as long as the machine is measured to be idle.
+by the GPUs, the others by the cores, those that share a GPU by its memory and the cores, and all by memory. Cores are
+not counted out to tasks, since most wait for each other half of their time, and a hang all of it: more are started for
+as long as the machine is measured to be idle.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Task:
     seconds: float
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
+    share_mb: int = 0  # of a GPU, where other tasks may run beside it; 0: it needs its GPUs alone
     deadline: float | None = None  # instead of the plan's
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
@@ -65,32 +67,35 @@ class Schedule:
         """Run a task again, before everything else."""
         self.waiting.insert(0, replace(task, **changes))  # type: ignore[arg-type]
 
-    def next(self, ready: Sequence[str], usable: Collection[str], idle: bool) -> tuple[Task, list[str]] | None:
+    def next(
+        self, ready: Sequence[str], usable: Collection[str], idle: bool, room: Mapping[str, int] | None = None
+    ) -> tuple[Task, list[str]] | None:
         """Return the first task that may start now and the GPUs for it.
 
         ``ready``: GPUs that are free now; ``usable``: those and the ones that will be. ``idle``: whether the machine's
-        cores were measured to have time left.
+        cores were measured to have time left. ``room``: MiB left on the GPUs that running tasks share.
         """
         if self.jobs is not None and len(self.running) >= self.jobs:
             return None
         core = self.jobs is not None or self._has_core(idle)
+        alone = all(task.gpus for task in self.running)  # GPUs never keep all CPU work waiting
         memory = self.memory_gb * MEMORY_SHARE - sum(task.memory_gb for task in self.running)
         for task in self.waiting:
             if task.memory_gb > memory and self.running:
                 continue  # alone it may start: what is recorded may be wrong
-            if not task.gpus and core:
+            if not task.gpus and (core or alone):
                 return task, []
             others = [uuid for uuid in ready if uuid not in task.avoid]
             if len(set(usable) - set(task.avoid)) < task.gpus:  # no other GPU will be free
                 others += [uuid for uuid in ready if uuid in task.avoid]
+            if task.share_mb and core:
+                others += [uuid for uuid, left in (room or {}).items() if left >= task.share_mb]
             if task.gpus and len(others) >= task.gpus:
                 return task, others[: task.gpus]
         return None
 
     def _has_core(self, idle: bool) -> bool:
-        """Whether one more task without GPUs may start. A GPU's process keeps a core busy: it launches, and spins."""
-        if all(task.gpus for task in self.running):
-            return True  # GPUs never keep all CPU work waiting
+        """Whether the cores can take one more task. A GPU's process keeps a core busy: it launches, and spins."""
         busy = sum(max(1, task.gpus) for task in self.running)
         return busy < self.cores or (idle and len(self.running) < MOST_PER_CORE * self.cores)
 
