@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 from fake_nvml import FakeGpu, FakeNvml, Process
-from fake_stack import devices_of, lines, python_that_says
+from fake_stack import DONE, devices_of, lines, python_that_says
 from repro_matrix.cli import main as cli
+from repro_matrix.environment import probe as probe_module
 from repro_matrix.results.store import Store
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
@@ -168,7 +170,7 @@ TWICE = """[ "$NCCL_HOSTID" = repro-rank-$3 ] && echo '{"error": "Duplicate GPU 
     [
         (HANGS, "gpu2", ["it hangs", "add env.NCCL_P2P_DISABLE=1"]),
         (WRONG, "gpu2", ["sum of 1048576 numbers is wrong", "NCCL_P2P_DISABLE=1 does not help"]),
-        ("echo Killed", "gpu2", ["a rank did not start: Killed"]),
+        ("echo Killed", "gpu2", ["a rank ended with exit code 0: Killed"]),
         (TWICE, "gpu1-nccl", ["Duplicate GPU detected", "hardware=gpu1-shared uses gloo"]),
         (WRONG, "gpu1", []),  # one rank alone is for the canary
         (WRONG, "gpu1-shared", []),
@@ -188,6 +190,51 @@ def test_doctor_lets_two_ranks_add_numbers_with_nccl(
     if pair == HANGS:
         remedied = repro(FakeNvml(gpus), *words, "env.NCCL_P2P_DISABLE=1")
         assert remedied.code == 0, "what the ranks are given, the probe is given too"
+
+
+SLOW_IMPORT = """echo '{"stage": "import torch"}'; sleep 2"""
+IN_CUDA = """echo '{"stage": "initialise CUDA"}'; exec sleep 60"""
+IN_NCCL = """echo '{"stage": "all-reduce"}'; exec sleep 60"""
+
+
+@pytest.mark.parametrize(
+    ("probe", "pair", "reasons"),
+    [
+        (SLOW_IMPORT, SLOW_IMPORT + "\n" + DONE, []),
+        (IN_CUDA, DONE, ["(at: initialise CUDA) was not done after", "nvidia-smi -pm 1"]),
+        (":", IN_CUDA, ["it hangs (at: initialise CUDA"]),
+        (":", IN_NCCL, ["it hangs (at: all-reduce", "NCCL_P2P_DISABLE=1 does not help"]),
+    ],
+    ids=["slow import", "cuda", "rank", "nccl"],
+)
+def test_probe_waits_for_imports_and_reports_a_hang_in_seconds(
+    probe: str, pair: str, reasons: list[str], repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"DEVICE_S": 1.5, "PAIR_S": 1.0, "NEWS_S": 0.5}
+    assert probe_module.PAIR_S < probe_module.DEVICE_S < 20, "as the limits really are, a hang is found within 20 s"
+    for name, value in limits.items():
+        monkeypatch.setattr(probe_module, name, value)
+    python = python_that_says(tmp_path, *lines(2), probe=probe, pair=pair)
+    began = time.monotonic()
+    done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE[:2], f"stack=python:{python}", "--json")
+    problems = json.loads(done.out)["problems"]
+    assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
+    assert all(reason in " ".join(problems[0].split()) for reason in reasons), problems
+    assert time.monotonic() - began < 15
+    if not reasons:
+        assert "import torch has taken 1 s" in done.err
+
+
+@pytest.mark.parametrize("mode", ["default", "exclusive_process"])
+def test_probe_puts_one_process_on_an_exclusive_gpu(mode: str, repro: Repro, tmp_path: Path) -> None:
+    """The probe itself and two pairs of ranks are on the GPUs at once, where they may be."""
+    count = f"cd {tmp_path}; touch at-$$; ls at-* | wc -l >>counts; sleep 1; rm at-$$; cd - >/dev/null"
+    python = python_that_says(tmp_path, *lines(2), probe=count, pair=f"{count}; {DONE}")
+    gpus = [FakeGpu(mode=mode), FakeGpu(mode=mode)]
+    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "--json")
+    assert done.code == 0 and not json.loads(done.out)["problems"]
+    most = max(map(int, (tmp_path / "counts").read_text().split()))
+    assert most == 2 if mode != "default" else most > 2, "two ranks on two GPUs"
 
 
 def test_doctor_names_what_the_ranks_will_and_will_not_get(repro: Repro, tmp_path: Path) -> None:
@@ -238,7 +285,7 @@ HANGS_IN_CUDA = (
 def test_matrix_with_a_probe_that_hangs_measures_nothing(
     repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("repro_matrix.environment.probe.LIMIT_S", 1.0)
+    monkeypatch.setattr("repro_matrix.environment.probe.DEVICE_S", 1.0)
     python = python_that_says(tmp_path, probe=HANGS_IN_CUDA)
     done = repro(
         FakeNvml([FakeGpu(), FakeGpu()]), "matrix", *ONE, f"stack=python:{python}", f"results={tmp_path / 'r'}"

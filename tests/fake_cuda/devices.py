@@ -1,30 +1,40 @@
-"""A made-up GPU whose tensors are CPU tensors with a mark: real numbers, and CUDA's rules about devices.
+"""A made-up GPU whose tensors are CPU tensors with a mark: real numbers, real gloo, and CUDA's rules about devices.
 
-The device "cpu:0" is the GPU; "cpu" is the CPU. Tensors that are made on or moved to the GPU, or computed from
-such, are on the GPU; those that are moved from there to the CPU are on the CPU; all others are on neither, and fit
-both. An operation on both, where CUDA would raise, raises; so does a collective on a CPU tensor, as with NCCL.
+The device "cpu:0" is the GPU; "cpu" is the CPU. Tensors that are made on or moved to the GPU, or computed from such,
+are on the GPU; those that Python makes without a device, or that are moved to the CPU, are on the CPU. What C++ makes
+for itself is on neither, and fits both. An operation on both, where CUDA would raise, raises; so do a collective on a
+CPU tensor, as with NCCL, and ``numpy`` on a tensor of the GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as tree
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU, HOST = "cuda:0", "cpu"
 ON_GPU = torch.device("cpu", 0)
+MADE_UP = "(on the made-up GPU)"  # in every error that is raised here
 marks: dict[int, tuple[StorageWeakRef, str]] = {}
-# They copy between devices, or take an index from the CPU.
-ACROSS = ("copy", "_to_copy", "index", "set_", "_foreach_copy", "_unsafe_index", "embedding_renorm", "_has_", "detach")
+ACROSS = ("copy", "_to_copy", "_foreach_copy", "set_", "_has_", "detach")  # they take tensors of two devices
+INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
+FACTORIES = (
+    "arange", "as_tensor", "empty", "eye", "frombuffer", "from_numpy", "full", "linspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+)  # fmt: skip
 
 
 def storage_of(tensor: Any) -> Any:
-    tensor = getattr(tensor, "_local_tensor", tensor)
+    for part in ("_local_tensor", "elem"):  # of a DTensor, of a collective that has not ended
+        tensor = getattr(tensor, part, tensor)
     try:
         return tensor.untyped_storage() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
     except (RuntimeError, NotImplementedError):
@@ -53,12 +63,15 @@ class Rules(TorchDispatchMode):
         base = name.partition("::")[2]
         if name.startswith("c10d::"):
             if HOST in places.values() and not of_objects():
-                raise RuntimeError(f"No backend type associated with device type cpu ({name} of made-up NCCL)")
+                raise RuntimeError(f"No backend type associated with device type cpu: {name} {MADE_UP}")
         elif not base.startswith(ACROSS):
+            if base in INDEXED and where(args[0]) != HOST:  # an index may be on the CPU
+                tensors = [args[0], *[each for each in args[2:3] if isinstance(each, torch.Tensor)]]
             single = base in ("equal",) or base.startswith("_foreach")
             bound = {places[id(each)] for each in tensors if each.dim() or single} - {None}
             if len(bound) > 1:
-                raise RuntimeError(f"Expected all tensors to be on the same device, but found {GPU} and cpu: {name}")
+                both = f"{GPU} and cpu: {name} {MADE_UP}"
+                raise RuntimeError(f"Expected all tensors to be on the same device, but found {both}")
         result = function(*args, **named)
         asked = named.get("device")
         if asked is not None:
@@ -80,22 +93,99 @@ def of_objects() -> bool:
     return False
 
 
-class Moves(TorchFunctionMode):
-    """What a tensor says of its device, and moves to the CPU, which copy nothing here."""
+# -- what Python sees of a tensor's device, makes, and moves to the CPU (which copies nothing here)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == torch.Tensor.device.__get__ and where(args[0]) == GPU:  # type: ignore[attr-defined]
-            return ON_GPU
-        named = kwargs or {}
-        name = getattr(function, "__name__", "")
-        device = named.get("device") or next(
-            (each for each in args[1:2] if isinstance(each, (str, torch.device))), None
-        )
-        to_host = name == "cpu" or (name == "to" and str(device) == "cpu")
-        if not to_host or where(args[0]) != GPU:
-            return function(*args, **named)
-        result = function(*args, **named)
-        if storage_of(result) is not None and result.untyped_storage()._cdata == args[0].untyped_storage()._cdata:
-            result = result.clone()
-        mark(result, HOST)
+
+def made(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, **named: Any) -> Any:
+        result = factory(*args, **named)
+        if not any(isinstance(each, torch.Tensor) for each in args):
+            mark(result, GPU if named.get("device") and torch.device(named["device"]) == ON_GPU else HOST)
         return result
+
+    return make
+
+
+def moved(move: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: Any, *args: Any, **named: Any) -> Any:
+        wanted = named.get("device") or next((each for each in args if isinstance(each, (str, torch.device))), None)
+        if where(self) == GPU and wanted is not None and torch.device(wanted) == ON_GPU:  # it is there
+            args, named = tuple(each for each in args if each is not wanted), {**named, "device": None}
+        result = move(self, *args, **named)
+        if where(self) == GPU and (move.__name__ == "cpu" or (wanted is not None and torch.device(wanted) != ON_GPU)):
+            if storage_of(result) is not None and storage_of(result)._cdata == storage_of(self)._cdata:
+                result = result.clone()
+            mark(result, HOST)
+        return result
+
+    return to
+
+
+def fetched(fetch: Callable[..., Any]) -> Callable[..., Any]:
+    def numpy(self: Any, *args: Any, **named: Any) -> Any:
+        if where(self) == GPU:
+            raise TypeError(f"can't convert {GPU} device type tensor to numpy {MADE_UP}")
+        return fetch(self, *args, **named)
+
+    return numpy
+
+
+def patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield (owner, name, what stands there on the made-up GPU)."""
+    device: Any = torch.Tensor.device
+
+    def place(self: Any) -> torch.device:
+        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor looks for what stands at Tensor.device
+            return ON_GPU if where(self) == GPU else device.__get__(self)
+
+    yield torch.Tensor, "device", property(place)
+    for name in FACTORIES:
+        yield torch, name, made(getattr(torch, name))
+    for name in ("to", "cpu"):
+        yield torch.Tensor, name, moved(getattr(torch.Tensor, name))
+    for name in ("numpy", "__array__"):
+        yield torch.Tensor, name, fetched(getattr(torch.Tensor, name))
+
+
+def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the same for what asks where a rank computes."""
+    from repro_kit.run import Run
+
+    import torch.distributed.fsdp._fully_shard._fsdp_init as parts
+    import torch.distributed.fsdp._fully_shard._fully_shard as fsdp2
+
+    yield Run, "device", property(lambda self: ON_GPU)
+    yield torch.cpu, "current_device", lambda: str(ON_GPU)
+    for module in (parts, fsdp2):
+        yield module, "_get_device_from_mesh", lambda mesh: ON_GPU
+    if importlib.util.find_spec("accelerate"):
+        from accelerate.state import PartialState
+
+        begin = PartialState.__init__
+
+        def init(self: Any, *args: Any, **named: Any) -> None:
+            begin(self, *args, **named)
+            self.device = ON_GPU
+
+        yield PartialState, "__init__", init
+    if strategy.startswith("zero"):
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        yield importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None
+        yield CPU_Accelerator, "device_name", lambda self, device_index=None: str(ON_GPU)
+        yield CPU_Accelerator, "current_device_name", lambda self: str(ON_GPU)
+
+
+@contextlib.contextmanager
+def rules(strategy: str | None = None) -> Iterator[None]:
+    """Compute under CUDA's rules. ``strategy``: of the rank that is on the made-up GPU; None: no rank is."""
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in [*patches(), *(libraries(strategy) if strategy else ())]:
+            before.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, value)
+        with Rules():
+            yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value) if value is not None else delattr(owner, name)

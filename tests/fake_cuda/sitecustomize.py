@@ -36,6 +36,15 @@ def body_of(body: Any, settings: dict[str, Any]) -> Any:
     """Return the script's body, or what this GPU makes of it."""
     if settings["device"] != "cuda" or settings["case"].startswith("canary"):
         return body
+    if "FAKE_CUDA_DEVICES" in os.environ:
+
+        def marked(run: Any) -> None:
+            import devices
+
+            with devices.rules(run.strategy["slug"]):
+                body(run)
+
+        return marked
     if "FAKE_CUDA_ANSWERS" in os.environ:
 
         def refused(run: Any) -> None:

@@ -27,7 +27,7 @@ GPU = devices.ON_GPU
 
 @pytest.fixture
 def rules() -> Iterator[None]:
-    with devices.Rules(), devices.Moves():
+    with devices.rules():
         yield
 
 

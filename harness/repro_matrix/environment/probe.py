@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import tempfile
 import time
@@ -20,10 +21,12 @@ from repro_kit.settings import host_of_its_own
 from repro_matrix.environment.machine import Machine, Profile, count_names
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.paths import PACKAGE
+from repro_matrix.text import log
 
 SCRIPT = PACKAGE / "launch" / "worker" / "device_probe.py"
-LIMIT_S = 240.0  # a cold import from a network disk, and cuInit on eight GPUs without persistence mode
-PAIR_START_S, PAIR_S = 60.0, 8.0  # of the two ranks: until each has its GPU, and for NCCL from then on
+IMPORT_S = 240.0  # of torch or another package, from a cold network disk: slow, and no hang
+DEVICE_S, PAIR_S = 15.0, 8.0  # for each step on a GPU, and for two ranks of NCCL that both have their GPU
+NEWS_S = 10.0  # between two lines about a step that takes long
 RECORDED = ("torch", "cuda", "arch_list", "nccl_version")
 Json = dict[str, Any]
 
@@ -31,6 +34,8 @@ _HINTS = {
     "system not yet initialized": "machines with NVSwitch need nvidia-fabricmanager to run, in the driver's version",
     "busy or unavailable": "another process holds the GPU, or its compute mode forbids it (nvidia-smi -q -d COMPUTE)",
     "No CUDA GPUs are available": "in a container, the devices have to be passed in, too",
+    "was not done after": "a GPU does not answer: `nvidia-smi` shows which, and CUDA_VISIBLE_DEVICES can leave it out. "
+    "Without persistence mode (nvidia-smi -pm 1) the driver takes seconds to start each GPU for its first program",
 }
 _OTHER_BUILD = ("driver on your system is too old", "no kernel image")  # errors that another build of torch avoids
 
@@ -40,64 +45,98 @@ def ask(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> 
 
     ``devices``: indices of the GPUs to compute on; None: the CPU. ``env``: what ranks of the stack get.
     """
-    argument = "cpu" if devices is None else ",".join(map(str, devices))
-    try:
-        command = [stack.python, str(SCRIPT), argument]
-        done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, env=env)
-    except subprocess.TimeoutExpired as error:
-        return parse_output(error.stdout or b"") | {"failed": f"was not done after {LIMIT_S:g} s"}
-    except OSError as error:
-        return {"failed": f"could not be started: {error}"}
-    answer = parse_output(done.stdout)
-    if answer.get("stage") != "done" and not answer.keys() & {"import_error", "init_error"}:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        answer["failed"] = ": ".join([f"ended with exit code {done.returncode}", *last])[:400]
-    return answer
+    with _folder() as folder:
+        argument = "cpu" if devices is None else ",".join(map(str, devices))
+        return _run(stack, folder, [[argument]], [env])[0]
 
 
-def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str]) -> Json:
+def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str], at_once: bool = True) -> Json:
     """Let two ranks add numbers with NCCL; return {} where that works. One device: they share it.
 
-    ``pair``: what went wrong. ``without_p2p``: whether it works with NCCL_P2P_DISABLE=1, tried at the same time.
+    ``pair``: what went wrong. ``without_p2p``: whether it works with NCCL_P2P_DISABLE=1. ``at_once``: try that at the
+    same time, so that a hang takes no longer; several processes use a GPU then.
     """
     if len(devices) == 1:
         shared = _all_reduce(stack, [*devices, *devices], [{**env, **host_of_its_own(rank)} for rank in (0, 1)])
         return {"pair": shared, "shared": True} if shared else {}
-    with ThreadPoolExecutor(2) as pool:
-        usual, detour = pool.map(
-            lambda more: _all_reduce(stack, devices, [{**env, **more}] * 2), ({}, {"NCCL_P2P_DISABLE": "1"})
-        )
-    return {"pair": usual, "without_p2p": detour is None} if usual else {}
+    with ThreadPoolExecutor(2 if at_once else 1) as pool:
+        usual = pool.submit(_all_reduce, stack, devices, [env] * 2)
+        detour = pool.submit(_all_reduce, stack, devices, [{**env, "NCCL_P2P_DISABLE": "1"}] * 2)
+        if (problem := usual.result()) is None:
+            detour.cancel()
+            return {}
+        return {"pair": problem, "without_p2p": detour.result() is None}
 
 
 def _all_reduce(stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str, str]]) -> str | None:
     """Return what went wrong, or None."""
+    with _folder() as folder:
+        ranks = [["rank", str(rank), str(folder), str(device)] for rank, device in enumerate(devices)]
+        answers = _run(stack, folder, ranks, envs)
+    problems = [str(answer["error"]) for answer in answers if answer.get("error")]
+    failed = [answer for answer in answers if answer.get("failed") and not problems]  # else ended for it
+    problems += [f"a rank {answer['failed']}" for answer in failed if not answer.get("hangs")]
+    problems += [f"it hangs (at: {answer.get('stage')}, {answer['failed']})" for answer in failed]
+    return next(iter(problems), None)
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="repro-probe-")
+
+
+def _limit(stage: str | None) -> float:
+    """Return how many seconds a step of the probe may take."""
+    if stage is None or stage.startswith("import"):
+        return IMPORT_S
+    return PAIR_S if stage == "all-reduce" else DEVICE_S
+
+
+def _run(
+    stack: Stack, folder: str, arguments: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]]
+) -> list[Json]:
+    """Run one process of the probe for each ``arguments``, until all have ended, one has an error, or none goes on to
+    its next step in time; return what each said, with ``failed`` where it did not finish, and ``hangs``."""
+    logs = [Path(folder) / f"{number}.log" for number in range(len(arguments))]
+    running: list[subprocess.Popen[bytes]] = []
+    stages: list[str | None] = []
+    since = said = time.monotonic()
+    late = ""
     with contextlib.ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="repro-pair-")))
-        outputs, ranks = [folder / f"rank-{rank}.log" for rank in (0, 1)], []
-        for rank, (device, env) in enumerate(zip(devices, envs)):
-            log = opened.enter_context(open(outputs[rank], "wb"))
-            command = [stack.python, str(SCRIPT), "rank", str(rank), str(folder), str(device)]
-            ranks.append(opened.enter_context(subprocess.Popen(command, stdout=log, stderr=log, env=env)))
-            opened.callback(ranks[-1].kill)
-        limit, begun = time.monotonic() + PAIR_START_S, False
-        while time.monotonic() < limit and any(rank.poll() is None for rank in ranks):
-            answers = [parse_output(output.read_bytes()) for output in outputs]
+        for words, env, path in zip(arguments, envs, logs):
+            out = opened.enter_context(open(path, "wb"))
+            try:
+                command = [stack.python, str(SCRIPT), *words]
+                running.append(opened.enter_context(subprocess.Popen(command, stdout=out, stderr=out, env=env)))
+            except OSError as error:
+                return [{"failed": f"could not be started: {error}"} for _ in arguments]
+            opened.callback(running[-1].kill)
+        while alive := [number for number, process in enumerate(running) if process.poll() is None]:
+            answers = [parse_output(path.read_bytes()) for path in logs]
             if any(answer.get("error") for answer in answers):
                 break
-            if not begun and all(answer.get("stage") in ("all-reduce", "done") for answer in answers):
-                limit, begun = time.monotonic() + PAIR_S, True
+            now = time.monotonic()
+            if (at := [answer.get("stage") for answer in answers]) != stages:
+                stages, since = at, now
+            limit = max(_limit(at[number]) for number in alive)  # a rank may wait for one that is slower
+            if now - since > limit:
+                late = f"was not done after {limit:g} s"
+                break
+            if now - max(since, said) > NEWS_S:
+                log(f"stack {stack.name}: {at[alive[0]] or 'starting python'} has taken {now - since:.0f} s so far")
+                said = now
             time.sleep(0.05)
-        texts = [output.read_text(encoding="utf-8", errors="replace").strip() for output in outputs]
-    ended = [(text, parse_output(text.encode())) for text in texts]
-    if error := next((answer["error"] for _, answer in ended if answer.get("error")), None):
-        return str(error)  # the other rank was ended for it
-    for text, answer in ended:
-        if answer.get("stage") == "all-reduce" and begun:
-            return f"it hangs (not done after {PAIR_S:g} s)"
-        if answer.get("stage") != "done":
-            return f"a rank did not start: {text.splitlines()[-1][:200] if text else 'no output'}"
-    return None
+    return [_ended(path.read_bytes(), process, late) for path, process in zip(logs, running)]
+
+
+def _ended(output: bytes, process: subprocess.Popen[bytes], late: str) -> Json:
+    """Return what a process of the probe said, and why it did not finish. ``late``: why it was ended."""
+    answer = parse_output(output)
+    if answer.get("stage") == "done" or answer.keys() & {"error", "import_error", "init_error"}:
+        return answer
+    if late and process.returncode == -signal.SIGKILL:
+        return answer | {"failed": late, "hangs": True}
+    last = [line for line in output.decode(errors="replace").splitlines() if line.strip() and line[0] != "{"][-1:]
+    return answer | {"failed": ": ".join([f"ended with exit code {process.returncode}", *last])[:400]}
 
 
 def parse_output(output: bytes) -> Json:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment import probe
-from repro_matrix.environment.gpus import states
+from repro_matrix.environment.gpus import Nvml
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import (
     Stack,
@@ -46,6 +47,7 @@ from repro_matrix.text import log
 
 Json = dict[str, Any]
 ROOM_MB = 1024  # free memory that a context, a library's workspace and a small matrix need
+PAIR_ROOM_MB = 3 * ROOM_MB  # of that process, and two ranks of NCCL
 
 
 def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = None) -> Json:
@@ -56,21 +58,31 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = 
     uuids = tuple(gpu.uuid for gpu in profile.gpus)
     settings = {"device": profile.accelerator, "backend": profile.backend, "case": "probe", "variant": "probe"}
     attempt = Attempt(
-        run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.LIMIT_S,
+        run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.IMPORT_S,
         {**stack.environment({}), **(given or {})}, uuids,
     )  # fmt: skip
     env = stack_environment(attempt)
     if not uuids:
         return probe.ask(stack, None, env)
-    with GpuLocks(cache_dir() / "state", run_id) as locks:
-        free = [name for name in uuids if locks.acquire([name])]
-        memory = states(free)
-        roomy = [name for name in free if (free_mb := memory[name].free_mb) is None or free_mb >= ROOM_MB]
-        devices = [uuids.index(name) for name in roomy]
-        answer = probe.ask(stack, devices, env)
-        needed = 1 if profile.shared else 2
-        if profile.backend == "nccl" and len(devices) >= needed and not probe.problem_of_torch(answer, profile):
-            answer |= probe.ask_pair(stack, devices[:needed], env)
+    exclusive = any(gpu.mode.startswith("exclusive") for gpu in profile.gpus)  # one process at a time on each
+    needed = 1 if profile.shared else 2
+    # NVML stays open: without persistence mode the driver would start the GPUs anew for each process.
+    with GpuLocks(cache_dir() / "state", run_id) as locks, Nvml(uuids) as nvml:
+        free_mb = {name: nvml.look(name).free_mb for name in uuids if locks.acquire([name])}
+        single, pair = (
+            [uuids.index(name) for name, free in free_mb.items() if free is None or free >= room]
+            for room in (ROOM_MB, PAIR_ROOM_MB)
+        )
+        with ThreadPoolExecutor(1 if exclusive else 2) as pool:
+            asked = pool.submit(probe.ask, stack, single, env)
+            added = None
+            if profile.backend == "nccl" and len(pair) >= needed:
+                added = pool.submit(probe.ask_pair, stack, pair[:needed], env, not exclusive)
+            answer = asked.result()
+            if added and probe.problem_of_torch(answer, profile):
+                added.cancel()
+            elif added:
+                answer |= added.result()
         return answer
 
 

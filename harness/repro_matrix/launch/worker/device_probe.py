@@ -100,6 +100,7 @@ def all_reduce(rank: int, folder: str, device: int) -> None:
         import torch
         import torch.distributed as dist
 
+        report(stage=f"use device {device}")
         torch.cuda.set_device(device)
         torch.zeros(1, device="cuda")
         report(stage="all-reduce")
