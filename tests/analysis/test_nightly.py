@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
+from observations import SCRIPT, exception, failed, frame, observation
 from repro_matrix.analysis import history, nightly
 from repro_matrix.analysis.history import NightlyRun, Requested, compare_to_last_passing, find_missing
 from repro_matrix.analysis.inputs import VariantResult
@@ -60,6 +62,39 @@ def test_a_fix_that_dies_in_two_steps_is_compared_with_the_night_before_it_was_f
     assert change(0, 3, 2) == change(0, 3, 2, 1) == ("0", "fix_stopped_working")
     assert change(3, 0, 1) == ("0", "fix_works_now") and change(3, 3, 2) is None
     assert change(0, 2) is None and change(0, 3, 0) is None, "flaky since the first night; acknowledged"
+
+
+def test_flakiness_beyond_what_all_passing_runs_showed_is_a_change() -> None:
+    def night(name: str, passed: int) -> NightlyRun:
+        kinds = {"passed": passed, "other_failure": 3 - passed}
+        row = replace(HOLDS, kinds={each: n for each, n in kinds.items() if n}, failure_ids=("hang",) * (passed < 3))
+        return make_run(name, cell({"unfixed": REPRODUCED, "fix": row}), 0)
+
+    def change(tonight: int, *before: int) -> str:
+        found = compare_to_last_passing(night("", tonight).rows, [night(str(n), k) for n, k in enumerate(before)])
+        return found.changed[0].changes[0].kind if found.changed else ""
+
+    assert change(2, 3, 3) == "" and change(2, *[3] * 30) == "became_flaky" and change(2, *[3] * 30, 2, 3, 2) == ""
+    assert change(3, *[2] * 30) == "" and change(0, *[2] * 30) != "", "beyond a third"
+    assert change(2, *[0] * 30, *[3] * 3) == "", "attempts before the last change do not count"
+
+
+@given(one=SIDES, nights=st.integers(1, 12))
+def test_the_same_results_again_are_no_change(one: Rows, nights: int) -> None:
+    passing = [make_run(str(number), one, 0) for number in range(nights)]
+    found = compare_to_last_passing(one, passing)
+    assert (found.changed, found.new, found.unexpected(one)) == ([], set(), [])
+
+
+def test_unexpected_results_count_unless_they_are_handled() -> None:
+    rows = [*cell({"unfixed": REPRODUCED, "fix": replace(BOOM, verdict="NOT_FIXED", expected="unexpected")})]
+    first = compare_to_last_passing(rows, [])
+    assert [row.variant for row in first.unexpected(rows)] == ["fix"]
+    accepted = compare_to_last_passing(rows, [make_run("accepted", rows, 0)])
+    assert accepted.changed == accepted.unexpected(rows) == [], "an acknowledged night"
+    changed = compare_to_last_passing(rows, [PASSING])
+    assert changed.unexpected(rows) and not changed.unexpected(rows, [each.digest for each in changed.changed])
+    assert not compare_to_last_passing(rows, [PASSING], lambda *_: True).unexpected(rows)
 
 
 def test_changed_case_digest_identifies_the_change() -> None:
@@ -177,6 +212,19 @@ CASE = "ddp-ready-once"
 KEY = f"{CASE}/qwen1.5-0.5b-ddp"
 
 
+def raised(message: str, *frames: tuple[str, str]) -> list[tuple[str, Any]]:
+    """Return attempts that reproduce a case of the catalog."""
+    error = exception("RuntimeError", message, [SCRIPT, *(frame(*each) for each in frames)])
+    return [("reproduced", observation(failed(0, error), failed(1, error)))] * 2
+
+
+KNOWN = raised("Expected to mark a variable ready only once", ("torch.utils.checkpoint", "backward"))
+EMBEDDING = raised(
+    "'weight' must be 2-D", ("torch.distributed.fsdp.fully_sharded_data_parallel", "forward"),
+    ("transformers.models.qwen2.modeling_qwen2", "forward"), ("torch.nn.functional", "embedding"),
+)  # fmt: skip
+
+
 def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
     runs.note(tmp_path, [f"case={CASE}", "variants=[non-*]", "hardware=cpu", "shard=1/2"], runs.ENDED, ["a b c"])
     requested = nightly.load_requested(tmp_path, [])
@@ -241,7 +289,7 @@ def night(results: Path, capsys: pytest.CaptureFixture[str]) -> Night:
     ) -> Any:
         if variants:
             write(results / name, variants, started, **changes)
-        more = ["--history", str(results / "history"), "--run-id", name, "--run-exit-code", "0", *words]
+        more = ["--history", str(results / "history"), "--run-id", name, *words]
         code = cli.main(["nightly", str(results / name), *more])
         out, err = capsys.readouterr()
         return code, " ".join((out + err).split())
@@ -274,19 +322,32 @@ def test_nightly_another_machine_or_half_of_the_shards_is_neither_alarm_nor_gree
         runs.write_manifest(results / name, ShardManifest(number, 2, ("repeat=1",), {}, (), "c", False, {}))
 
     at = {"case": CASE, "cell_id": KEY}
-    assert night("mon", {"unfixed": FIRED}, 1.0, **at)[0] == 0
+    assert night("mon", {"unfixed": KNOWN}, 1.0, **at)[0] == 0
     machine = {"profile": "gpu1", "accelerator": "cuda", "gpus": [], "cpu": "b", "cores": 8, "memory_gb": 64.0,
                "driver": "570", "os": "Linux"}  # fmt: skip
     code, text = night("tue", {"unfixed": PASSED}, 2.0, hardware=machine, **at)
     assert (code, "nothing was compared" in text, f"{KEY} on cpu" in text) == (3, True, True), text
     assert not (results / "history" / "issues").exists()
     shard("wed", 2)
-    code, text = night("wed", {"unfixed": FIRED}, 3.0, **at)
+    code, text = night("wed", {"unfixed": KNOWN}, 3.0, **at)
     assert code == 3 and "shard 1/2 has no results" in text
     shard("wed-1", 1)
     write(results / "wed-1", {"unfixed": FIRED}, 3.0, cell_id="some-case/other")
-    words = ["--history", str(results / "history"), "--run-id", "wed", "--run-exit-code", "0"]
+    words = ["--history", str(results / "history"), "--run-id", "wed"]
     assert cli.main(["nightly", str(results / "wed"), str(results / "wed-1"), *words]) == 0
+
+
+def test_nightly_first_run_that_is_broken_is_not_green(results: Path, night: Night) -> None:
+    control = {"case": "train-step", "cell_id": "train-step/qwen1.5-0.5b-ddp", "kind": "control"}
+    code, text = night("mon", {"control": FAILED}, 1.0, **control)
+    assert code == 1 and "nothing was compared" in text and "train-step/qwen1.5-0.5b-ddp variant control" in text
+    assert night("wed", {"unfixed": FIRED}, 3.0)[0] == 0
+    lost = [("infra_error", FAILED[0][1])]
+    assert night("thu", {"unfixed": [*FIRED, *lost]}, 4.0)[0] == 3
+    assert night("fri", {"unfixed": FAILED}, 5.0, case=CASE, cell_id=KEY)[0] == 3, "no variant has a verdict"
+    code, text = night("sat", {"unfixed": "needs 2 GPUs"}, 6.0, cell_id="some-case/other")
+    assert code == 3 and "nothing was measured" in text
+    assert [code for _, code in codes(results)] == [1, 0, 3, 3, 3]
 
 
 def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:
@@ -300,18 +361,19 @@ def test_nightly_quarantined_difference_passes_until_it_expires(results: Path, n
     today = datetime.now(timezone.utc).date()
 
     def run(name: str, started: float, variants: dict[str, Any], days: int = 1) -> tuple[int, str]:
-        entry = {"cell": KEY, "variant": "unfixed", "owner": "ada", "reason": "issue 12"}
+        entry = {"cell": KEY, "variant": "non-reentrant", "owner": "ada", "reason": "issue 12"}
         until = (today + timedelta(days)).isoformat()
         (results / "quarantine.yaml").write_text(json.dumps({"quarantined": [{**entry, "until": until}]}))
         return night(name, variants, started, case=CASE, cell_id=KEY)
 
-    assert run("mon", 1.0, {"unfixed": FIRED})[0] == 0
-    code, text = run("tue", 2.0, {"unfixed": FAILED})
+    good, bad = ({"unfixed": KNOWN, "non-reentrant": each} for each in (KNOWN, FAILED))
+    assert run("mon", 1.0, good)[0] == 0
+    code, text = run("tue", 2.0, bad)
     assert code == 0 and f"quarantined: {KEY}" in text and "since mon" in text
     (results / "quarantine.yaml").unlink()
-    assert night("wed", {"unfixed": FAILED}, 3.0, case=CASE, cell_id=KEY)[0] == 1, "compared with mon"
+    assert night("wed", bad, 3.0, case=CASE, cell_id=KEY)[0] == 1, "compared with mon"
     assert "quarantined:" not in run("thu", 4.0, {"unfixed": "needs 2 GPUs"})[1]
-    code, text = run("fri", 5.0, {"unfixed": FIRED}, days=-1)
+    code, text = run("fri", 5.0, good, days=-1)
     assert code == 1 and "quarantined:" not in text and "ada" in text
 
 
@@ -340,12 +402,12 @@ def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Pat
     other = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     at = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
     both = f"case=fsdp-generate,{CASE}"
-    write(results / "mon", {"unfixed": FIRED}, **at)
+    write(results / "mon", {"unfixed": KNOWN}, **at)
     for name, texts, left, expected in (
         ("mon", [both], None, 0), ("tue", [both], None, 3), ("thu", ["case=fsdp-generate"], None, 0),
         ("wed", [both, "time_limit=60m"], [f"cpu current {KEY}"], 0),
     ):  # fmt: skip
-        write(results / name, {"unfixed": FIRED}, **other)
+        write(results / name, {"unfixed": EMBEDDING}, **other)
         runs.note(results / name, [*texts, "hardware=cpu"], runs.ENDED, left)
         code, text = night(name)
         assert code == expected and ("Missing: 1 variant" in text) == bool(expected), name
@@ -368,7 +430,7 @@ def test_nightly_unreadable_or_deleted_evidence_is_exit_3(results: Path, night: 
 )
 def test_nightly_bad_input_is_a_usage_error(results: Path, night: Night, words: str) -> None:
     assert night("a", {"unfixed": FIRED}, 1.0, *words.split())[0] == 2 == night("no-such-folder")[0]
-    assert cli.main(["nightly", str(results / "a"), "--history", str(results / "history")]) == 2, "no exit code"
+    assert cli.main(["nightly", str(results / "a")]) == 2, "no history"
     assert not (results / "history").exists()
 
 

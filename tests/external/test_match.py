@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.failure_rules import rules
+from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.external.log_match import Answer, memory_of, recognize
 from repro_matrix.external.log_scan import Catalogue, Scanned, scan
 from repro_matrix.external.tracebacks import Errors, Labels
@@ -372,6 +372,52 @@ def test_match_of_what_is_left_of_an_error_is_a_failure(lines: list[str], kind: 
     found = answer(["step 1 loss 2.0", *lines])
     assert found.exit_code == 1 and [failure.error.type for failure in found.failures] == types
     assert found.kinds == ([kind] if kind else []) and not any(failure.perhaps for failure in found.failures)
+
+
+ONE_LINE = "\\n".join(UNIFORM)  # line breaks are written as two characters
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [repr([f"{line}\n" for line in UNIFORM])],
+        [repr([f"{line}\n" for line in UNIFORM[1:]])],
+        ["[" + ",\n ".join(map(repr, UNIFORM)) + "]"],
+        ["[" + ",\n ".join(repr(f"{line}\n") for line in UNIFORM) + "]"],
+        [f"2026-01-01 ERROR the task failed: {ONE_LINE}"],
+        [f"reason: '{ONE_LINE}'"],
+        [json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-01-01T00:00:00Z"}) for line in UNIFORM],
+        [line.replace("/", "\\").replace("\\venv", "C:\\venv") for line in UNIFORM],
+    ],
+)
+def test_recognize_of_a_traceback_that_was_printed_as_a_value(lines: list[str]) -> None:
+    assert answer(["step 1 loss 2.0", *"\n".join(lines).split("\n")]).names == ["fsdp-uniform-dtype"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Exception in thread Thread-3 (_pin_memory_loop):",
+        "Process SpawnProcess-1:",
+        "[rank3]: frame #17: <unknown> + 0x55",
+    ],
+)
+def test_match_of_what_stands_above_or_below_a_traceback_is_a_failure(line: str) -> None:
+    assert answer(["step 1 loss 2.0", line]).exit_code == 1
+    assert [each.error.type for each in answer([line, *OWN]).failures] == ["KeyError"]
+    warned = ["[W1121 10:00:00 TCPStore.cpp:106] [c10d] sendBytes failed", "frame #0: c10::Error::Error(...)"]
+    assert answer(["step 1 loss 2.0", *warned]).exit_code == 3
+
+
+@pytest.mark.parametrize("rule", [rule for rule in rules().values() if rule.case], ids=lambda rule: rule.name)
+def test_match_of_another_wording_is_possible_with_and_without_its_type(rule: FailureRule) -> None:
+    for line in (*rule.examples, *(example.partition("Error: ")[2] for example in rule.examples)):
+        assert not line or possible(answer(["step 1 loss 2.0", line])) >= {rule.case}
+    fsdp = '  File "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_runtime_utils.py", line 1, in forward'
+    strategies = CASES[rule.case].axes.strategy
+    found = possible(answer(["Traceback (most recent call last):", fsdp, rule.examples[-1]]))
+    if "Error: " in rule.examples[-1]:
+        assert (rule.case in found) == ("fsdp" in strategies), "another strategy is another cause"
 
 
 def test_recognize_in_the_code_of_another_model_is_possible_only_without_another_cause() -> None:

@@ -22,12 +22,12 @@ from repro_matrix.analysis.diff import RESULTS, Change, compare, newest
 from repro_matrix.analysis.inputs import VariantResult, from_row
 from repro_matrix.analysis.releases import STATES
 from repro_matrix.config.schema import Case
-from repro_matrix.config.vocabulary import RELEVANT
+from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
 from repro_matrix.errors import ResultsError
 from repro_matrix.grading.expectations import as_expected, expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.paths import write_text
-from repro_matrix.results.expectations import lacks_results
+from repro_matrix.results.expectations import lacking
 from repro_matrix.results.runs import ENDED, LOOK_BACK, listed
 from repro_matrix.results.store import changed_files
 from repro_matrix.results.summary import Row, compared, stored_rows
@@ -178,6 +178,22 @@ class Regressions:
     references: References = field(default_factory=dict)
     passing: Sequence[NightlyRun] = ()
 
+    def unexpected(self, tonight: Iterable[VariantResult], handled: Collection[str] = ()) -> list[VariantResult]:
+        """Return results that differ from their reviewed expectation, without those that are quarantined or handled: of
+        a change with one of these digests, or the same in the passing run."""
+        known = {_place(c.row) for each in self.changed if each.digest in handled for c in each.changes}
+
+        def passed_before(row: VariantResult) -> bool:
+            before = self.references[_place(row)][1] if _place(row) in self.references else None
+            return before is not None and before.expected == row.expected and before.verdict == row.verdict
+
+        return [
+            row
+            for place, row in _by_place(tonight).items()
+            if row.expected == "unexpected" and row.measured
+            and not (place in known or (row.key, row.variant) in self.quarantined or passed_before(row))
+        ]  # fmt: skip
+
 
 def check_one_commit(rows: Iterable[VariantResult]) -> None:
     """Raise ResultsError where the rows were measured at several commits: shards that do not belong together."""
@@ -201,13 +217,21 @@ def compare_to_last_passing(
     now = make_run("", tonight, packages=packages)
     measured = {place: row for place, row in _by_place(tonight).items() if row.measured}
     passing = [run for run in history if run.passed]
-    result = Regressions(references=_references(passing, measured), passing=passing)
+    references, pools = _references(passing, measured)
+    result = Regressions(references=references, passing=passing)
     for run in reversed(passing):
         if result.previous is None and any(row.measured and _place(row) in measured for row in run.rows):
             result.previous = run
         before = {place: row for place, (other, row) in result.references.items() if other is run}
         found: dict[tuple[str, str], list[Change]] = {}
-        for change in compare(before.values(), [measured[place] for place in before]).select(RESULTS):
+        changes = compare(before.values(), [measured[place] for place in before]).select(RESULTS)
+        steady = before.keys() - {_place(change.row) for change in changes}
+        pooled = [replace(before[place], kinds=pools[place]) for place in steady]
+        changes += [
+            change if change.row.steady else replace(change, kind="became_flaky")
+            for change in compare(pooled, [measured[place] for place in steady]).select(RESULTS)
+        ]
+        for change in changes:
             if quarantined(change.row.key, change.variant):
                 result.quarantined[change.row.key, change.variant] = f"{change.kind} since {run.run_id}"
             else:
@@ -224,18 +248,24 @@ def compare_to_last_passing(
     return result
 
 
-def _references(passing: Iterable[NightlyRun], measured: Collection[Place]) -> References:
-    """Return place -> the last of these runs that measured it, and the result. A flaky result that does not differ from
-    the one before it is no reference: a fix that dies in two steps would never differ."""
+def _references(
+    passing: Iterable[NightlyRun], measured: Collection[Place]
+) -> tuple[References, dict[Place, Counter[OutcomeName]]]:
+    """Return place -> the last of these runs that measured it, and the result; and the outcomes of all runs since that
+    result first appeared. A flaky result that does not differ from the one before it is no reference: a fix that dies
+    in two steps would never differ."""
     found: References = {}
+    pools: dict[Place, Counter[OutcomeName]] = {}
     for run in passing:
         for row in run.rows:
             place = _place(row)
             if row.measured and place in measured and (row.key, row.variant) not in run.quarantined:
-                since = compare([found[place][1]], [row]) if place in found and not row.steady else None
-                if since is None or since.changes or since.incomparable:
+                since = compare([found[place][1]], [row]) if place in found else None
+                same = since is not None and not since.changes and not since.incomparable
+                pools[place] = (pools[place] if same else Counter()) + Counter(row.kinds)
+                if row.steady or not same:
                     found[place] = run, row
-    return found
+    return found, pools
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
@@ -250,7 +280,7 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
             since = compare_to_last_passing(results, found)
             differs = any(row.state == "unexpected" for row in against_history(stored, cases, since)) or since.changed
             made = make_run(run.folder.name, results, int(bool(differs)))
-            found.append(replace(made, partial=run.state != ENDED or lacks_results(stored)))
+            found.append(replace(made, partial=run.state != ENDED or bool(lacking(stored))))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)

@@ -6,7 +6,7 @@ import fnmatch
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from repro_matrix.grading.checks import number
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.records.document import DocumentPath
 from repro_matrix.results import runs
+from repro_matrix.results.expectations import lacking
 from repro_matrix.results.summary import Row, load_rows
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
@@ -103,12 +104,14 @@ def machine_of(row: Row) -> dict[str, Any]:
 
 @dataclass
 class Side:
-    """``notes``: remarks on the files; ``unreadable``: those of the notes about results that could not be read."""
+    """``notes``: remarks on the files; ``unreadable``: those of the notes about results that could not be read;
+    ``lacking``: cells of which less was measured than requested."""
 
     name: str
     rows: list[VariantResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
 
     def select(self, texts: Sequence[str]) -> Side:
         """Return the rows that ``NAME=GLOB,...`` choose. Raises ConfigError: no such axis, or no row left."""
@@ -122,7 +125,7 @@ class Side:
             if not rows:
                 known = sorted({getattr(row, name) for row in self.rows})
                 raise ConfigError(f"{self.name}: no result has {text}. Present: {', '.join(known[:8])}.")
-        return Side(self.name, rows, self.notes, self.unreadable)
+        return replace(self, rows=rows)
 
 
 def load_side(name: str) -> Side:
@@ -167,6 +170,7 @@ def load_folder(root: Path, name: str = "") -> Side:
     except OSError as error:
         raise ResultsError(f"{root}: {error.strerror or error}") from None
     side.rows = [from_row(row, str(root)) for row in rows]
+    side.lacking = list(dict.fromkeys(row.cell_id for row in lacking(rows)))
     cases = catalog.load().cases
     unknown_cases = sorted({row.case for row in rows} - cases.keys())
     wrong = catalog.left_out(cases) if unknown_cases else {}

@@ -21,6 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 from repro_matrix.analysis import history
+from repro_matrix.analysis.diff import describe_row
 from repro_matrix.analysis.history import ChangedCase, Requested
 from repro_matrix.analysis.inputs import Side, VariantResult
 from repro_matrix.config import catalog
@@ -38,8 +39,9 @@ NOT_BISECTED = ("became_flaky", "became_steady")
 
 @dataclass(frozen=True)
 class Nightly:
-    """Tonight's run. ``run_exit_code``: the worst of its runs. ``folder``: of the history. ``locks``: stack -> the lock
-    file that a floating stack had. ``acknowledged``: digests of changes that do not count."""
+    """Tonight's run. ``run_exit_code``: the worst of its runs, 0 where it is unknown. ``folder``: of the history.
+    ``locks``: stack -> the lock file that a floating stack had. ``acknowledged``: digests of changes that do not
+    count."""
 
     run_id: str
     sides: Sequence[Side]
@@ -112,7 +114,9 @@ def finish(night: Nightly) -> Report:
         for each in compared.changed:
             if each.digest not in night.acknowledged:
                 changed.setdefault(each.case, []).append(each)
+        unexpected = compared.unexpected(rows, night.acknowledged)
         differs = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
+        differs += [f"{counted(len(unexpected), 'result')} not as expected"] if unexpected else []
         differs += [entry.describe_expired() for entry in expired]
         incomplete = [
             f"{folder}: the run did not end. `repro matrix --resume` continues it"
@@ -122,6 +126,9 @@ def finish(night: Nightly) -> Report:
         incomplete += _missing_shards(night.folders)
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
+        lacking = [cell for side in night.sides for cell in side.lacking]
+        incomplete += [f"{counted(len(lacking), 'cell')} not measured completely"] if lacking else []
+        incomplete += [] if any(row.measured for row in rows) else ["nothing was measured"]
         code = ExitCode.DIFFERS if differs else night.run_exit_code or (ExitCode.INCOMPLETE if incomplete else 0)
         quarantined = tuple(sorted(compared.quarantined))
         history.store_run(night.folder, replace(tonight, run_id=run_id, exit_code=code, quarantined=quarantined))
@@ -141,6 +148,12 @@ def finish(night: Nightly) -> Report:
             ]
             messages.append(f"quarantined: {entry.describe()} ({'; '.join(found) or 'unchanged'})")
     messages += history.describe_missing(unexcused)
+    for head, listed in (
+        ("Not as expected", [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in unexpected]),
+        ("Not measured completely", lacking),
+    ):
+        more = f"; and {len(listed) - history.SHOWN} more" if len(listed) > history.SHOWN else ""
+        messages += [f"{head}: {'; '.join(listed[: history.SHOWN])}{more}"] if listed else []
     reasons = differs or (["the exit code of the runs"] if night.run_exit_code else incomplete)
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 

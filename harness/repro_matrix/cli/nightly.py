@@ -27,9 +27,9 @@ for --bisect-time in all; probes are stored, so that the next run continues. Eac
 --issues, with a title line and a last line `change=DIGEST`; `gh issue create` posts it. --acknowledged: a file with
 such lines of handled changes, e.g. the texts of closed issues; these do not count.
 
-exit codes: 1 a result changed and is neither quarantined nor acknowledged, or a quarantine entry has expired; else the
-exit code of the runs (--run-exit-code); else 3 a run did not end, a file cannot be read, or results of the last
-passing run are missing"""
+exit codes: 1 a result changed, or is not the expected one, and is neither quarantined nor acknowledged, or a quarantine
+entry has expired; else the exit code of the runs (--run-exit-code); else 3 a run did not end or measured less than
+requested, a file cannot be read, or results of the last passing run are missing"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("folders", nargs="+", metavar="RESULTS", help="tonight's results")
     add("--history", metavar="DIR", required=True, help="where the history of runs is stored")
     add("--run-id", type=_run_id, metavar="ID", help="the id of this run (default: today's date, e.g. 2026-11-22)")
-    help_text = "the worst exit code of the runs"
-    add("--run-exit-code", type=options.number(0), required=True, metavar="N", help=help_text)
+    help_text = "the worst exit code of the runs, where it says more than their results: a lost GPU, an interruption"
+    add("--run-exit-code", type=options.number(0), default=0, metavar="N", help=help_text)
     help_text = "the lock file of a floating stack tonight"
     add("--lock", type=_lock, action="append", default=[], metavar="STACK=FILE", help=help_text)
     add("--bisect-time", default="0s", metavar="TIME", help="time for all bisections, e.g. 30m (default: none)")

@@ -64,7 +64,8 @@ _SIGNAL = re.compile(
 )
 _HARMLESS = (0, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)  # a job catches them and goes on
 _EXIT_CODE = re.compile(
-    r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|exited? with (?:code|status))\s*[:=]?\s*(-?\d+)"
+    r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|(?:exit|terminat)(?:ed)? with (?:non-?zero )?(?:code|status))"
+    r"\s*[:=]?\s*(-?\d+|0x\w+)"
 )
 
 
@@ -123,7 +124,7 @@ def _ended(text: str) -> int:
         if number not in _HARMLESS:
             return -number
     code = _EXIT_CODE.search(text)
-    return int(code[1]) if code else 0
+    return int(code[1], 0) if code else 0
 
 
 @lru_cache(4096)  # the ranks write the same

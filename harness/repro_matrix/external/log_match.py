@@ -132,7 +132,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     ]
     found += [Failure(error, where(error), echo=True) for error in launchers]
     found = [replace(each, rule=_rule(each.error)) for each in found]
-    found = [replace(each, perhaps=each.perhaps or _reworded(each, catalogue)) for each in found]
+    found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
     if not any(each.error.type and not each.echo for each in found):
         # Ranks that do not find each other raise what a lost peer raises, too.
         found = [replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause")) for each in found]
@@ -245,9 +245,11 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
 
 def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
     """Return the case whose failure a rule names in another wording."""
-    case = failure.rule.case if failure.rule and not failure.known else ""
-    found = case in {each.slug for each in catalogue.cases}
-    return (Known(case, "", failure.error.line, ("another wording of it",)),) if found else ()
+    name = failure.rule.case if failure.rule and not failure.known else ""
+    case = next((each for each in catalogue.cases if each.slug == name), None)
+    strategies = strategies_of(failure.error)
+    found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
+    return (Known(name, "", failure.error.line, ("another wording of it",)),) if found else ()
 
 
 def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
@@ -278,7 +280,7 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
         frame = {"file": "", "line": None, "function": "", "module": "", "code_location": location}
         bare = replace(error, record={**error.record, "frames": [frame]})
         return ("its last line alone, no traceback",) if matches(unframed, bare) else None
-    if signature.frames and matches(unframed, error):
+    if signature.frames and matches(unframed, error) and not _in_other_model(signature, error):
         return ("the frames that would tell are cut off",)
     return None
 
@@ -291,6 +293,18 @@ def _in_any_model(signature: Signature) -> Signature | None:
     ]
     named = any(_MODEL.search(frame.module) for frame in signature.frames)
     return signature.model_copy(update={"frames": frames}) if named else None
+
+
+def _in_other_model(signature: Signature, error: Error) -> bool:
+    """Whether a traceback shows the code of a model, but not of one that the signature's frames name."""
+    wanted = [
+        frame.module
+        for frame in signature.frames
+        if frame.module.startswith(("transformers\\.models", "transformers_m"))
+    ]
+    names = [name for place in error.places for name in module_names(place["file"])]
+    shown = [name for name in names if name.startswith(("transformers.models.", "transformers_modules."))]
+    return bool(wanted and shown) and not any(re.fullmatch(module, name) for module in wanted for name in shown)
 
 
 def _located(record: Mapping[str, Any]) -> dict[str, Any]:

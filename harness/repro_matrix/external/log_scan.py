@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -218,7 +219,8 @@ class Progress:
 
 # A line with one of these, in lower case, may belong to an error, a launcher's summary or an environment.
 _TRACEBACKS = (
-    HEADER.lower(), '", line ', "❱", "error", "exception", "root cause", "rank    ", "exitcode", "exit code", "exit_",
+    HEADER.lower(), '", line ', "❱", "frame #", "in thread", "process-", "-- process", "[c10d]",
+    "error", "exception", "root cause", "rank    ", "exitcode", "exit code", "exit_",
     "exit status", "exited with", "returncode", "return code", "signal", "wtermsig", ", status=", "/lib/python3",
     "python 3.", "python version", *UPSTREAM, *TRAINERS,
     "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",
@@ -308,8 +310,10 @@ def words_of(pattern: str) -> list[str]:
     return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
 
 
-# A string of JSON with a traceback.
+# A string of JSON with a traceback; the lines of a printed string, or list of strings, with one.
 _ESCAPED = re.compile(r'"(?:[^"\\]|\\.)*(?:Traceback \(most recent|\\n  File \\")(?:[^"\\]|\\.)*"')
+_BREAK = re.compile(r"""\\n(?:["'], *["'])?""")
+_ELEMENT = re.compile(r"""^\s*\[?(?P<quote>["'])(?P<text>.*?)(?:\\n)?(?:(?P=quote)[,\]]*)?$""")
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
@@ -342,12 +346,20 @@ def scan(log: Iterable[str], known: Catalogue) -> Scanned:
 
 
 def _unescaped(raw: str) -> list[str]:
-    """Return a line; of JSON that holds a traceback, the lines of the traceback."""
-    held = _ESCAPED.search(raw) if "\\n" in raw else None
-    try:
-        return json.loads(held.group()).splitlines() if held else [raw]
-    except ValueError:
-        return [raw]
+    """Return a line; of JSON, or a printed list or string, that holds a traceback, the lines of the traceback."""
+    text = raw.strip()
+    if "\\n" in raw:
+        held = _ESCAPED.search(raw)
+        with suppress(ValueError):
+            if raw.startswith('{"log":'):  # Docker's
+                return str(json.loads(raw)["log"]).splitlines()
+            if held:
+                return list(json.loads(held.group()).splitlines())
+        if HEADER in raw or '  File "' in raw.replace("\\", ""):
+            parts = _BREAK.split(text.replace('\\"', '"'))
+            return [element["text"] if (element := _ELEMENT.match(part)) else part for part in parts]
+    element = _ELEMENT.match(text) if text[:1] in "['\"" and text[-1:] in ",]" else None
+    return [element["text"] if element else raw]
 
 
 def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> None:
@@ -372,7 +384,10 @@ def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: b
     if message and not taken and not text.startswith("│"):
         errors.add_message(line, str(message[0].type), message[1])
     elif rule and (not taken or rule.shows == "end") and not _mentions(rule, text):
-        _find(found, line, rule.name)
+        if rule.case:
+            errors.add_message(line, "", text)
+        else:
+            _find(found, line, rule.name)
     if done := bool(_DONE.search(text)):
         found.progress.done = line.number
     shows |= found.versions.read(text, line.number)

@@ -143,9 +143,15 @@ _NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeou
 _BARE = re.compile(
     # A job's prefix, a quotation. All spaces are taken at once, else a row of asterisks takes for ever.
     r"^ *(?:(?:\[[^\[\]]{1,80}\]:?|\([^()]{1,80}\):?|<[^<>]{1,80}>:?|[>`\"'*]) *(?! ))*(?<! {2})"
-    r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault))(?:: (?P<message>\S.*)|:?\s*)$"
+    r"(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault)|(?:errors?|exceptions?|exc)\.[A-Z]\w*))"
+    r"(?:: (?P<message>\S.*)|:?\s*)$"
 )
 _TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")  # of two ranks on one line
+# What stands above a traceback: where that is cut off, it is all that is left. A warning has frames of C++, too.
+_SIGN = re.compile(
+    r"^Exception in thread \S|^Process \S*Process-[\d:]+:$|^-- Process \d+ terminated|^\s*frame #(?P<cpp>\d+): "
+)
+_CPP_WARNING = re.compile(r"\[W\d* |^W\d{4} ")
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
@@ -189,6 +195,7 @@ class Errors:
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
         self._cut: Line | None = None  # the first sign of a traceback without frames
+        self._warned = -100  # the line of the last warning of C++
         self._wrapped = ""  # the first part of a line that rich has wrapped
 
     @property
@@ -219,7 +226,10 @@ class Errors:
                 return
             self._finish(line.label)
             now = None
-        fatal = _FATAL.search(text)
+        fatal, sign = _FATAL.search(text), _SIGN.match(text)
+        if sign and not (sign["cpp"] and line.number - self._warned < 100):
+            self._cut = self._cut or line
+        self._warned = line.number if _CPP_WARNING.search(text) else self._warned
         frame = self._frame_in(line)
         if fatal:
             self._begin(line).signal = _SIGNALS.get(fatal["what"].strip(), "SIGABRT")

@@ -146,8 +146,8 @@ class _Parts:
         else:
             meaning = rule.title if rule else "not a known failure" if error.type else "cut off before its error"
         yield 2, f"{self.who(failure)}, line {error.line}: {meaning}"
-        if error.type:
-            yield 4, first_line(f"{error.type}: {error.message}")
+        if error.type or error.message:
+            yield 4, first_line(f"{error.type}: {error.message}".removeprefix(": "))
         if failure.where:
             yield 4, f"raised in {failure.where}"
         if error.mixed:

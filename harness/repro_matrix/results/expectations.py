@@ -206,14 +206,14 @@ def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) 
         return ExitCode.DIFFERS
     measured = {row.cell for row in rows if row.attempts and row.complete}
     few = stopped_early or len(measured) < min_cells
-    return ExitCode.INCOMPLETE if few or lacks_results(rows) or mostly_unconfirmed(rows) else ExitCode.OK
+    return ExitCode.INCOMPLETE if few or lacking(rows) or mostly_unconfirmed(rows) else ExitCode.OK
 
 
-def lacks_results(rows: Sequence[Row]) -> bool:
-    """Whether attempts gave no evidence, or cells no comparison."""
+def lacking(rows: Sequence[Row]) -> list[Row]:
+    """Return variants with attempts that gave no evidence, and those of cells that gave no comparison."""
     # A build that failed is no property of the stack: another try, or a compiler, would measure it.
-    lost = any(row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen for row in rows)
-    return lost or bool(uncompared_failures(rows))
+    lost = [row for row in rows if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen]
+    return lost + uncompared_failures(rows)
 
 
 def mostly_unconfirmed(rows: Iterable[Row]) -> bool:
