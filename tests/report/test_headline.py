@@ -54,11 +54,14 @@ def test_healthy_run() -> None:
     assert states == {
         "one": "reproduces", "two": "reproduces", "three": "fixed", "four": "other_failure", "control": "passes",
     }  # fmt: skip
-    assert head.sentences == [
-        "2 of 4 known failures reproduce on torch 2.13.0 + transformers 5.23.0 (CPU).",
-        "1 is fixed upstream.", "1 fails with another error.", "All 2 documented fixes work.", "1 of 1 control passed.",
-        "No earlier passing run to compare with.",
-    ]  # fmt: skip
+    texts = {name: " ".join(fact.text for fact in facts) for name, facts in head.answers.items()}
+    assert texts.pop("Changes") == head.changed and texts == {
+        "Known failures": "2 of 4 reproduce on torch 2.13.0 + transformers 5.23.0 (CPU). 1 fixed upstream. "
+        "1 with another error.",
+        "Documented fixes": "0 stopped working. All 2 work.",
+        "Controls": "1 of 1 passed (training without a known failure, equal to a single process).",
+    }
+    assert head.example and head.example.case == "one"
     assert not head.attention and not head.differences
 
 
@@ -68,7 +71,10 @@ def test_only_documented_fixes_are_counted_and_only_where_the_failure_reproduces
         cell("reproduced", {"a": "FIXED"}, "probe", case="two"),
         cell("passed", {"a": "NOT_REPRODUCED"}, case="three"),
     )
-    assert head.fixes == (1, 2) and "1 of 2 documented fixes work; known to fail here: one/b." in head.sentences
+    fixes = head.answers["Documented fixes"]
+    assert head.fixes == (1, 2) and [fact.text for fact in fixes] == [
+        "0 stopped working.", "1 of 2 work; 1 known not to work on these releases: one/b (same failure).",
+    ]  # fmt: skip
 
 
 def test_fix_that_works_in_one_of_two_cells_does_not_work() -> None:
@@ -112,7 +118,12 @@ def test_most_urgent_comes_first_and_a_failure_that_came_back_counts_once() -> N
     head = of(control("FAILED"), back, stopped)
     assert [each.kind for each in head.attention] == ["stopped_working", "came_back", "new_failure"]
     assert head.differences == ["1 documented fix stopped working", "1 known failure came back", "1 new failure"]
-    assert head.cases[0].state == "fails" and "0 of 1 control passed." in head.sentences
+    assert head.cases[0].state == "fails" and head.answers["Controls"][0].urgent
+    assert [name for name, facts in head.answers.items() if facts[0].urgent] == [
+        "Needs attention", "Documented fixes", "Controls",
+    ]  # fmt: skip
+    assert head.answers["Documented fixes"][0].text == "1 stopped working: stopped/a."
+    assert head.example and head.example.case == "stopped"
 
 
 def test_changes_since_the_last_passing_run() -> None:
@@ -129,14 +140,14 @@ def test_changes_since_the_last_passing_run() -> None:
         return headline(rows, {}, compare_to_last_passing(map(from_row, rows), [monday]))
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
-    assert head.sentences[-1] == "1 result changed since the last passing run (monday)."
-    assert head.sentences[0] == "1 documented fix stopped working."
+    assert head.sentences[-1] == "Changes: 1 result changed since the last passing run (monday)."
+    assert head.sentences[0] == "Needs attention: 1 documented fix stopped working."
     assert head.attention[0].since == "since monday: deepspeed: 0.19.7 -> 0.19.8"
     assert " ".join(head.attention[0].search).startswith(
         "repro bisect some-case --good current+deepspeed@0.19.7 --bad current --variant a --any-change model="
     )
     assert not since_monday(night("NOT_FIXED", "0.19.7")).attention[0].search, "no release changed"
-    assert since_monday(night("FIXED", "0.19.8")).sentences[-1].startswith("Nothing changed")
+    assert since_monday(night("FIXED", "0.19.8")).changed.startswith("Nothing changed")
 
 
 Night = dict[str, tuple[str, str]]  # variant -> outcome and verdict
@@ -194,7 +205,7 @@ def test_what_worked_before_differs_without_an_expectation(
         assert describe_exit(0, head, Summary()).endswith("expectation; 2 results without an expectation")
     if now is GONE:
         assert head.cases[0].state == ("absent" if kind else "fixed")
-        assert ("1 no longer reproduces." in head.sentences) == bool(kind)
+        assert ("reproduced before" in " ".join(head.sentences)) == bool(kind)
 
 
 def test_a_fix_that_worked_with_the_release_before_differs() -> None:
@@ -214,16 +225,16 @@ def test_a_fix_that_worked_with_the_release_before_differs() -> None:
 
 def test_nothing_is_left_out_of_the_documented_fixes() -> None:
     lost = of(night({"a": ("passed", "FIXED"), "b": ("infra_error", "INCONCLUSIVE")}))
-    assert lost.fixes == (1, 2) and "1 of 2 documented fixes work; 1 not measured." in lost.sentences
+    assert lost.fixes == (1, 2) and "1 of 2 work; 1 not measured." in " ".join(lost.sentences)
     assert [row.variant for row in lost.unanswered] == ["b"] and [row.variant for row in lost.new] == ["a"]
-    assert lost.sentences[-1] == "1 variant ran without a result."
+    assert lost.sentences[-1].endswith("1 variant without a result.")
     old = night(DEAD, stack={"name": "old", "versions": {"torch": "2.6.0", "transformers": "4.51.3"}})
     both = of(night(WORKS, state="expected"), old)
     assert both.cases[0].failing == ("a",) and both.fixes == (1, 2)
     assert any("some-case/a on old" in each for each in both.sentences)
 
 
-def test_numbers_and_verbs_agree() -> None:
+def test_numbers_of_other_states() -> None:
     def text(count: int) -> str:
         odd = night({"a": ("passed", "FIXED")})
         odd = [replace(row, state="unexpected", expected_verdict="NOT_FIXED") if row.verdict else row for row in odd]
@@ -234,9 +245,9 @@ def test_numbers_and_verbs_agree() -> None:
                  for name, each in (("odd", odd), ("gone", gone), ("bad", cell("other_failure", {}))) ]  # fmt: skip
         return " ".join(of(*cells).sentences)
 
-    assert "1 no longer reproduces. 1 fails with another error." in text(1)
-    assert "2 no longer reproduce. 2 fail with another error." in text(2)
-    assert "3 other results differ from" in text(1) and of(night(WORKS)[:1]).fixes == (0, 0)
+    assert "1 not reproduced, 1 of them reproduced before. 1 with another error." in text(1)
+    assert "2 of 6 reproduce on " in text(2) and "1 of 1 reproduces on " in " ".join(of(night(WORKS)).sentences)
+    assert "3 other differences" in text(1) and of(night(WORKS)[:1]).fixes == (0, 0)
 
 
 def test_variants_that_the_catalog_no_longer_has_are_named() -> None:
@@ -260,7 +271,8 @@ def test_what_was_measured_counts_the_time_of_cells_only() -> None:
 
 def test_run_that_measured_nothing() -> None:
     skipped = rows(document({"unfixed": "needs 2 GPUs", "fix": "needs 2 GPUs"}, {}))
-    assert of().sentences == of(skipped).sentences == ["Nothing was measured."]
+    assert of().sentences == ["Results: Nothing was measured."]
+    assert [*of(skipped).answers] == ["Results", "Not measured"]
     assert of(skipped).measured == of().measured == "" and of(skipped).cases[0].state == "not_measured"
 
 

@@ -123,7 +123,10 @@ def test_only_what_needs_attention_is_red() -> None:
     ]
     loud = shown(cell("NOT_FIXED", "unexpected"))
     red = {*loud.find("b", class_="bad"), *loud.find("span", class_="bad")}
-    assert red == {"STOPPED WORKING", "1 stopped working", "stopped working: same failure"}
+    assert red == {
+        "STOPPED WORKING", "1 documented fix stopped working.", "1 stopped working: some-case/fix.",
+        "1 stopped working", "stopped working: same failure",
+    }  # fmt: skip
 
 
 (CONTROL,) = cells_of(
@@ -135,9 +138,9 @@ def test_only_what_needs_attention_is_red() -> None:
     ("cells", "texts", "symbol"),
     [
         ((), ["Nothing was measured."], None),
-        ((cell(),), ["1 of 1 known failure reproduces", "1 of 1 documented fix works", "0 stopped working"], "R"),
-        ((cell(), cell(model="n")), ["1 of 1 known failure reproduces"], "R"),
-        ((CONTROL,), ["1 control passes"], "✓"),
+        ((cell(),), ["1 of 1 reproduces", "1 of 1 works", "0 stopped working", "What to do"], "R"),
+        ((cell(), cell(model="n")), ["1 of 1 reproduces"], "R"),
+        ((CONTROL,), ["1 of 1 passed"], "✓"),
         ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 result without an expectation"], "R"),
         ((skipped_cell(),), ["Nothing was measured.", "needs 2 GPUs"], "–"),
     ],

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from repro_matrix.analysis.advice import advice
 from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.cli import options
@@ -26,14 +27,16 @@ from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
 from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.report.page_model import symptom
 from repro_matrix.report.terminal import label, print_json, print_notes, print_table, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.summary import Row
 from repro_matrix.runner import prerequisites
 from repro_matrix.runner.session import Request, Session, ask
-from repro_matrix.text import counted, first_line
+from repro_matrix.text import counted
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
+ROLES = "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a condition."
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
 
@@ -62,20 +65,24 @@ def main(args: argparse.Namespace) -> int:
     rows = runs.rows_of_cases({case.slug, *predicted})
     variants = list(_variants(prepared, plan, case, rows, commands or args.json))
     claims = ledger([case], rows, request.catalogue.strategies)
-    symptom, reproduced = _symptom(case, rows), releases_of(case)
+    text, reproduced = symptom(_newest(case, rows), case), releases_of(case)
+    stack = prepared.stacks.get(plan.cell.stack)
     script = request.catalogue.script(case)
     place = f"repros/{script.name}" if script.parent == REPROS else str(script)
     if args.json:
         fields = case.model_dump(mode="json", exclude={"slug", "claims"})
-        print_json({"case": case.slug, **fields, "symptom": symptom, "releases": reproduced.sentence, "script": place,
+        print_json({"case": case.slug, **fields, "symptom": text, "releases": reproduced.sentence, "script": place,
                     "variants": variants, "claims": [claim.to_json() for claim in claims]})  # fmt: skip
         return 0
-    about = {"SIMULATED": case.simulated, "Symptom": symptom, "Cause": case.summary, "Releases": reproduced.sentence}
+    advised = " ".join(filter(None, _what_to_do(case, stack.versions if stack else {})))
+    about = {"What to do": advised, "SIMULATED": case.simulated,
+             "Symptom": text, "Cause": case.summary, "Releases": reproduced.sentence}  # fmt: skip
     print_wrapped(f"{case.slug}: {case.title}", *(f"{name}: {text}" for name, text in about.items() if text), "")
-    more = f" (the first of {len(request.cells)} cells; choose with model=, strategy=)" if request.cells[1:] else ""
-    title = f"Variants, as expected of {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
+    number = len(request.cells)
+    more = f" (one of {number} combinations; choose with model=, strategy=)" if number > 1 else ""
+    title = f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
-        title = f"Variants. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
+        title = f"Ways to run it. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
     heads = ["variant", "what it changes", "role", "expected", "last measured", "help"]
     table = [
         [
@@ -86,6 +93,8 @@ def main(args: argparse.Namespace) -> int:
         for v in variants
     ]
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
+    if case.kind == "failure":
+        print_wrapped(ROLES)
     for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}:\n  {each['torchrun']}")
@@ -122,14 +131,26 @@ def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
     return f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}" if last else ""
 
 
-def _symptom(case: Case, rows: Sequence[Row]) -> str:
-    """Return the error as it was measured last, else what the signature names."""
-    measured = [row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]]
-    for row in sorted(measured, key=lambda row: -row.started)[:1]:
-        error = next((each for each in row.errors if each["type"]), None)
-        return f"{error['type']}: {first_line(error['message'])}" if error else row.reason
-    named = (f"{one.type or one.kind} {one.message or one.check or one.signal or ''}" for one in case.signatures[:1])
-    return next(named, "").strip()
+def _newest(case: Case, rows: Iterable[Row]) -> Row | None:
+    """Return the newest row that shows the failure."""
+    found = (row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"])
+    return max(found, key=lambda row: row.started, default=None)
+
+
+def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
+    """Yield what helps on these versions: what to write for the first fix, and the names of the others."""
+    found = advice(case, versions)
+    if not found:
+        return
+    if found.absent:
+        yield "it does not reproduce with these packages (see Releases). Where it does:"
+    if not found.helps:
+        yield "no fix is known to work; see the variants that were tried below."
+        return
+    first, *others = found.helps
+    yield f"{case.variants[first].help or _changes(case.variants[first])} (fix {first})."
+    yield f"Also: {', '.join(others)}." if others else ""
+    yield f"As a script: repro export {case.slug} --variant {first}"
 
 
 def _claim_lines(claims: Sequence[ClaimRow]) -> Iterator[str]:

@@ -13,15 +13,15 @@ from typing import Any
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
 from repro_matrix.analysis.history import ChangedCase
-from repro_matrix.report.headline import ATTENTION, CASE_STATES, Attention, CaseStatus, Headline
+from repro_matrix.report.headline import Headline
 from repro_matrix.report.page_model import Cell, row_label
-from repro_matrix.report.terminal import label
+from repro_matrix.report.result_lines import detail_lines
 from repro_matrix.results.summary import Row
 from repro_matrix.text import block, counted, line
 
 SCHEMA = 1
 MOST = 60_000  # bytes of Markdown: GitHub takes 65,536 for an issue or a comment
-MOST_LISTED, MOST_DETAILS = 40, 10  # items of a list, and of one with errors
+MOST_LISTED = 40  # items of a list
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
     summary = TestSuite("headline")
-    summary.add_property("headline", line(" ".join(head.sentences), 1000))
+    summary.add_property("headline", line(" ".join(head.sentences), 2000))
     summary.add_property("measured", line(head.measured, 1000))
     suites: dict[str, Any] = {"": summary}
     for cell in cells:
@@ -159,18 +159,12 @@ def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
     if remarks.damaged:
         out.append(f"**{counted(len(remarks.damaged), 'file')} of evidence cannot be read.**")
         out.append(_list([f"- {escape(text)}" for text in remarks.damaged]))
-    out += [f"**{escape(' '.join(head.sentences), 2000)}**", escape(head.measured)]
-    for kind, heading in ATTENTION.items():
-        items = [_details(each) for each in head.attention if each.kind == kind]
-        out += [f"### {heading.capitalize()}", _list(items, MOST_DETAILS)] if items else []
-    quarantined = [row for row in head.rows if row.state == "quarantined"]
-    for heading, rows in (("Quarantined", quarantined), ("No expectation yet", head.new)):
-        out += [f"### {heading}", _list(list(map(_bullet, rows)))] if rows else []
-    if head.cases:
-        out += ["### Cases", _list([_case(each) for each in head.cases])]
-    missing = Counter(_reason(row) for row in head.rows if not row.attempts)
-    if missing:
-        out += ["### Not measured", _list([f"- {count}: {code(reason)}" for reason, count in missing.most_common()])]
+    out += [escape(head.measured)]
+    out += ["\n".join(f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
+                      for name, facts in head.answers.items())]  # fmt: skip
+    text = "\n".join(detail_lines(head)).strip("\n")
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    out += [f"{fence}\n{text}\n{fence}"] if text else []
     return _limited("\n\n".join(filter(None, out)) + "\n")
 
 
@@ -182,33 +176,6 @@ def _list(items: Sequence[str], most: int = MOST_LISTED) -> str:
 def _limited(text: str) -> str:
     short = text.encode(errors="replace")[:MOST].decode(errors="ignore")
     return text if len(short) >= len(text) else f"{short}\n\n(truncated)\n"
-
-
-def _case(each: CaseStatus) -> str:
-    works = f"works: {', '.join(each.fixes)}" if each.fixes else ""
-    details = escape("; ".join(filter(None, (each.detail, works))))
-    text = f"- {CASE_STATES[each.state]}: **{escape(each.case)}** {escape(each.title)}"
-    return f"{text} ({details})" if details else text
-
-
-def _bullet(row: Row, variants: str = "") -> str:
-    place = " ".join((f"{row.model}/{row.strategy}", *row.axes[2:])).replace("flags.", "")
-    where = f"({escape(row.hardware.profile)}, {escape(row.stack.name)})"
-    quarantine = f"; {escape(row.quarantine)}" if row.quarantine else ""
-    result = f"{row_label(row).marked}{quarantine}"
-    return f"- **{escape(row.case)}** {escape(place)}, variant {escape(variants or row.variant)} {where}: {result}"
-
-
-def _details(each: Attention) -> str:
-    row, variants = each.row, [one.variant for one in each.rows]
-    expected = f"; expected {label(row.expected_verdict).marked}" if row.expected_verdict else ""
-    parts = [f"{_bullet(row, ', '.join(variants))}{expected}", f"  {code(row.reason)}"]
-    parts += [f"  {escape(each.since)}"] if each.since else []
-    if row.errors:
-        text = block(_error_text(row, 0), 800)
-        fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
-        parts.append("\n".join(f"  {one}" for one in (fence, *text.splitlines(), fence)))
-    return "\n\n".join([*parts, f"  {code(shlex.join(each.command))}"])
 
 
 def code(text: str) -> str:

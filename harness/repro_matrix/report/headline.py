@@ -6,7 +6,6 @@ The terminal, the page, JUnit, Markdown and the badge all take their words and n
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +19,16 @@ from repro_matrix.analysis.history import ChangedCase, Regressions
 from repro_matrix.analysis.releases import STATES, Releases, releases_of
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.report.terminal import label
 from repro_matrix.results.summary import Row
 from repro_matrix.text import counted
 
 CaseState = Literal["reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"]
-# In the order of a table: what is unusual first.
-CASE_STATES: Mapping[CaseState, str] = {
-    "fails": "fails", "unclear": "unclear", "other_failure": "another error", "fixed": "fixed",
-    "absent": "not reproduced", "reproduces": "reproduces", "passes": "passes", "not_measured": "not measured",
+# The state of a case -> its symbol and its name, in the order of a table. Only the first two need somebody to act.
+CASE_STATES: Mapping[str, tuple[str, str]] = {
+    "attention": ("!", "needs attention"), "fails": ("!", "control fails"), "reproduces": ("R", "reproduces"),
+    "fixed": ("f", "fixed upstream"), "absent": ("o", "not reproduced"), "other_failure": ("e", "with another error"),
+    "unclear": ("?", "unclear"), "passes": ("✓", "control passes"), "not_measured": ("–", "not measured"),
 }  # fmt: skip
 
 Kind = Literal["stopped_working", "came_back", "new_failure", "different", "differs_from_cpu"]
@@ -38,11 +39,21 @@ ATTENTION: Mapping[Kind, str] = {
 }  # fmt: skip
 
 SKIPS = {
-    "gpus": "need more GPUs", "accelerator": "need a GPU", "packages": "need other packages",
-    "stack": "need a stack that is not built", "build": "need an extension that cannot be built",
-    "memory": "need more memory", "weights": "need weights", "same": "equal the unfixed variant here",
+    "gpus": "needs more GPUs", "accelerator": "needs a GPU", "packages": "needs other packages",
+    "stack": "needs a stack that is not built", "build": "needs an extension that cannot be built",
+    "memory": "needs more memory", "weights": "needs weights", "same": "equals the unfixed variant here",
 }  # fmt: skip
 GONE = "no longer reproduces"
+NO_PREVIOUS = "No earlier run here passed: repeat this run later, and it is compared with the last one that passed."
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence of the answer. ``target``: where the page lists what it counts. ``urgent``: somebody has to act."""
+
+    text: str
+    target: str = "matrix"
+    urgent: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +114,9 @@ class CaseStatus:
 
 @dataclass(frozen=True)
 class Headline:
-    """``previous``: the last passing run that the results were compared with; "" where there is none. ``partial``: it
-    measured less than requested. ``removed``: its variants that the catalog no longer has."""
+    """``previous``: the last passing run that the results were compared with; "" where there is none, and
+    ``no_previous`` says why and what to do. ``partial``: it measured less than requested. ``removed``: its variants
+    that the catalog no longer has."""
 
     rows: Sequence[Row]
     cases: Sequence[CaseStatus]
@@ -113,6 +125,7 @@ class Headline:
     previous: str = ""
     partial: bool = False
     removed: tuple[str, ...] = ()
+    no_previous: str = NO_PREVIOUS
 
     def count(self, *states: CaseState) -> int:
         return sum(each.state in states for each in self.cases)
@@ -143,12 +156,14 @@ class Headline:
 
     @cached_property
     def unconfirmed(self) -> list[str]:
-        """What no expectation confirms: ``1 result differs from the CPU``."""
-        number = self.kinds["differs_from_cpu"]
-        differ = f"{counted(number, 'result')} {_verb('differ', number)} from the CPU"
-        new = f"{counted(len(self.new), 'result')} without an expectation"
-        unanswered = f"{counted(len(self.unanswered), 'variant')} ran without a result"
-        return [differ] * bool(number) + [new] * bool(self.new) + [unanswered] * bool(self.unanswered)
+        """What no expectation confirms: ``1 result different from the CPU``."""
+        texts = {
+            "result different from the CPU": self.kinds["differs_from_cpu"],
+            "result without an expectation": len(self.new), "variant without a result": len(self.unanswered),
+        }  # fmt: skip
+        return [
+            f"{counted(number, what.split()[0])} {what.partition(' ')[2]}" for what, number in texts.items() if number
+        ]
 
     @cached_property
     def new(self) -> list[Row]:
@@ -168,10 +183,12 @@ class Headline:
 
     @property
     def not_measured(self) -> str:
-        """Count the variants that were not launched, by reason."""
-        counts = Counter(SKIPS.get(row.skip_kind or "", "for another reason") for row in self.skipped)
-        reasons = ", ".join(f"{count} {_verb(text, count)}" for text, count in counts.most_common())
-        return f"{counted(len(self.skipped), 'variant')}: {reasons}"
+        """Count the cases and variants that were not launched, and the variants by reason."""
+        counts = Counter(SKIPS.get(row.skip_kind or "", "other reason") for row in self.skipped)
+        reasons = ", ".join(f"{text} ({count})" for text, count in counts.most_common())
+        cases = self.count("not_measured")
+        whole = f"{counted(cases, 'case')}. " if cases else ""
+        return f"{whole}{counted(len(self.skipped), 'variant')}: {reasons}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers under stable keys."""
@@ -219,7 +236,7 @@ class Headline:
         stacks = len({row.stack.name for row in rows})
         ranks = Counter(row.ranks for row in rows).most_common(1)[0][0]
         commits = {row.commit[:7] for row in rows if row.commit}
-        named = f"commit {min(commits)}" if len(commits) == 1 else counted(len(commits), "commit")
+        named = f"commit {min(commits)}" if len(commits) == 1 else f"{len(commits)} commits of this repository"
         ended, seconds = 0.0, 0.0  # those in which a cell was measured: of several runs, without the time between them
         for start, end in sorted((row.started, row.ended or row.started) for row in rows):
             seconds += max(0.0, end - max(start, ended))
@@ -233,55 +250,88 @@ class Headline:
         ]  # fmt: skip
         return " · ".join(filter(None, parts))
 
+    @cached_property
+    def answers(self) -> Mapping[str, Sequence[Fact]]:
+        """What a reader asks, and the answer. Every format has these words."""
+        skipped = [Fact(f"{self.not_measured}. Reasons: repro doctor", "skipped")] if self.skipped else []
+        if not any(row.attempts for row in self.rows):
+            return {"Results": [Fact("Nothing was measured.")], **({"Not measured": skipped} if skipped else {})}
+        answers = {
+            "Needs attention": [Fact(f"{text}.", "attention-list", True) for text in self.differences],
+            "Known failures": list(self._failures()),
+            "Documented fixes": list(self._fixes()),
+            "Controls": list(self._controls()),
+            "Changes": [Fact(self.changed)],
+            "Not confirmed": [
+                Fact(f"{text}.", "unconfirmed" if self.new or self.unanswered else "attention-list")
+                for text in self.unconfirmed
+            ],
+            "Not measured": skipped,
+        }
+        return {name: facts for name, facts in answers.items() if facts}
+
     @property
     def sentences(self) -> list[str]:
-        """The answer, what differs from its expectation first."""
-        if not any(row.attempts for row in self.rows):
-            return ["Nothing was measured."]
-        first, last = ([f"{each}." for each in texts] for texts in (self.differences, self.unconfirmed))
-        return [*first, *self._failures(), *self._fixes(), self.changed, *last]
+        return [f"{name}: {' '.join(fact.text for fact in facts)}" for name, facts in self.answers.items()]
 
-    def _failures(self) -> Iterator[str]:
+    def _failures(self) -> Iterator[Fact]:
         if self.failures:
             simulated = sum(each.simulated and each.state == "reproduces" for each in self.cases)
             some = f", {simulated} of them simulated" if simulated else ""
-            known = f"{counted(self.failures, 'known failure')} {_verb('reproduce', self.failures)}"
-            yield f"{self.count('reproduces')} of {known} on {self.stack}{some}."
+            shown = f"{self.count('reproduces')} of {self.failures} reproduce{'s' * (self.failures == 1)}"
+            yield Fact(f"{shown} on {self.stack}{some}.", "reproduces")
         gone = sum(each.detail == GONE for each in self.cases)
-        numbers = {
-            "be fixed upstream": self.count("fixed"), "be not reproduced here": self.count("absent") - gone,
-            "no longer reproduce": gone, "fail with another error": self.count("other_failure"),
-            "be unclear": self.count("unclear"),
-        }  # fmt: skip
-        yield from (f"{number} {_verb(what, number)}." for what, number in numbers.items() if number)
+        for state in ("fixed", "absent", "other_failure", "unclear"):
+            if number := self.count(state):
+                before = f", {gone} of them reproduced before" if gone and state == "absent" else ""
+                yield Fact(f"{number} {CASE_STATES[state][1]}{before}.", state)
 
-    def _fixes(self) -> Iterator[str]:
+    def _fixes(self) -> Iterator[Fact]:
+        """Yield how many stopped working, then how many work, and the name of every other one, with what it shows."""
         works, tried = self.fixes
-        if works == tried:
-            yield from {0: (), 1: ("The documented fix works.",)}.get(tried, (f"All {tried} documented fixes work.",))
-        else:
-            expected = {(row.case, row.variant) for row in self.rows if row.state in ("expected", "matches_cpu")}
-            failing = [(each.case, name) for each in self.cases for name in each.failing]
-            new = (f"{row.case}/{row.variant} on {row.stack.name}" for row in self.new if _is_failing_fix(row))
-            lists = {"known to fail here": [f"{case}/{name}" for case, name in failing if (case, name) in expected],
-                     "failing without an expectation": list(dict.fromkeys(new))}  # fmt: skip
-            parts = [f"{works} of {counted(tried, 'documented fix')} {_verb('work', tried)}"]
-            parts += [f"{self.lost} not measured"] if self.lost else []
-            for what, names in lists.items():
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                parts += [f"{what}: {', '.join(names[:3])}{more}"] if names else []
-            yield f"{'; '.join(parts)}."
+        stopped = self.kinds["stopped_working"]
+        if not tried and not stopped:
+            return
+        places = [f"{each.row.case}/{row.variant}" for each in self.attention for row in each.rows
+                  if each.kind == "stopped_working"]  # fmt: skip
+        text = f"{stopped} stopped working{': ' * bool(places)}{_some(places)}."
+        yield Fact(text, "attention-list" if places else "matrix", bool(places))
+        known, new = dict[str, str](), dict[str, str]()
+        failing = {(each.case, name) for each in self.cases for name in each.failing}
+        for row in self.rows:
+            place = f"{row.case}/{row.variant}"
+            if not _is_failing_fix(row):
+                continue
+            if (row.case, row.variant) in failing and row.state in ("expected", "matches_cpu"):
+                known[place] = f"{place} ({label(row.verdict or '').text})"
+            elif row.state == "no_expectation":
+                new[place] = f"{place} on {row.stack.name}"
+        parts = [f"All {tried} work" if works == tried > 1 else f"{works} of {tried} work{'s' * (tried == 1)}"]
+        parts += [f"{self.lost} not measured"] if self.lost else []
+        for what, names in (("known not to work on these releases", known), ("failing without an expectation", new)):
+            parts += [f"{len(names)} {what}: {_some(list(names.values()))}"] if names else []
+        yield Fact(f"{'; '.join(parts)}.")
+
+    def _controls(self) -> Iterator[Fact]:
         passed, failed = self.count("passes"), self.count("fails")
         if passed or failed:
-            yield f"{passed} of {counted(passed + failed, 'control')} passed."
+            what = "training without a known failure, equal to a single process"
+            yield Fact(f"{passed} of {passed + failed} passed ({what}).", "fails" if failed else "passes", bool(failed))
+
+    @property
+    def example(self) -> CaseStatus | None:
+        """The case that shows what to do about a failure: what needs attention, else one with a fix that works."""
+        urgent = [each.row.case for each in self.attention][:1]
+        cases = [each for each in self.cases if each.state != "not_measured"]
+        unlike = lambda each: (each.case not in urgent, each.state != "reproduces", each.simulated, not each.fixes)  # noqa: E731
+        return min(cases, key=unlike, default=None)
 
     @property
     def differences(self) -> list[str]:
         """What differs from its expectation, the most urgent first: ``1 documented fix stopped working``."""
-        other = _verb("differ from what is expected", self.kinds["different"])
         names = {
             "stopped_working": ("documented fix", "stopped working"), "came_back": ("known failure", "came back"),
-            "new_failure": ("new failure", ""), "different": ("other result", other),
+            "new_failure": ("new failure", ""), "different": ("other difference", ""),
         }  # fmt: skip
         found = ((self.kinds[kind], *text) for kind, text in names.items())  # type: ignore[index]
         return [f"{counted(number, what)} {how}".strip() for number, what, how in found if number]
@@ -290,18 +340,15 @@ class Headline:
     def changed(self) -> str:
         """Say what changed since the last passing run."""
         if not self.previous:
-            return "No earlier passing run to compare with."
+            return self.no_previous
         what = counted(self.changes, "result") if self.changes else "Nothing"
         partial = ", which measured less than requested" * self.partial
         removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
         return f"{what} changed since the last passing run ({self.previous}{partial}){removed}."
 
 
-def _verb(text: str, number: int) -> str:
-    """Return a verb's form for a number: ``reproduce``, ``reproduces``; ``be fixed``, ``are fixed``, ``is fixed``."""
-    if text.startswith("be "):
-        return f"{'is' if number == 1 else 'are'}{text[2:]}"
-    return re.sub(r"(no longer )?(\w+)", r"\1\2s", text, count=1) if number == 1 else text
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def age(row: Row) -> tuple[Version, ...]:
@@ -330,8 +377,11 @@ def duration(seconds: float) -> str:
 # From rows
 
 
-def headline(rows: Sequence[Row], cases: Mapping[str, Case], since: Regressions | None = None) -> Headline:
-    """Return what these rows show. ``since``: the comparison with the last passing runs."""
+def headline(
+    rows: Sequence[Row], cases: Mapping[str, Case], since: Regressions | None = None, no_previous: str = NO_PREVIOUS
+) -> Headline:
+    """Return what these rows show. ``since``: the comparison with the last passing runs; ``no_previous``: what to say
+    where there is none."""
     by_case: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_case[row.case].append(row)
@@ -343,9 +393,9 @@ def headline(rows: Sequence[Row], cases: Mapping[str, Case], since: Regressions 
     measured = (row for row in (previous.rows if previous else ()) if row.measured and row.case in cases)
     removed = {f"{row.case}/{row.variant}" for row in measured if row.variant not in cases[row.case].variants}
     return Headline(
-        rows, sorted(statuses, key=lambda each: (order.index(each.state), each.case)), attention,
+        rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)), attention,
         sum(len(each.changes) for each in (since.changed if since else ())), previous.run_id if previous else "",
-        bool(previous and previous.partial), tuple(sorted(removed)),
+        bool(previous and previous.partial), tuple(sorted(removed)), no_previous,
     )  # fmt: skip
 
 

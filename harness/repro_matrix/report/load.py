@@ -40,8 +40,8 @@ from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE, write_bytes
 from repro_matrix.report import formats
 from repro_matrix.report.formats import Remarks
-from repro_matrix.report.headline import ATTENTION, CASE_STATES, Headline, headline
-from repro_matrix.report.page_model import SYMBOLS, Cell, Page, build_page, cells_of
+from repro_matrix.report.headline import ATTENTION, CASE_STATES, NO_PREVIOUS, Headline, headline
+from repro_matrix.report.page_model import Cell, Page, build_page, cells_of
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import Label, columns, label
 from repro_matrix.results import quarantine, runs
@@ -49,6 +49,7 @@ from repro_matrix.results.summary import Row, load_rows
 from repro_matrix.text import block, counted, line, list_ranks, log
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
+PUBLISHED = "published results"
 TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
 
@@ -112,7 +113,19 @@ def load_results(
     notes += [f"left out: {text}" for text in catalog.left_out]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     claims = ledger(shown, stored, catalog.strategies)
-    return Results(catalog, headline(rows, catalog.cases, since), cells, remarks, stored_cases, claims, past)
+    head = headline(rows, catalog.cases, since, _no_previous(folders, history))
+    return Results(catalog, head, cells, remarks, stored_cases, claims, past)
+
+
+def _no_previous(folders: Sequence[Path], history: Path | None) -> str:
+    """Say why there is no earlier run to compare with, and how to get one."""
+    if history is not None:
+        return f"{history} holds no earlier run that passed; `repro nightly` adds each night's run and compares it."
+    if len(folders) > 1:
+        return "Several results are shown, and none is compared: repro diff compares two."
+    if folders == [BASELINE]:
+        return "These are the published results. A run of yours is compared with the one before: make repro-matrix"
+    return NO_PREVIOUS
 
 
 def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:
@@ -146,7 +159,8 @@ def render(form: str, loaded: Results, folders: Sequence[Path], target: Path | N
 
 def title(folders: Sequence[Path]) -> str:
     """Return the page's title."""
-    return f"repro-matrix: {' and '.join(source_names(folders))}"
+    named = [PUBLISHED if folder == BASELINE else f"run {name}" for folder, name in zip(folders, source_names(folders))]
+    return f"Known training failures: {' and '.join(named)}"
 
 
 def source_names(folders: Sequence[Path]) -> list[str]:
@@ -230,7 +244,7 @@ def environment() -> Environment:
         loader=PackageLoader("repro_matrix.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined, finalize=_harmless,
     )  # fmt: skip
-    made.globals |= {"symbols": SYMBOLS, "kinds": ATTENTION, "states": CASE_STATES}
+    made.globals |= {"symbols": CASE_STATES, "kinds": ATTENTION}
     made.filters |= {
         "label": label, "block": lambda text: Markup(escape(block(text, BLOCK))), "proof": proof,
         "setting": lambda value: "not set" if value is None else format_value(value),

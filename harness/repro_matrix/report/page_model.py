@@ -16,7 +16,17 @@ from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.report.headline import ATTENTION, Attention, CaseStatus, Headline, age, case_status, kind_of, release
+from repro_matrix.report.headline import (
+    ATTENTION,
+    CASE_STATES,
+    Attention,
+    CaseStatus,
+    Headline,
+    age,
+    case_status,
+    kind_of,
+    release,
+)
 from repro_matrix.report.terminal import LABELS, Label, label
 from repro_matrix.results.summary import Row, comparable_text
 from repro_matrix.text import counted
@@ -30,18 +40,6 @@ MESSAGE = 600  # characters of a message that a summary keeps
 NO_ANSWER = ("skipped", "absent", "infra_error", "INCONCLUSIVE")  # neither a change nor the end of one
 ABSENT = (*NO_ANSWER, "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")  # say nothing of what helps
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
-# The state of a case -> its symbol and what it means, in the order of the table. Only the first needs somebody to act.
-SYMBOLS: Mapping[str, tuple[str, str, str]] = {  # symbol, meaning, and that in the plural
-    "attention": ("!", "needs attention", "need attention"),
-    "fails": ("!", "control fails", "controls fail"),
-    "reproduces": ("R", "reproduces", "known failures reproduce"),
-    "fixed": ("f", "fixed upstream", "fixed upstream"),
-    "absent": ("o", "not reproduced here", "not reproduced here"),
-    "other_failure": ("e", "fails with another error", "fail with another error"),
-    "unclear": ("?", "unclear", "unclear"),
-    "passes": ("✓", "control passes", "controls pass"),
-    "not_measured": ("–", "not measured", "not measured"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +247,7 @@ class Page:
     @cached_property
     def groups(self) -> dict[str, list[CaseView]]:
         """State -> cases, what needs attention first."""
-        found = {state: [case for case in self.cases if case.state == state] for state in SYMBOLS}
+        found = {state: [case for case in self.cases if case.state == state] for state in CASE_STATES}
         return {state: cases for state, cases in found.items() if cases}
 
     @cached_property
@@ -285,7 +283,7 @@ def build_page(
     for cell in cells:
         by_case[cell.row.case].append(cell)
     views = [case_view(by_case[one.case], one, cases.get(one.case), claims, runs, head.attention) for one in head.cases]
-    views.sort(key=lambda view: (list(SYMBOLS).index(view.state), bool(view.simulated)))
+    views.sort(key=lambda view: list(CASE_STATES).index(view.state))
     return Page(title, created, head, tuple(views), tuple(notes), history(runs) if len(runs) > 1 else None, beside)
 
 
@@ -319,7 +317,7 @@ def case_view(
     return CaseView(
         status=status,
         summary=case.summary if case else "",
-        symptom=_symptom(failures, case),
+        symptom=symptom(failures[0].row if failures else None, case),
         references=tuple(map(link, case.references if case else ordered[0].row.references)),
         cells=tuple(sorted(ordered, key=lambda cell: -len(cell.attention))),
         places=places,
@@ -385,9 +383,8 @@ def _failures(cells: Iterable[Cell]) -> Iterator[Failure]:
         yield Failure(members[0], tuple(dict.fromkeys(row.variant for row in members)), len(members))
 
 
-def _symptom(failures: Sequence[Failure], case: Case | None) -> str:
-    """Return the known failure's text as a log has it, else a sentence."""
-    row = failures[0].row if failures else None
+def symptom(row: Row | None, case: Case | None) -> str:
+    """Return the known failure's text as a log has it, else a sentence. ``row``: a measured one."""
     row = row if row and row.first and (row.counts["reproduced"] or not case) else None
     names = {name.partition("/")[2] for each in row.attempts for name in each.failures} if row else set()
     signatures = sorted(case.signatures, key=lambda one: one.name not in names) if case else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from repro_matrix.report.headline import ATTENTION, CASE_STATES, Attention, CaseStatus, Headline
 from repro_matrix.report.terminal import by_reason, named, print_table
@@ -17,7 +17,7 @@ from repro_matrix.results.summary import Row
 from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 
 LOG_LINES = 4
-MOST_CASES = 7  # so that the end of a run without surprises fits on a screen of 24 lines
+MOST_OF_STATE = 2  # cases, so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 LOG_TAIL = 800  # characters of a log that a summary has
 DETAIL, SHORTEST = 38, 20  # columns of what is said of a case, and of its title
@@ -28,15 +28,27 @@ def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -
     if head.measured:
         yield from wrap(head.measured, width=width)
         yield ""
-    yield from wrap(" ".join(head.sentences), "", 0, width)
-    shown = head.attention if everything else head.attention[:MOST_ATTENTION]
+    names = max(map(len, head.answers))
+    for name, facts in head.answers.items():
+        yield from wrap(f"{name:<{names}}  {' '.join(fact.text for fact in facts)}", "", names + 2, width)
+    yield from detail_lines(head, width, everything, None if everything else MOST_ATTENTION)
+
+
+def detail_lines(
+    head: Headline, width: int = WIDTH, everything: bool = True, most: int | None = MOST_ATTENTION
+) -> Iterator[str]:
+    """Yield what needs attention (at most ``most``), what gave no answer, the cases, and the next step."""
+    shown = head.attention[:most]
     for each in shown:
         yield from _attention_lines(each, head, width)
     if len(shown) < len(head.attention):
         yield f"... and {len(head.attention) - len(shown)} more, on the page"
     yield from _problem_lines(head, width)
     yield from _case_lines(head, width, everything)
-    yield from _skipped_lines(head, width, everything)
+    if everything:
+        yield from _skipped_lines(head, width)
+    if head.example:
+        yield from _title(f"What to do about a failure, for example: repro show {head.example.case}", width)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
@@ -99,50 +111,51 @@ def _title(text: str, width: int) -> Iterator[str]:
 
 
 def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
-    cases = [each for each in head.cases if each.state not in ("passes", "not_measured") or everything]
-    if not cases:
+    """Yield a line for some cases of each state, or every case with its whole title and what to write."""
+    by_state = {state: [each for each in head.cases if each.state == state] for state in CASE_STATES}
+    if everything:
+        for state, cases in by_state.items():
+            yield from _title(f"{CASE_STATES[state][1].upper()}: {counted(len(cases), 'case')}", width) if cases else ()
+            for each in cases:
+                helps = {row.variant: row.help for row in head.rows if row.case == each.case}
+                yield from wrap(one_line(each.title), "  ", 2, width)
+                yield from wrap(" · ".join(filter(None, (each.case, _case_detail(each, helps)))), "      ", 2, width)
         return
-    shown = cases if everything else cases[:MOST_CASES]
-    names, states = max(len(each.case) for each in shown), max(len(CASE_STATES[each.state]) for each in shown)
-    titles = max(len(first_line(one_line(each.title))) for each in shown)
-    yield ""
+    cases = [each for state, some in by_state.items() if state not in ("passes", "not_measured") for each in some]
+    shown = [each for each in cases if each in by_state[each.state][:MOST_OF_STATE]]
+    names = max((len(each.case) for each in shown), default=0)
+    states = max((len(CASE_STATES[each.state][1]) for each in shown), default=0)
+    yield from [""] * bool(shown)
     for each in shown:
-        start = f"  {CASE_STATES[each.state]:<{states}}  {each.case:<{names}}  "
-        free = width - len(start)
-        room, title = max(free - DETAIL, free // 2), first_line(one_line(each.title))
-        if room >= SHORTEST:
-            room = min(room, titles + 2)
-            detail = first_line(one_line(_case_detail(each, free - room)))
-            yield f"{start}{first_line(title, room - 2):<{room}}{first_line(detail, free - room)}".rstrip()
+        start, title = f"  {CASE_STATES[each.state][1]:<{states}}  {each.case:<{names}}  ", one_line(each.title)
+        detail, free = _case_detail(each), width - len(start)
+        if free - len(detail) > SHORTEST:
+            yield f"{start}{first_line(title, free - len(detail) - 2):<{free - len(detail)}}{detail}".rstrip()
         elif free >= SHORTEST:  # no room for both: the title of what is usual
-            yield f"{start}{first_line(title if each.fixes else _case_detail(each, free), free)}"
+            yield f"{start}{first_line(title if each.fixes else detail, free)}"
         else:
-            yield from wrap(f"{start.rstrip()}  {_case_detail(each, DETAIL)}", "", 4, width)
+            yield from wrap(f"{start.rstrip()}  {detail}", "", 4, width)
     if len(shown) < len(cases):
-        more = f"... {len(cases) - len(shown)} more: repro report --format text. Details of one: repro show CASE"
-        yield from wrap(more, "  ", 2, width)
+        yield from wrap(f"... {len(cases) - len(shown)} more: repro report --format text", "  ", 4, width)
 
 
-def _case_detail(each: CaseStatus, size: int) -> str:
-    """Return the fixes that work, as many as there is room for, or what else there is to say."""
+def _case_detail(each: CaseStatus, helps: Mapping[str, str] | None = None) -> str:
+    """Return the fixes that work and those that do not, or what else there is to say. ``helps``: variant -> what to
+    write, where there is room for all."""
     if each.state != "reproduces":
-        return each.detail
-    text = (
-        f"{counted(len(each.fixes), 'fix')} work" if each.fixes else "no documented fix works" if each.failing else ""
-    )
-    for number in range(1, len(each.fixes) + 1):
-        more = f" (+{len(each.fixes) - number})" if number < len(each.fixes) else ""
-        names = f"works: {', '.join(each.fixes[:number])}{more}"
-        text = names if len(names) <= size else text
-    return "; ".join(filter(None, (text, each.detail)))
+        return first_line(one_line(each.detail), 300 if helps else DETAIL)
+    code = f" ({helps[each.fixes[0]]})" if helps and each.fixes and helps[each.fixes[0]] else ""
+    others = "".join(f", {name}" for name in each.fixes[1:]) if helps else f" (+{len(each.fixes) - 1})"
+    texts = [f"works: {each.fixes[0]}{code}{others if each.fixes[1:] else ''}"] if each.fixes else []
+    if each.failing and (helps or not texts):
+        texts.append(f"does not work: {', '.join(each.failing)}")
+    return "; ".join(filter(None, (*texts, each.detail)))
 
 
-def _skipped_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
-    if head.skipped and everything:
+def _skipped_lines(head: Headline, width: int) -> Iterator[str]:
+    if head.skipped:
         yield from _title(f"NOT MEASURED: {counted(len(head.skipped), 'variant')}", width)
         yield from by_reason(((row.reason, row.case) for row in head.skipped), width)
-    elif head.skipped:
-        yield from _title(f"Not measured: {head.not_measured}. Reasons: repro doctor", width)
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -263,7 +263,6 @@ def lines(
     if every_variant:
         print_rows(head.rows)
     yield from result_lines(head, width)
-    yield ""
     texts = [f"LEFT OUT: {text}" for text in prepared.left_out]
     texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
     if summary.interrupted:

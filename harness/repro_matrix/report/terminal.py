@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
     from repro_matrix.analysis.claims import ClaimRow
 
-URGENT = ("STOPPED WORKING", "CAME BACK", "NEW FAILURE", "DIFFERENT  ")  # titles of what somebody must act on
+URGENT = (
+    "Needs attention",
+    "STOPPED WORKING",
+    "CAME BACK",
+    "NEW FAILURE",
+    "DIFFERENT  ",
+)  # titles of what somebody must act on
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
