@@ -63,9 +63,9 @@ def test_slices_add_up_to_the_whole_whatever_the_order_of_the_files(tmp_path):
     slices = Step(read(folder), 0)
     for key in whole.events:
         if key.kind == "state":
-            assert np.allclose(whole.whole(key).values, slices.whole(key).values)
-            assert len(slices.whole(key).values) == 1
-    assert slices.activation(Key("fwd", "head")).values.shape == whole.activation(Key("fwd", "head")).values.shape
+            assert np.allclose(whole.rows(key).values, slices.rows(key).values)
+            assert len(slices.rows(key).values) == 1
+    assert slices.rows(Key("fwd", "head")).values.shape == whole.rows(Key("fwd", "head")).values.shape
 
 
 def test_renamed_modules_are_known_by_their_parameters(compare):

@@ -1,4 +1,4 @@
-"""One step of a training, whatever its ranks and micro-batches: a row per sample, a sketch per parameter. Pure.
+"""One step of a training, whatever its ranks and micro-batches, as a table of rows per tensor. Pure.
 
 Sketches are linear: the slices of a sharded tensor, and the addends of a partial one, add up to the sketch of the
 whole. Samples are known by a number of their inputs, and equal ones by counting. Ranks that saw the same samples
@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from repro_matrix.traces.reader import Event, K, Trace
+from repro_matrix.traces.reader import Event, Trace
 from repro_matrix.traces.tolerance import epsilon
 
 Array = Any  # numpy's, whose type parameters say nothing here
 Sample = tuple[Any, ...]  # root, checksum of its inputs, and how often it was seen before
 Batch = tuple[int, tuple[str, ...], tuple[str, ...]]  # root, samples, labels
 ACTIVATIONS = ("in", "fwd", "bwd")
+PER_BATCH = (*ACTIVATIONS, "lgrad")
+UNSCALED = 1e-3  # residue up to which gradients count as scaled by one factor
 Owner = tuple[tuple[int, ...], int]  # ranks, and the micro-batch; -1: not of one micro-batch
 
 
@@ -36,22 +38,20 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor: one row per sample (activations) or per rank that holds the whole; one row where ranks hold slices."""
+    """A tensor: a row per sample, or per batch (local gradients), or per rank that holds the whole; one row where ranks
+    hold slices. ``ids`` are the same on both sides of a comparison, ``owners`` say where a row comes from."""
 
     ids: list[Sample]
     owners: list[Owner]
-    values: Array  # rows x K
+    values: Array  # rows x products of the sketch
     norms: Array
-    shape: tuple[Any, ...]
-    dtype: str
+    shape: tuple[str, ...] = ()
+    dtype: str = ""  # that of the parameter
 
-
-@dataclass
-class Local:
-    """The local gradients of a parameter: one addend per group and micro-batch."""
-
-    sources: list[Owner]
-    values: Array  # sources x K
+    def select(self, rows: Iterable[int]) -> Rows:
+        chosen = list(rows)
+        ids, owners = [self.ids[row] for row in chosen], [self.owners[row] for row in chosen]
+        return Rows(ids, owners, self.values[chosen], self.norms[chosen], self.shape, self.dtype)
 
 
 class Step:
@@ -62,53 +62,57 @@ class Step:
         self.stopped = trace.stopped_in(number)
         self.batches: dict[tuple[int, int], Batch] = {}
         self.events: dict[Key, list[tuple[int, Event]]] = {}  # tensors
-        self.labels: dict[Sample, str] = {}
-        self.plain: dict[str, list[tuple[int, Event]]] = {}  # batch, random, clip, opt, loss
+        self.optimizers: dict[int, list[Event]] = {}
         for rank, event in trace.events(number):
             kind = event["k"]
-            if "rows" not in event:
-                self.plain.setdefault(kind, []).append((rank, event))
-                if kind == "batch":
-                    labels = event.get("labels") or [""] * len(event["samples"])
-                    samples, labels = tuple(map(str, event["samples"])), tuple(map(str, labels))
-                    self.batches[rank, event["m"]] = (event["root"], samples, labels)
-                continue
-            name = self.names.get(event["n"], event["n"])
-            root = self.batches.get((rank, event["m"]), (0,))[0] if kind in ACTIVATIONS else 0
-            name = f"root{root}.{name}" if root else name  # as the tracer calls its parameters
-            key = Key(f"{kind} {event['w']}" if kind == "buffer" else kind, name, event.get("i", 0), event.get("t", 0))
-            self.events.setdefault(key, []).append((rank, event))
+            if kind == "batch":
+                labels = event.get("labels") or [""] * len(event["samples"])
+                samples, labels = tuple(map(str, event["samples"])), tuple(map(str, labels))
+                self.batches[rank, event["m"]] = (event["root"], samples, labels)
+            elif kind == "opt":
+                self.optimizers.setdefault(rank, []).append(event)
+            elif "rows" in event:
+                self._add(rank, event)
+
+    def _add(self, rank: int, event: Event) -> None:
+        kind, name = event["k"], self.names.get(event["n"], event["n"])
+        root = self.batches.get((rank, event["m"]), (0,))[0] if kind in ACTIVATIONS else 0
+        name = f"root{root}.{name}" if root else name  # as the tracer calls its parameters
+        kind = f"{kind} {event['w']}" if kind == "buffer" else kind
+        key = Key(kind, name, event.get("i", 0), event.get("t", 0))
+        while kind == "clip" and any(rank == other for other, _ in self.events.get(key, ())):
+            key = key._replace(call=key.call + 1)
+        self.events.setdefault(key, []).append((rank, event))
 
     @cached_property
-    def groups(self) -> list[list[int]]:
+    def groups(self) -> list[tuple[int, ...]]:
         """Ranks by the samples that they saw, where the model may be split between ranks; else each rank for itself."""
         split = any("TP" in wrapper or wrapper == "none" for wrapper in self.trace.wrappers)
-        groups: dict[Hashable, list[int]] = {}
+        groups: dict[Hashable, tuple[int, ...]] = {}
         for rank in sorted(self.trace.ranks):
             seen = tuple(batch[:2] for (owner, _), batch in self.batches.items() if owner == rank)
-            groups.setdefault(seen if split and seen else rank, []).append(rank)
+            key = seen if split and seen else rank
+            groups[key] = (*groups.get(key, ()), rank)
         return list(groups.values())
 
     @cached_property
     def group_of(self) -> dict[int, tuple[int, ...]]:
-        return {rank: tuple(group) for group in self.groups for rank in group}
+        return {rank: group for group in self.groups for rank in group}
 
     @cached_property
     def ids(self) -> dict[tuple[int, int], list[Sample]]:
-        """The samples of each rank and micro-batch: root, number, and how often it was seen before in this step."""
+        """The samples of each rank and micro-batch."""
         seen: Counter[Hashable] = Counter()
         called = list(dict.fromkeys(root for root, _, _ in self.batches.values()))
         found: dict[tuple[int, int], list[Sample]] = {}
         for group in self.groups:
-            for (rank, micro), (root, samples, labels) in sorted(self.batches.items()):
-                if rank != group[0]:
-                    continue
+            own = sorted(each for each in self.batches.items() if each[0][0] == group[0])
+            for (_, micro), (root, samples, _) in own:
                 ids: list[Sample] = []
-                for sample, label in zip(samples, labels):
+                for sample in samples:
                     ids.append((called.index(root), sample, seen[root, sample]))
-                    self.labels[ids[-1]] = label
                     seen[root, sample] += 1
-                found.update({(member, micro): ids for member in group})
+                found.update({(rank, micro): ids for rank in group})
         return found
 
     @cached_property
@@ -117,16 +121,13 @@ class Step:
         return {id_: (self.group_of[rank], micro) for (rank, micro), ids in self.ids.items() for id_ in ids}
 
     @cached_property
-    def parameters(self) -> dict[str, str]:
-        """The dtype of each parameter."""
-        listed = [each for model in self.trace.models for each in model["parameters"] if len(each) == 4]
-        return {self.names.get(str(name), str(name)): str(dtype) for name, _, dtype, *_ in listed}
+    def labels(self) -> dict[Sample, str]:
+        return {id_: label for key, ids in self.ids.items() for id_, label in zip(ids, self.batches[key][2])}
 
     @cached_property
-    def frozen(self) -> set[str]:
-        """Parameters that are not trained."""
-        listed = [each for model in self.trace.models for each in model["parameters"] if len(each) == 4]
-        return {self.names.get(str(name), str(name)) for name, _, _, trained in listed if trained is False}
+    def parameters(self) -> dict[str, tuple[str, bool]]:
+        """The dtype of each parameter, and whether it is trained."""
+        return {self.names.get(name, name): each for name, each in self.trace.parameters.items()}
 
     @cached_property
     def coarsest(self) -> str:
@@ -134,81 +135,78 @@ class Step:
         dtypes = {str(events[0][1]["dtype"]) for key, events in self.events.items() if key.kind == "fwd"}
         return max(dtypes, key=epsilon, default="float32")
 
-    def has(self, kind: str) -> bool:
-        return any(key.kind == kind for key in self.events)
+    @cached_property
+    def kinds(self) -> set[str]:
+        """The kinds of tensors that there are."""
+        return {key.kind for key in self.events}
 
-    def by_rank(self, kind: str) -> dict[int, list[Event]]:
-        """Return the events of a kind that is no tensor, in order."""
-        found: dict[int, list[Event]] = {}
-        for rank, event in self.plain.get(kind, ()):
-            found.setdefault(rank, []).append(event)
-        return found
-
-    def clip_factors(self, names: Iterable[str]) -> dict[int, tuple[float, float]]:
-        """By which factor each rank's gradients changed before the optimizer, and what that leaves unexplained."""
-        stacks: dict[int, tuple[list[Array], list[Array]]] = {}
-        for name in names:
-            before = dict(self.events.get(Key("rgrad", name), ()))
-            for rank, event in dict(self.events.get(Key("ograd", name), ())).items():
-                if rank in before:
-                    stack = stacks.setdefault(rank, ([], []))
-                    stack[0].append(before[rank]["rows"][0, :K])
-                    stack[1].append(event["rows"][0, :K])
-        return {rank: factor(np.concatenate(left), np.concatenate(right)) for rank, (left, right) in stacks.items()}
-
-    def activation(self, key: Key) -> Rows:
-        """Return one row per sample and rank; sharded and partial tensors are added up within their group."""
+    def rows(self, key: Key) -> Rows:
+        """Return a tensor. Slices and addends are added up: within the group that saw a batch, or over all ranks."""
         blocks: dict[Owner, Array] = {}
-        for rank, event in self.events.get(key, ()):
-            whole = event["p"] == "full"
-            owner = ((rank,) if whole else self.group_of[rank], event["m"])
-            rows = event["rows"] if event["p"] != "partial" else _without_squares(event["rows"])
-            blocks[owner] = blocks[owner] + rows if owner in blocks and not whole else rows
+        per_batch, everyone = key.kind in PER_BATCH, tuple(self.trace.ranks)
+        for rank, event in self.events[key] if per_batch else dict(self.events[key]).items():  # the last of each rank
+            rows, ranks = event["rows"], tuple([rank])
+            if event["p"] != "full":
+                ranks = self.group_of[rank] if per_batch else everyone
+                rows = rows / (1 if per_batch else max(event.get("c", 1), 1))
+            if event["p"] == "partial":
+                rows = rows * np.append(np.ones(rows.shape[1] - 1), np.nan)  # squares of a sum are not a sum of squares
+            owner = ranks, event["m"] if per_batch else -1
+            blocks[owner] = blocks[owner] + rows if owner in blocks and event["p"] != "full" else rows
         ids: list[Sample] = []
+        event = self.events[key][0][1]
         for (ranks, micro), rows in blocks.items():
-            samples = self.ids.get((ranks[0], micro), [])
-            call = tuple(samples)
-            ids += (
-                samples
-                if len(samples) == len(rows) and event["b"]
-                else [("call", call, row) for row in range(len(rows))]
-            )
+            samples = self.ids.get((ranks[0], micro), []) if per_batch else []
+            one_each = key.kind in ACTIVATIONS and len(samples) == len(rows) and event["b"]
+            batch = ("batch", *samples) if per_batch else ()
+            ids += samples if one_each else [(*batch, row) for row in range(len(rows))]
         owners = [owner for owner, rows in blocks.items() for _ in rows]
-        return _rows(ids, owners, list(blocks.values()), self.events[key][0][1])
+        table = np.concatenate(list(blocks.values()))
+        values, squares = table[:, :-1], table[:, -1]
+        norms = np.sqrt(np.where(np.isnan(squares), np.mean(values * values, axis=1), squares))
+        return Rows(ids, owners, values, norms, tuple(map(str, event["shape"])), str(event.get("dtype", "")))
 
-    def whole(self, key: Key) -> Rows:
-        """Return one row per rank that holds the whole parameter; one row in all where the ranks hold slices of it."""
-        last = dict(self.events[key])  # of each rank
-        event = next(iter(last.values()))
-        if all(each["p"] == "full" for each in last.values()):
-            owners: list[Owner] = [((rank,), -1) for rank in last]
-            return _rows([()] * len(owners), owners, [each["rows"] for each in last.values()], event)
-        slices = [
-            (_without_squares(each["rows"]) if each["p"] == "partial" else each["rows"]) / max(each.get("c", 1), 1)
-            for each in last.values()
-        ]
-        return _rows([()], [(tuple(self.trace.ranks), -1)], [sum(slices)], event)
+    def addends(self, name: str, rank: int) -> tuple[list[Owner], Array]:
+        """Return the local gradients whose sum reaches a rank: one of each group and micro-batch."""
+        key = Key("lgrad", name)
+        rows = self.rows(key) if key in self.events else Rows([], [], np.zeros((0, 1)), np.zeros(0))
+        chosen: dict[Owner, int] = {}
+        for place, (ranks, micro) in enumerate(rows.owners):
+            group = self.group_of[ranks[0]], micro
+            if group not in chosen or rank in ranks:
+                chosen[group] = place
+        return [rows.owners[place] for place in chosen.values()], rows.values[list(chosen.values())]
 
-    def local(self, name: str) -> list[Local]:
-        """Return the local gradients of a parameter by replica: rank 0 of each group, rank 1 of each group ..."""
-        replicas: list[Local] = []
-        table: dict[tuple[int, int], Event] = {
-            (rank, event["m"]): event for rank, event in self.events[Key("lgrad", name)]
-        }
-        for replica in range(max(map(len, self.groups))):
-            sources, values = [], []
-            for group in self.groups:
-                for micro in sorted({micro for rank, micro in table if rank in group}):
-                    held = {rank: table[rank, micro] for rank in group if (rank, micro) in table}
-                    if all(event["p"] == "full" for event in held.values()):
-                        rank = group[replica % len(group)]
-                        held = {rank: held[rank]} if rank in held else {}
-                    if held:
-                        sources.append((tuple(held), micro))
-                        values.append(sum(event["rows"][0, :K] for event in held.values()))
-            if sources and (not replicas or sources != replicas[0].sources):
-                replicas.append(Local(sources, np.array(values)))
-        return replicas
+    def totals(self, name: str) -> Rows:
+        """Return the sums of the local gradients of a parameter: a row per replica."""
+        found: dict[tuple[Owner, ...], Array] = {}
+        for rank in max(self.groups, key=len):
+            owners, values = self.addends(name, rank)
+            found[tuple(owners)] = values.sum(axis=0)
+        ranks = [(tuple(sorted({rank for ranks, _ in owners for rank in ranks})), -1) for owners in found]
+        values = np.array(list(found.values()))
+        return Rows([(0,)] * len(ranks), ranks, values, np.sqrt(np.mean(values * values, axis=1)))
+
+    def clip_factors(self) -> Rows | None:
+        """By which factor gradients changed before the optimizer: a row per rank. None where no one factor says it."""
+        stacks: dict[Owner, list[tuple[Array, Array]]] = {}
+        for key in self.events:
+            before = key._replace(kind="rgrad")
+            if key.kind != "ograd" or before not in self.events:
+                continue
+            left, right = dict(self.events[before]), dict(self.events[key])
+            ranks = [rank for rank in right if rank in left and left[rank]["p"] == right[rank]["p"]]
+            for rank in ranks:
+                part = left[rank]["rows"][0, :-1], right[rank]["rows"][0, :-1]
+                stacks.setdefault(((rank,), -1), []).append(part)
+            if not ranks:  # ZeRO: each rank has the whole before, and a slice of it after
+                part = self.rows(before).values[0], self.rows(key).values[0]
+                stacks.setdefault((tuple(self.trace.ranks), -1), []).append(part)
+        factors = [factor(*(np.concatenate(side) for side in zip(*stack))) for stack in stacks.values()]
+        if not factors or not all(rest < UNSCALED for _, rest in factors):
+            return None
+        values = np.array([[scale] for scale, _ in factors])
+        return Rows([(0,)] * len(factors), list(stacks), values, np.abs(values[:, 0]))
 
 
 def factor(trusted: Array, suspect: Array) -> tuple[float, float]:
@@ -219,13 +217,24 @@ def factor(trusted: Array, suspect: Array) -> tuple[float, float]:
     return scale, float(np.linalg.norm(suspect - scale * trusted)) / norm if norm > 0 else 1.0
 
 
-def _without_squares(rows: Array) -> Array:
-    """The squares of a sum are not the sum of the squares."""
-    return np.concatenate([rows[:, :K], np.full((len(rows), 1), np.nan)], axis=1)
+def differences(trusted: Array, suspect: Array, norms: Array) -> Array:
+    """Return the relative size of the difference of each row; infinite where one side alone is not a number."""
+    width = np.sqrt(trusted.shape[1])
+    norms = np.maximum(norms, 1e-6 * np.max(norms, initial=0.0, where=np.isfinite(norms)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        changes = np.linalg.norm(suspect - trusted, axis=1) / width
+        norms = np.where(norms > 0, norms, np.linalg.norm(suspect, axis=1) / width)
+        sizes = np.where(changes > 0, changes / np.where(norms > 0, norms, 1.0), 0.0)
+    finite = np.isfinite(trusted).all(axis=1) & np.isfinite(suspect).all(axis=1)
+    return np.where(finite, sizes, np.inf)
 
 
-def _rows(ids: list[Sample], owners: list[Owner], blocks: list[Array], event: Event) -> Rows:
-    table = np.concatenate(blocks)
-    values = table[:, :K]
-    norms = np.sqrt(np.where(np.isnan(table[:, K]), np.mean(values * values, axis=1), table[:, K]))
-    return Rows(ids, owners, values, norms, tuple(map(str, event["shape"])), str(event.get("dtype", "")))
+def paired(trusted: Rows, other: Rows) -> list[tuple[int, int]]:
+    """Return which rows belong together: of one id, and of one owner where there are several."""
+    index: dict[Hashable, int] = {}
+    for row, (id_, owner) in enumerate(zip(trusted.ids, trusted.owners)):
+        index.setdefault((id_, owner), row)
+        index.setdefault(id_, row)
+    pairs = [(index.get((id_, owner), index.get(id_, -1)), row)
+             for row, (id_, owner) in enumerate(zip(other.ids, other.owners))]  # fmt: skip
+    return [pair for pair in pairs if pair[0] >= 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from repro_matrix.text import counted
@@ -22,27 +22,30 @@ class Total:
         self.trusted, self.suspect, self.noise = trusted, suspect, noise
         self.stages: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.largest, self.last, self.not_numbers = 0.0, "", ""
+        self.largest, self.last = 0.0, ""
         self.names: dict[str, str] = {}  # of the suspect -> of the trusted side
         self.samples: set[Any] = set()
-        self.absent: set[str] = set()
+        self.notes: dict[str, None] = {}  # in order
+        self.not_numbers = ""
 
     @property
     def agreed(self) -> int:
         return self.stages.total()
 
-    def add(self, pair: Pair, ratios: Iterable[float], last: str) -> None:
-        """Count a step. ``ratios``: of size and tolerance. ``last``: the tensor that was compared last."""
-        kept = [each.stage for each in pair.differences if not each.missing]
-        self.stages.update(kept)
-        self.largest, self.last, self.names = max([self.largest, *ratios]), last or self.last, dict(pair.other.names)
-        self.absent |= {key.kind for key in pair.not_aligned if not pair.other.has(key.kind)}
+    def add(self, pair: Pair) -> None:
+        """Count a step."""
+        kept = [each for each in pair.differences if not each.missing]
+        self.stages.update(each.stage for each in kept)
+        self.largest = max([self.largest, *(each.size / each.tolerance for each in kept)])
+        self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
+        absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
+        self.notes |= {f"the suspect shows no {kind} events": None for kind in sorted(absent)}
         ours, theirs = set(pair.trusted.samples), set(pair.other.samples)
         self.samples |= {sample[:2] for sample in theirs}
         self.counts.update(
             shapes_differ=len(pair.shapes_differ), shared=len(ours & theirs), only_trusted=len(ours - theirs),
             only_suspect=len(theirs - ours), not_aligned=len(pair.differences) - len(kept)
-            + sum(key.kind not in self.absent and key.kind != "in" for key in pair.not_aligned),
+            + sum(key.kind not in {*absent, "in"} for key in pair.not_aligned),
         )  # fmt: skip
         if pair.not_numbers and not self.not_numbers:
             self.not_numbers = f"step {pair.trusted.number}, {pair.not_numbers[0].name or 'the model'}"
@@ -59,20 +62,19 @@ class Total:
         return reason
 
     def coverage(self) -> Coverage:
-        renamed = {ours: theirs for theirs, ours in self.names.items()}
-        names = self.trusted.modules, {self.names.get(name, name) for name in self.suspect.modules}
-        notes = [f"trusted side: {note}" for note in self.trusted.notes]
-        notes += [f"suspect: {note}" for note in self.suspect.notes]
-        for side, only in (("trusted side", names[0] - names[1]), ("suspect", names[1] - names[0])):
+        theirs = {self.names.get(name, name) for name in self.suspect.modules}
+        ours, notes = set(self.trusted.modules), []
+        for side, trace, only in (
+            ("trusted side", self.trusted, ours - theirs), ("suspect", self.suspect, theirs - ours)
+        ):  # fmt: skip
+            notes += [f"{side}: {note}" for note in trace.notes]
             listed = ", ".join(sorted(only)[:4])
             notes += [f"only the {side} has {counted(len(only), 'module')}: {listed}"] if only else []
         notes += [] if self.noise else ["no noise run: the tolerance is a guess"]
-        notes += [f"the suspect shows no {kind} events" for kind in sorted(self.absent)]
         notes += [f"not a number on both sides: {self.not_numbers}"] if self.not_numbers else []
-        counts = {
-            key: self.counts[key] for key in ("not_aligned", "shapes_differ", "shared", "only_trusted", "only_suspect")
-        }
+        names = ("not_aligned", "shapes_differ", "shared", "only_trusted", "only_suspect")
         return Coverage(
             trusted=self.trusted.strategy, suspect=self.suspect.strategy, aligned=self.agreed,
-            stages=dict(self.stages), renamed=renamed, notes=tuple(notes), **counts,
+            stages=dict(self.stages), renamed={ours: theirs for theirs, ours in self.names.items()},
+            notes=(*notes, *self.notes), **{name: self.counts[name] for name in names},
         )  # fmt: skip

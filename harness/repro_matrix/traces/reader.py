@@ -1,8 +1,8 @@
 """Read the traces that the ranks of one training wrote. Pure but for reading files.
 
 A trace is a file of JSON lines per rank. Reading never fails: a line that is cut or is no event is left out and
-counted, and a rank without a file, or whose trace has no last line, counts as stopped. A first pass finds where
-each step's lines are; the events of a step are parsed when they are asked for: memory holds one step at a time.
+counted, and a rank without a file, or whose trace has no last line, counts as stopped. The events of a step are parsed
+when they are asked for: memory holds one step at a time.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _WHOLE = (b"start", b"model", b"note", b"end", b"step", b"random")  # read in th
 
 @dataclass
 class RankTrace:
-    """What one rank wrote. ``segments``: the byte ranges of each step's events."""
+    """What one rank wrote, without the events of its steps."""
 
     path: Path
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     random: dict[tuple[int, int], Any] = field(default_factory=dict)  # state of random numbers by step and micro-batch
+    steps: set[int] = field(default_factory=set)  # of which anything was recorded
     complete: set[int] = field(default_factory=set)
     end: str = ""  # the reason; empty where the trace was cut
-    segments: dict[int, list[list[int]]] = field(default_factory=dict)
     unreadable: dict[int, int] = field(default_factory=dict)  # lines, by step
 
 
@@ -69,7 +69,7 @@ class Trace:
     @property
     def steps(self) -> list[int]:
         """Steps of which anything was recorded."""
-        return sorted({step for each in self.ranks.values() for step in each.segments})
+        return sorted({step for each in self.ranks.values() for step in each.steps})
 
     @property
     def complete_steps(self) -> list[int]:
@@ -81,8 +81,16 @@ class Trace:
         return [model for _, each in sorted(self.ranks.items()) for model in each.models]
 
     @property
-    def modules(self) -> set[str]:
-        return {str(pair[0]) for model in self.models for pair in model["names"] if pair}
+    def modules(self) -> dict[str, str]:
+        """Name -> class, without what FSDP2 puts before it; in order of registration."""
+        pairs = [pair for model in self.models for pair in model["names"] if len(pair) == 2]
+        return {str(name): str(kind).removeprefix("FSDP") for name, kind in pairs}
+
+    @property
+    def parameters(self) -> dict[str, tuple[str, bool]]:
+        """Name -> dtype, and whether it is trained."""
+        listed = [each for model in self.models for each in model["parameters"] if len(each) == 4]
+        return {str(name): (str(dtype), trained is not False) for name, _, dtype, trained in listed}
 
     @property
     def wrappers(self) -> list[str]:
@@ -90,7 +98,7 @@ class Trace:
 
     @property
     def strategy(self) -> str:
-        """What really ran: ``FSDP2, 24 of 27 parameters sharded, 2 ranks``."""
+        """What really ran: ``FSDP2, 24 parameters sharded, 2 ranks``."""
         kinds = " and ".join(self.wrappers) or "unknown"
         sharded = {str(model["strategy"]["sharded"]) for model in self.models if model["strategy"].get("sharded")}
         parts = f", {' and '.join(sorted(sharded))} parameters sharded" if sharded else ""
@@ -110,84 +118,77 @@ class Trace:
     def events(self, step: int) -> Iterator[tuple[int, Event]]:
         """Yield rank and event, in the order in which each rank wrote them; ``rows`` is the decoded sketch."""
         for rank, each in sorted(self.ranks.items()):
-            for begin, end in each.segments.get(step, ()):
-                with each.path.open("rb") as file:
-                    file.seek(begin)
-                    lines = file.read(end - begin).split(b"\n")
-                parsed = [_parse(line) for line in lines if line.strip()]
-                each.unreadable[step] = parsed.count(None)
-                yield from ((rank, event) for event in parsed if event is not None)
+            own = (line for line, kind, number in _lines(each.path) if number == step and kind not in _WHOLE)
+            parsed = [_parse(line) for line in own]
+            each.unreadable[step] = parsed.count(None)
+            yield from ((rank, event) for event in parsed if event is not None)
 
 
 def read(folder: Path, side: str = "") -> Trace:
     """Read the trace in a folder. ``side``: the training, where one process traced several."""
     trace = Trace(Path(folder))
-    files = sorted(trace.folder.iterdir()) if trace.folder.is_dir() else []
-    for path in files:
+    for path in sorted(trace.folder.iterdir()) if trace.folder.is_dir() else ():
         match = _FILE.fullmatch(path.name)
         if match and (match[2] or "") == side:
-            rank = _index(path)
+            rank = _rank(path)
             if 0 <= rank.start.get("rank", -1) < rank.start["world"] <= MOST_RANKS:
                 trace.ranks[rank.start["rank"]] = rank
     return trace
 
 
-def _index(path: Path) -> RankTrace:
-    """Find the lines of each step, and parse those that belong to none."""
-    trace, begin = RankTrace(path), 0
+def _rank(path: Path) -> RankTrace:
+    """Read what belongs to no step, and which steps there are."""
+    trace = RankTrace(path)
     try:
-        with path.open("rb") as file:
-            for line in file:
-                end = begin + len(line)
-                kind, step = _KIND.search(line), _STEP.search(line)
-                if kind is None or kind[1] in _WHOLE:
-                    _keep(trace, _parse(line))
-                elif step:
-                    segments = trace.segments.setdefault(int(step[1]), [[begin, begin]])
-                    if segments[-1][1] != begin:
-                        segments.append([begin, begin])
-                    segments[-1][1] = end
-                begin = end
+        for line, kind, step in _lines(path):
+            event: Event | None = _parse(line) if kind in _WHOLE or not kind else {}
+            if event is None:
+                trace.unreadable[-1] = trace.unreadable.get(-1, 0) + 1
+                continue
+            if kind == b"start":
+                trace.start = event
+            elif kind == b"model":
+                trace.models.append(event)
+            elif kind == b"note":
+                trace.notes.append(event["text"])
+            elif kind == b"random":
+                trace.random[event["s"], event["m"]] = event.get("v")
+            elif kind == b"end":
+                trace.end = event["reason"] or "unknown"
+            elif step is not None:
+                trace.steps.add(step)
+                trace.complete |= {step} if kind == b"step" else set()
     except OSError as error:
         trace.notes.append(f"{path.name} could not be read: {error.strerror}")
     return trace
 
 
-def _keep(trace: RankTrace, event: Event | None) -> None:
-    if event is None:
-        trace.unreadable[-1] = trace.unreadable.get(-1, 0) + 1
-    elif event["k"] == "start":
-        trace.start = event
-    elif event["k"] == "model":
-        trace.models.append(event)
-    elif event["k"] == "note":
-        trace.notes.append(event["text"])
-    elif event["k"] == "random":
-        trace.random[event["s"], event["m"]] = event.get("v")
-    elif event["k"] == "step":
-        trace.complete.add(event["s"])
-        trace.segments.setdefault(event["s"], [])
-    elif event["k"] == "end":
-        trace.end = event["reason"] or "unknown"
+def _lines(path: Path) -> Iterator[tuple[bytes, bytes, int | None]]:
+    """Yield the lines of a file, with kind and step as far as they can be seen in them."""
+    with path.open("rb") as file:
+        for line in file:
+            kind, step = _KIND.search(line), _STEP.search(line)
+            yield line, kind[1] if kind else b"", int(step[1]) if step else None
 
 
 def _parse(line: bytes) -> Event | None:
     """Return the event of a line; None for what is none."""
     try:
-        event = json.loads(line)
+        event: Event = json.loads(line)
         fields = _FIELDS[event["k"]]
         if not all(isinstance(event[name], kind) for name, kind in fields.items()):
             return None
         if "v" in fields:
             event["rows"] = np.frombuffer(base64.b64decode(event.pop("v"), validate=True), "<f8").reshape(-1, K + 1)
-            if len(event["rows"]) != max(event.get("b", 1), 1):
-                return None
-        if event["k"] == "opt" and not all(isinstance(each, dict) for each in event["groups"]):
-            return None
-        if event["k"] == "clip" and event.get("p", "full") != "full":
-            return None
-        if event["k"] == "model" and not all(isinstance(each, list) for each in event["names"] + event["parameters"]):
-            return None
-        return event
+            valid = len(event["rows"]) == max(event.get("b", 1), 1)
+        elif event["k"] == "clip":  # a number is a tensor of one element
+            norm = float(event["norm"])
+            event |= {"n": "total norm", "rows": np.array([[norm, norm * norm]]), "shape": [], "b": 0}
+            valid = event.setdefault("p", "full") == "full"
+        else:
+            lists = {"opt": ["groups"], "model": ["names", "parameters"]}.get(event["k"], [])
+            kind = dict if event["k"] == "opt" else list
+            valid = all(isinstance(each, kind) for name in lists for each in event[name])
+        return event if valid else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -2,16 +2,68 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from repro_matrix.traces.alignment import Array, Local, Owner, factor
+from repro_matrix.text import counted, list_ranks
+from repro_matrix.traces.alignment import Array, Owner, Step, factor
+from repro_matrix.traces.pair import THE_STEP, Difference, Pair
 
 MOST_PARAMETERS = 40  # that are stacked into one system of equations
 RESIDUE = 1e-2  # of what a relation leaves unexplained, relative
 SHOWN = 4  # terms of a sum
+
+
+def affected(step: Step, owners: Sequence[Owner]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return ranks and micro-batches; none where they are all."""
+    ranks, micros = {rank for ranks, _ in owners for rank in ranks}, {micro for _, micro in owners} - {-1}
+    return (
+        () if ranks == set(step.trace.ranks) else tuple(sorted(ranks)),
+        () if micros == {micro for _, micro in step.batches} else tuple(sorted(micros)),
+    )
+
+
+def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Owner]]:
+    """Say what holds instead, and where that comes from. ``wrong``: the differences of one stage, in order."""
+    first = wrong[0]
+    if first.missing:
+        return _describe_missing(pair, first), first.owners
+    bad = first.sizes > first.tolerance
+    trusted, suspect = first.trusted[bad], first.suspect[bad]
+    owners = [owner for owner, each in zip(first.owners, bad) if each]
+    if first.stage == "loss weight":
+        low, high = float(suspect.min()), float(suspect.max())
+        equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
+        weights = times(float(suspect.mean())) if equal else f"{times(low)} to {times(high)}"
+        return f"{counted(len(suspect), 'sample')} weigh {weights} times what they should", owners
+    if first.stage == "clipping":
+        values = ", ".join(f"{list_ranks(ranks)}: {value[0]:.4g}" for (ranks, _), value in zip(owners, suspect))
+        return f"{first.key.name} {values}; on the trusted side {trusted[0, 0]:.4g}", owners
+    if first.stage == "local gradient" and owners[0][1] < 0:
+        text, sources = _describe_sum(pair, first.key.name, trusted[0], owners[0][0][0])
+        return (text, sources) if text else (describe_factor(trusted, suspect), owners)
+    if first.stage == "reduction":
+        text, sources = _describe_reduction(pair, wrong, owners[0][0][0], alike=bool(bad.all()) and _alike(suspect))
+        return text or describe_factor(trusted, suspect), sources or owners
+    return describe_factor(trusted, suspect), owners
+
+
+def _describe_missing(pair: Pair, first: Difference) -> str:
+    if first.key == THE_STEP:
+        later = "; the other side's did" if pair.no_step == "suspect" else "; the suspect's did"
+        return f"the {pair.no_step}'s optimizer made no step{later}"
+    if first.stage == "update":
+        return "the suspect's optimizer does not have this parameter"
+    if first.certain:
+        return "the suspect does not train this parameter (requires_grad is False)"
+    return "no gradient arrives" if first.stage in ("backward", "local gradient") else "there is none"
+
+
+def _alike(values: Array) -> bool:
+    return bool(np.allclose(values, values[0], rtol=1e-5))
 
 
 def describe_factor(trusted: Array, suspect: Array) -> str:
@@ -25,74 +77,81 @@ def describe_factor(trusted: Array, suspect: Array) -> str:
 
 
 def times(scale: float) -> str:
-    """``1.01``, ``1.0001``: with more digits near 1."""
-    return f"{scale:.{4 if abs(scale - 1) > 1e-3 else 7}g}"
+    """``1.01``, ``1.0001``: three digits of how far it is from 1."""
+    off = abs(scale - 1)
+    return f"{scale:.{max(3, 3 - math.floor(math.log10(off))) if 1e-12 < off < np.inf else 3}g}"
 
 
-def deviating(total: Array, local: Local, share: float) -> tuple[list[Owner], float] | None:
-    """Return which local gradients (of a rank, of a micro-batch, or one), scaled by which factor, explain a wrong sum.
+def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, list[Owner]]:
+    """Say which local gradients (of a rank, of a micro-batch, or one), scaled by which factor, explain a wrong sum.
 
-    ``total``: what ``share`` times the sum of all should be.
+    ``total``: the trusted side's sum. ``rank``: that gets the sum.
     """
+    sources, values = pair.other.addends(name, rank)
+    values = values / (pair.common_weight * pair.expected_weight)
     found: list[tuple[float, list[Owner], float]] = []
-    choices: set[Any] = {each for source in local.sources for each in (*source, source)}
-    for choice in choices:
-        chosen = np.array([choice in (*source, source) for source in local.sources])
-        rest = total - share * local.values[~chosen].sum(axis=0)
-        scale, residue = factor(rest, share * local.values[chosen].sum(axis=0))
+    for choice in {each for source in sources for each in (*source, source)}:
+        chosen = np.array([choice in (*source, source) for source in sources])
+        scale, residue = factor(total - values[~chosen].sum(axis=0), values[chosen].sum(axis=0))
         if residue < 0.1 * abs(scale - 1):
-            found.append((residue, [s for s, each in zip(local.sources, chosen) if each], scale))
-    best = min(found, key=lambda each: (each[0] > 10 * min(found)[0], -len(each[1])), default=None)
-    return best[1:] if best else None
-
-
-def describe_reduction(
-    reduced: Sequence[Array], locals_: Sequence[Local], share: float, owner: int, alike: bool
-) -> tuple[str, list[Owner]]:
-    """Say which sum of the local gradients a reduced gradient is, by least squares over parameters, and which are odd.
-
-    ``share``: the weight that each local gradient should have. ``owner``: the rank whose reduced gradients these are;
-    ``alike``: all ranks have the same.
-    """
-    sources = locals_[0].sources if locals_ else []
-    usable = [(r, each.values) for r, each in zip(reduced, locals_) if each.sources == sources][:MOST_PARAMETERS]
-    if not sources or len(usable) * usable[0][0].size < 2 * len(sources):
+            found.append((residue, [source for source, each in zip(sources, chosen) if each], scale))
+    if not found:
         return "", []
-    scales = [float(np.linalg.norm(values)) or 1.0 for _, values in usable]
-    matrix = np.concatenate([values.T / scale for (_, values), scale in zip(usable, scales)])
-    wanted = np.concatenate([r / scale for (r, _), scale in zip(usable, scales)])
-    if not (np.isfinite(matrix).all() and np.isfinite(wanted).all()):
+    _, odd, scale = min(found, key=lambda each: (each[0] > 10 * min(found)[0], -len(each[1])))
+    ranks, micros = affected(pair.other, odd)
+    names = [list_ranks(ranks)] if ranks else []
+    names += [f"micro-batch {', '.join(map(str, micros))}"] if micros else []
+    return f"{', '.join(names) or 'all'}: {times(scale)} times what it should be", odd
+
+
+def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool) -> tuple[str, list[Owner]]:
+    """Say which sum of the local gradients the reduced gradients of a rank are, by least squares over parameters, and
+    which addends are odd. ``alike``: all ranks have the same."""
+    systems: list[tuple[Array, Array]] = []
+    sources: list[Owner] = []
+    for each in wrong[:MOST_PARAMETERS]:
+        row = next((row for row, (ranks, _) in enumerate(each.owners) if rank in ranks), None)
+        owners, values = pair.other.addends(each.key.name, rank)
+        sources = sources or owners
+        if owners and owners == sources and row is not None and not each.missing:
+            scale = float(np.linalg.norm(values)) or 1.0
+            systems.append((values.T / scale, each.suspect[row] / scale))
+    if not sources or sum(len(right) for _, right in systems) < 2 * len(sources):
         return "", []
-    weights, _, rank, _ = np.linalg.lstsq(matrix, wanted, rcond=1e-9)
-    rest = np.linalg.norm(wanted - matrix @ weights) / (np.linalg.norm(wanted) or 1.0)
-    if rank < len(sources) or rest > RESIDUE:
+    matrix, reduced = (np.concatenate(side) for side in zip(*systems))
+    if not (np.isfinite(matrix).all() and np.isfinite(reduced).all()):
+        return "", []
+    weights, _, independent, _ = np.linalg.lstsq(matrix, reduced, rcond=1e-9)
+    rest = np.linalg.norm(reduced - matrix @ weights) / (np.linalg.norm(reduced) or 1.0)
+    if independent < len(sources) or rest > RESIDUE:
         return "no sum of the local gradients", []
     several = len({micro for _, micro in sources}) > 1
     names = [f"rank {ranks[0]}'s" + (f" micro-batch {micro}'s" if several else "") for ranks, micro in sources]
-    terms = " + ".join(f"{_weight(w)} x {name}" for w, name in list(zip(weights, names))[:SHOWN])
+    terms = [f"{f'{weight:.3g}' if abs(weight) > 5e-4 else '0'} x {name}" for weight, name in zip(weights, names)]
     more = f" + {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    name, odd = _name(weights / share, sources, share, owner, alike)
-    return f"{terms}{more} local gradient: {name}", odd
+    name, odd = _name(weights, sources, 1 / len(pair.other.groups), None if alike else rank)
+    odd = [(pair.other.group_of[ranks[0]], micro) for ranks, micro in odd]
+    return f"{' + '.join(terms[:SHOWN])}{more} local gradient: {name}", odd
 
 
-def _weight(weight: float) -> str:
-    return f"{weight:.3g}" if abs(weight) > 5e-4 else "0"
-
-
-def _name(weights: Array, sources: Sequence[Owner], share: float, owner: int, alike: bool) -> tuple[str, list[Owner]]:
-    """Name an error by the weights of the local gradients, relative to the right ones."""
-    own = np.array([owner in ranks for ranks, _ in sources])
+def _name(weights: Array, sources: Sequence[Owner], share: float, rank: int | None) -> tuple[str, list[Owner]]:
+    """Name an error by the weights of the local gradients, each of which should be ``share``. ``rank``: that has this
+    sum, where the ranks' differ."""
+    weights = weights / share
+    own = np.array([rank in ranks for ranks, _ in sources])
     zero = np.abs(weights) < RESIDUE
-    if not alike and not own.all() and zero[~own].all() and not zero[own].all():
+    if rank is not None and not own.all() and zero[~own].all() and not zero[own].all():
         return "not reduced", []
     if np.ptp(weights) < RESIDUE * max(1.0, float(np.abs(weights).max())):
         scale = float(weights.mean())
         summed = abs(scale * share - 1) < RESIDUE
-        return "summed, not averaged" if summed else f"{scale:.4g} times the average", []
+        return "summed, not averaged" if summed else f"{times(scale)} times the average", []
     for what, values in (("micro-batch", [m for _, m in sources]), ("rank", [r[0] for r, _ in sources])):
-        each = {value: weights[[v == value for v in values]] for value in dict.fromkeys(values)}
+        each: dict[Any, Array] = {value: weights[[v == value for v in values]] for value in dict.fromkeys(values)}
         odd = {value: float(w.mean()) for value, w in each.items() if np.abs(w - 1).max() > RESIDUE / 10}
         if len(odd) < len(each) and all(np.ptp(each[value]) < RESIDUE for value in odd):
-            parts = [f"{what} {v} {'left out' if abs(w) < RESIDUE else f'scaled by {w:.4g}'}" for v, w in odd.items()]
+            parts = [
+                f"{what} {v} {'left out' if abs(w) < RESIDUE else f'scaled by {times(w)}'}" for v, w in odd.items()
+            ]
             return ", ".join(parts), [source for source, value in zip(sources, values) if value in odd]
     return "weighted wrongly", []

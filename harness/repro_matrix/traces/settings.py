@@ -12,7 +12,7 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", 
 
 def different_setting(trusted: Step, suspect: Step) -> tuple[str, str, tuple[int, ...]] | None:
     """Return the first setting that differs, how, and on which ranks (none: on all)."""
-    ours, theirs = trusted.by_rank("opt"), suspect.by_rank("opt")
+    ours, theirs = trusted.optimizers, suspect.optimizers
     found = {rank: _first(ours[min(ours)], events) for rank, events in theirs.items()} if ours else {}
     wrong = {rank: each for rank, each in found.items() if each}
     if not wrong:
