@@ -171,9 +171,16 @@ class Simulation:
                 ended = "exception" if run.plant == "exception" else ""
                 break
             self.forward_all()
-            self.optimize()
+            if run.plant in ("ends", "skipped step") and self.step == run.step:
+                for name, weight in self.weights.items():
+                    self.record_parameter("param", name, [weight] * run.world)
+            else:
+                self.optimize()
             for rank in range(run.world):
-                self.write(rank, "step", loss=1.0, wall_s=0.1)
+                self.write(rank, "step")
+            if run.plant == "ends" and self.step == run.step:
+                ended = "exit"
+                break
         if ended:
             for rank in range(run.world):
                 self.write(rank, "end", steps=run.steps, reason=ended)
@@ -263,7 +270,8 @@ class Simulation:
                 act = act * np.float32(self.drawing.random(act.shape) > 0.2)
             if self.planted("nan") and layer == 1:
                 act[:] = np.nan
-            out("fwd", f"{pre}.act", act, "slice")
+            inner = np.float32(2 if self.planted("refactored") else 1)  # which the functional code after it undoes
+            out("fwd", f"{pre}.act", act * inner, "slice")
             columns = np.array_split(np.arange(HIDDEN), run.world if split else 1)
             addends = [act[..., c] @ w[f"{pre}.down.weight"][:, c].T for c in columns]
             down = self.round(act @ w[f"{pre}.down.weight"].T)
@@ -299,7 +307,8 @@ class Simulation:
             grads[f"{pre}.down.weight"] = np.einsum("btd,bth->dh", ddown, act)
             dact = self.round(ddown @ w[f"{pre}.down.weight"])
             if not detached:
-                out("bwd", f"{pre}.act", dact, "slice")
+                inner = np.float32(2 if self.planted("refactored") else 1)
+                out("bwd", f"{pre}.act", dact / inner, "slice")
             dup = self.round(dact * (1 - act * act))
             if not detached:
                 out("bwd", f"{pre}.up", dup, "slice")

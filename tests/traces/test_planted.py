@@ -31,6 +31,7 @@ PLANTS = {
     "eps": ("optimizer setting", "group 0: eps", (), (), "1e-06", ANY),
     "not updated": ("update", "layers.0.down.weight", (), (), "zero", ANY),
     "left out": ("update", "layers.0.down.weight", (), (), "optimizer", ANY),
+    "skipped step": ("update", "the optimizer", (), (), "made no step", ANY),
     "exception": ("stopped", "", (), (), "exception", ANY),
 }
 
@@ -56,6 +57,18 @@ def test_a_planted_error_is_named(compare, plant, kind):
 def test_what_is_wrong_from_the_beginning(compare, plant, stage, place):
     location = compare(world=2, plant=plant)
     assert (location.stage, location.place, location.step) == (stage, place, 0)
+
+
+@pytest.mark.parametrize("kind", ANY)
+def test_a_side_that_ends_before_its_optimizer_steps_is_said_to_have_stopped(compare, kind):
+    location = compare(kind=kind, world=2, plant="ends", step=0)
+    assert (location.verdict, location.stage, location.step) == ("differs", "stopped", 0)
+    assert "suspect ended (exit)" in location.relation
+
+
+@pytest.mark.parametrize("kind", ANY)
+def test_a_module_may_compute_in_another_way_if_the_output_around_it_agrees(compare, kind):
+    assert compare(kind=kind, world=2, plant="refactored").verdict == "agrees"
 
 
 def test_where_the_data_differ_the_samples_that_both_saw_are_compared(compare):

@@ -131,7 +131,7 @@ class Pair:
     def judge(self, noise: Sequence[Pair]) -> None:
         """Set the tolerance of each difference. ``noise``: the trusted side and its runs with noise."""
         measured = [(each.stage, each.key, each.size) for pair in noise for each in pair.differences]
-        tolerance = Tolerance(measured, self.low, len(noise))
+        tolerance = Tolerance(measured, self.low, len(noise), first=not self.trusted.number)
         for each in self.differences:
             each.rounding, each.tolerance = tolerance.of(each.stage, each.key, each.dtype, each.floor)
 

@@ -31,11 +31,12 @@ _ROWS = {**_TENSOR, "m": int, "i": int, "t": int, "b": int, "dtype": str}
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {"rank": int, "world": int},
     "model": {"root": int, "names": list, "parameters": list, "strategy": dict},
-    "note": {"text": str}, "end": {"reason": str}, "step": {"s": int}, "refwd": {},
+    "note": {"text": str}, "end": {"reason": str}, "step": {"s": int},
     "batch": {"m": int, "samples": list, "root": int}, "random": {"s": int, "m": int},
     "in": _ROWS, "fwd": _ROWS, "bwd": _ROWS,
     "state": _TENSOR, "buffer": {**_TENSOR, "w": str}, "param": _TENSOR, "ograd": _TENSOR, "rgrad": _TENSOR,
-    "lgrad": {**_TENSOR, "m": int}, "clip": {"norm": (int, float)}, "opt": {"class": str, "groups": list}, "loss": {},
+    "lgrad": {**_TENSOR, "m": int}, "slice": _TENSOR, "clip": {"norm": (int, float)},
+    "opt": {"class": str, "groups": list},
 }  # fmt: skip
 _WHOLE = (b"start", b"model", b"note", b"end", b"step", b"random")  # read in the first pass
 

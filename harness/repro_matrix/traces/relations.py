@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import Array, Owner, Step, factor
+from repro_matrix.traces.alignment import Array, Key, Owner, Step, factor
 from repro_matrix.traces.pair import THE_STEP, Difference, Pair
 
 MOST_PARAMETERS = 40  # that are stacked into one system of equations
@@ -124,7 +124,7 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
     weights, _, independent, _ = np.linalg.lstsq(matrix, reduced, rcond=1e-9)
     rest = np.linalg.norm(reduced - matrix @ weights) / (np.linalg.norm(reduced) or 1.0)
     if independent < len(sources) or rest > RESIDUE:
-        return "no sum of the local gradients", []
+        return _describe_slices(pair, wrong) or "no sum of the local gradients", []
     several = len({micro for _, micro in sources}) > 1
     names = [f"rank {ranks[0]}'s" + (f" micro-batch {micro}'s" if several else "") for ranks, micro in sources]
     terms = [f"{f'{weight:.3g}' if abs(weight) > 5e-4 else '0'} x {name}" for weight, name in zip(weights, names)]
@@ -132,6 +132,17 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
     name, odd = _name(weights, sources, 1 / len(pair.other.groups), None if alike else rank)
     odd = [(pair.other.group_of[ranks[0]], micro) for ranks, micro in odd]
     return f"{' + '.join(terms[:SHOWN])}{more} local gradient: {name}", odd
+
+
+def _describe_slices(pair: Pair, wrong: Sequence[Difference]) -> str:
+    """Say that each rank has its slice of its own gradient, not of the sum."""
+    stacks: list[tuple[Array, Array]] = []
+    for each in wrong[:MOST_PARAMETERS]:
+        slices = [event["rows"][0, :-1] for _, event in pair.other.events.get(Key("slice", each.key.name), ())]
+        if slices and not each.missing:
+            stacks.append((sum(slices), each.suspect[0]))
+    scale, rest = factor(*(np.concatenate(side) for side in zip(*stacks))) if stacks else (1.0, 1.0)
+    return f"{times(scale)} x each rank's own local gradient: not reduced" if rest < RESIDUE else ""
 
 
 def _name(weights: Array, sources: Sequence[Owner], share: float, rank: int | None) -> tuple[str, list[Owner]]:

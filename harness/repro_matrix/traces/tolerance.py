@@ -20,7 +20,10 @@ def epsilon(dtype: str) -> float:
 class Tolerance:
     """The tolerance of each tensor of a step. ``measured``: stage, tensor, and by how much a noise run differs."""
 
-    def __init__(self, measured: Iterable[tuple[str, Hashable, float]], low: bool, runs: int) -> None:
+    def __init__(
+        self, measured: Iterable[tuple[str, Hashable, float]], low: bool, runs: int, first: bool = True
+    ) -> None:
+        self.first = first  # step of the training: no weight has been computed yet
         self.factor = FACTOR_LOW if low else FACTOR
         self.unmeasured = 0.0 if runs else UNMEASURED * (EPSILON["bfloat16"] if low else EPSILON["float32"])
         self.rounding_of: dict[tuple[str, Hashable], float] = {}
@@ -34,7 +37,7 @@ class Tolerance:
     def of(self, stage: str, key: Hashable, dtype: str, floor: float = 1.0) -> tuple[float, float]:
         """Return what rounding explains, and the tolerance. ``floor``: times the least tolerance."""
         step = epsilon(dtype)
-        if stage == "initial weights":  # nothing is computed yet
+        if stage == "initial weights" and self.first:
             return 0.0, min(step, 1e-6)
         rounding = max(self.rounding_of.get((stage, key), 0.0), self.typical.get(stage, 0.0), self.unmeasured)
         least = step / 2 if dtype.removeprefix("torch.") in LOW else 16 * step

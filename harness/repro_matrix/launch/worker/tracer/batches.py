@@ -32,13 +32,6 @@ def floating(value: Any) -> Iterator[torch.Tensor]:
             yield each
 
 
-def losses(output: Any) -> List[float]:
-    """Return the scalars of an output that gradients can flow from."""
-    return [float(each.detach()) for _, each in tensors(output)
-            if each.dim() == 0 and each.is_floating_point() and each.device.type != "meta"
-            and not hasattr(each, "placements")]  # fmt: skip
-
-
 def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
     return next((each for name, each in found.items() if name.rpartition(".")[2] in names), None)
 
@@ -49,20 +42,18 @@ class Batch:
 
     samples: List[int] = dataclasses.field(default_factory=list)
     labels: List[int] = dataclasses.field(default_factory=list)
-    inputs: Dict[str, List[Any]] = dataclasses.field(default_factory=dict)
     length: int = 0
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Dict[str, Any]) -> Batch:
         """Find the samples. They are known by input_ids where there are any, without what the mask hides."""
         found = {name: each for name, each in [*tensors(args), *tensors(kwargs)] if each.device.type != "meta"}
-        inputs = {name: [list(each.shape), dtype_name(each)] for name, each in found.items()}
         ids = pick(found, "input_ids", "decoder_input_ids")
         if ids is None:
             whole = [each for each in found.values() if not each.is_floating_point() and each.dim()]
             ids = next(iter([*whole, *(each for each in found.values() if each.dim() > 1)]), None)
         if ids is None or hasattr(ids, "placements"):
-            return Batch(inputs=inputs)
+            return Batch()
         mask, labels = pick(found, "attention_mask"), pick(found, "labels", "label")
         ids = ids.detach().cpu()
         if mask is not None and mask.shape == ids.shape:
@@ -73,10 +64,10 @@ class Batch:
         marks: List[int] = []
         if labels is not None and labels.dim() and labels.shape[0] == len(samples):
             marks = [crc(row[row != -100]) for row in labels.detach().cpu()]
-        return Batch(samples, marks, inputs, ids.shape[1] if ids.dim() > 1 else 0)
+        return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
 
     def fields(self) -> Dict[str, Any]:
-        return {"samples": self.samples, "inputs": self.inputs, **({"labels": self.labels} if self.labels else {})}
+        return {"samples": self.samples, **({"labels": self.labels} if self.labels else {})}
 
     def rows(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Dict[str, Any]]:
         """Return a sketch per sample, or one for a tensor that is not split into samples, and the line's fields."""

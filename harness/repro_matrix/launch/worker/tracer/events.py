@@ -4,14 +4,14 @@ strategies. An error of its own ends the trace with a note; it never reaches the
 from __future__ import annotations
 
 import functools
-import time
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from operator import methodcaller
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
 from . import layout
-from .batches import Batch, floating, losses
+from .batches import Batch, floating
 from .ending import leave
 from .sketch import Noise, aside, crc
 from .writer import Writer
@@ -56,7 +56,6 @@ class Tracer:
         self.step, self.micro, self.backward_micro, self.quiet_calls = 0, -1, -1, 0
         self.open, self.recording, self.stepped = True, first == 0, False
         self.zero, self.engine = False, None  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
-        self.began, self.losses = time.time(), []
         self.roots: Dict[torch.nn.Module, int] = {}
         self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}  # module -> number of its root, name
         self.parameters: Dict[str, layout.Parameter] = {}
@@ -67,7 +66,8 @@ class Tracer:
         self.known: Dict[int, Tuple[Any, int]] = {}  # tensors that are recorded, in their version
         self.hooked: Dict[int, Any] = {}
         self.handles: List[Any] = []
-        self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}  # local gradients of this backward
+        # Local gradients of this backward, and this rank's slices of them, by kind and name.
+        self.local: Dict[Tuple[str, str], List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}
         self.buffers: Dict[str, Tuple[int, int]] = {}
         self.writer.add("start", **start)
         self.writer.flush()
@@ -112,7 +112,6 @@ class Tracer:
             return
         if self.stepped:
             self.step, self.micro, self.quiet_calls, self.stepped = self.step + 1, -1, 0, False
-            self.began, self.losses = time.time(), []
         if self.step >= self.stop:
             self.close("window")
             leave(self.writer.file.name, self.world)
@@ -129,15 +128,8 @@ class Tracer:
             if self.quiet_calls == QUIET_CALLS + 1 and self.recording:
                 self.note(f"there are more calls of models without gradients in this step than {QUIET_CALLS}")
             self.recording = False
-        self.add("batch", root=root, training=module.training, grad=grad, **self.batch.fields())
+        self.add("batch", root=root, **self.batch.fields())
         self.add("random", v=random_state())
-
-    @guarded
-    def end_root(self, output: Any) -> None:
-        found = losses(output)
-        if found:
-            self.losses += found[:1]
-            self.add("loss", v=found)
 
     def _register(self, module: torch.nn.Module) -> int:
         """Name the modules and parameters of a root at its first call, and again when it has got others."""
@@ -150,22 +142,19 @@ class Tracer:
         root = self.roots.setdefault(base, len(self.roots))
         chain = [each for each in module.modules() if each is not base and layout.unwrapped(each) is base]
         self.zero = self.zero or any("DeepSpeedEngine" in layout.type_names(each) for each in chain)
-        held = {id(each.held) for each in self.parameters.values() if not isinstance(each, layout.FlatParameter)}
+        held = {id(each.held) for each in self.parameters.values() if not each.flat}
         found = [each for each in layout.parameters(module, names, self.zero) if id(each.held) not in held]
         for each in found:
             each.name = prefixed(root, each.name)
         for each, name in names.items():
             self.places.setdefault(each, (root, name))
         self.add(
-            "model",
-            root=root,
-            names=[[name, type(each).__name__] for each, name in names.items()],
-            parameters=[each.line() for each in found],
-            strategy=layout.strategy(module, found, chain),
-            device=str(next(module.parameters()).device),
-        )
+            "model", root=root, names=[[name, type(each).__name__] for each, name in names.items()],
+            parameters=[each.line() for each in found], strategy=layout.strategy(module, found, chain),
+        )  # fmt: skip
         for each in found:
             self._add_parameter(each)
+        self._add_parts("state", methodcaller("value"), [each.name for each in found], w="initial")
         self._add_buffers("initial", root)
         return root
 
@@ -175,13 +164,21 @@ class Tracer:
         for module, attribute in parameter.owners:
             self.owned.setdefault(module, []).append((attribute, name))
         part = parameter.value()
-        if part is not None:
-            if self.noise:
-                self.noise.add(part.local, name if part.kind == "full" else f"{name}/{self.rank}")
-            fields = {**part.fields(), "shape": parameter.shape, "dtype": parameter.dtype}
-            self.add("state", part.sketch(), w="initial", n=name, **fields)
-        if not isinstance(parameter, layout.FlatParameter):
+        if part is not None and self.noise:
+            self.noise.add(part.local, name if part.kind == "full" else f"{name}/{self.rank}")
+        if not parameter.flat:
             self._watch(parameter.held, name)
+
+    def _add_parts(
+        self, kind: str, part_of: Callable[[layout.Parameter], Optional[layout.Part]],
+        names: Optional[Iterable[str]] = None, micro: Optional[int] = None, **fields: Any,
+    ) -> None:  # fmt: skip
+        """Record this rank's part of a tensor of each parameter. names: which parameters, if not all."""
+        for name in (self.parameters if names is None else names) if self.recording else ():
+            part = part_of(self.parameters[name])
+            if part is not None:
+                shape = self.parameters[name].shape
+                self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=shape, **fields)
 
     def _watch(self, tensor: torch.Tensor, name: str) -> None:
         """See each gradient that arrives at a parameter, or at what stands for it in a forward (FSDP)."""
@@ -244,8 +241,9 @@ class Tracer:
                 self.noise.add(layout.located(tensor).local, f"{name}/{self.rank}/{self.step}/{micro}/{call}/{number}")
             if not self.recording:
                 continue
-            values, fields = self.batch.rows(tensor)
-            self.add("refwd" if again else "fwd", values, micro, n=name, i=call, t=number, **fields)
+            if not again:
+                values, fields = self.batch.rows(tensor)
+                self.add("fwd", values, n=name, i=call, t=number, **fields)
             # A leaf that returns its input has no gradient of its own; hooks of ZeRO make another tensor of it.
             returned = self._is_known(tensor) and not module._modules
             if tensor.requires_grad and not returned:
@@ -265,52 +263,43 @@ class Tracer:
 
     @guarded
     def on_parameter_gradient(self, name: str, gradient: torch.Tensor) -> Optional[torch.Tensor]:
-        part = layout.located(gradient)
         if self.recording:
-            fields = {**part.fields(), "shape": list(gradient.shape), "dtype": layout.dtype_name(gradient)}
-            self.local.setdefault(name, []).append((part.sketch(), fields))
+            own = None if layout.is_dtensor(gradient) else self.parameters[name].own(gradient)
+            for kind, part in (("lgrad", layout.located(gradient)), ("slice", own)):
+                if part is not None:
+                    fields = {**part.fields(), "shape": list(gradient.shape), "dtype": layout.dtype_name(gradient)}
+                    self.local.setdefault((kind, name), []).append((part.sketch(), fields))
         if not self.noise or layout.is_dtensor(gradient):
             return None
         return gradient + self.noise.delta(gradient, f"{name}/{self.rank}/{self.step}/{self.micro}/gradient")
 
     @guarded
-    def after_backward(self, tensors: Any) -> None:
+    def after_backward(self) -> None:
         """Record what a backward left: local gradients, then the reduced ones. ZeRO's are recorded at its step."""
-        loss = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
         micro = self.backward_micro if self.backward_micro >= 0 else self.micro
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not layout.is_dtensor(loss) and self.recording:
-            self.add("loss", None, micro, v=[float(loss.detach())], w="backward")
         self._add_local_gradients(micro)
         if not self.zero:
-            self._add_gradients("rgrad", self.parameters, micro)
+            self._add_parts("rgrad", methodcaller("gradient"), micro=micro)
         self.backward_micro = -1
 
     def _add_local_gradients(self, micro: int) -> None:
-        for name, gradients in self.local.items():
+        for (kind, name), gradients in self.local.items():
             values = torch.stack([each for each, _ in gradients]).sum(0)
             if len(gradients) > 1:
                 values[-1] = float("nan")  # the sum of squares of a sum is not known
-            self.add("lgrad", values, micro, n=name, **gradients[0][1])
+            self.add(kind, values, micro, n=name, **gradients[0][1])
         self.local = {}
-
-    def _add_gradients(self, kind: str, names: Any, micro: Optional[int] = None) -> None:
-        for name in names if self.recording else ():
-            parameter = self.parameters[name]
-            part = parameter.gradient() if parameter.trained else None
-            if part is not None:
-                self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=parameter.shape)
 
     # The optimizer.
 
     @guarded
-    def on_clip(self, name: str, limit: Any, kind: Any, norm: Any) -> None:
+    def on_clip(self, norm: Any) -> None:
         part = layout.located(norm) if isinstance(norm, torch.Tensor) else None
         value = norm if part is None else float(part.local)
-        self.add("clip", n=name, max=None if limit is None else float(limit), kind=kind, norm=value,
-                 **({} if part is None else part.fields()))  # fmt: skip
+        self.add("clip", norm=value, **({} if part is None else part.fields()))
 
     def _stepped_names(self, optimizer: Any) -> List[str]:
-        held = held_by(optimizer)
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         return [name for name, each in self.parameters.items() if id(each.held) in held]
 
     def _add_settings(self, optimizer: Any, groups: Any) -> None:
@@ -321,19 +310,14 @@ class Tracer:
         if self.micro < 0:
             return
         if self.engine is not None:
-            return self._add_received(held_by(optimizer))
+            self._add_parts("ograd", methodcaller("received", self.engine.optimizer, optimizer))
+            return
         self._add_local_gradients(self.micro)  # of torch.autograd.grad
         self._add_settings(optimizer, optimizer.param_groups)
         names = self._stepped_names(optimizer)
         if not names:
             self.note(f"the parameters of {type(optimizer).__name__} belong to no model that was called")
-        self._add_gradients("ograd", names)
-
-    def _add_received(self, held: Set[int]) -> None:
-        for name, parameter in self.parameters.items():
-            part = parameter.received(self.engine.optimizer, held) if parameter.trained else None
-            if part is not None:
-                self.add("ograd", part.sketch(), n=name, **part.fields(), shape=parameter.shape)
+        self._add_parts("ograd", methodcaller("gradient"), names)
 
     @guarded
     def after_step(self, optimizer: Any) -> None:
@@ -343,7 +327,7 @@ class Tracer:
     @guarded
     def before_engine_step(self, engine: Any) -> None:
         self.engine = engine
-        self._add_gradients("rgrad", self.parameters)
+        self._add_parts("rgrad", methodcaller("gradient"))
         self._add_settings(engine.basic_optimizer or engine.optimizer, engine.optimizer.param_groups)
 
     @guarded
@@ -351,20 +335,16 @@ class Tracer:
         self.engine = None
         norm = engine.get_global_grad_norm()
         if norm is not None:
-            self.on_clip("get_global_grad_norm", engine.gradient_clipping(), 2.0, norm)
+            self.on_clip(norm)
         self.end_step()
 
     def end_step(self, names: Optional[Sequence[str]] = None) -> None:
         """Record the parameters after the step, and that it is complete. A second optimizer's step is part of it."""
-        for name in self.parameters if names is None else names:
-            parameter = self.parameters[name]
-            part = parameter.value() if parameter.trained and self.recording else None
-            if part is not None:
-                self.add("param", part.sketch(), n=name, **part.fields(), shape=parameter.shape)
+        trained = [name for name in (self.parameters if names is None else names) if self.parameters[name].trained]
+        self._add_parts("param", methodcaller("value"), trained)
         if not self.stepped:
             self._add_buffers("end")
-            loss = sum(self.losses) / len(self.losses) if self.losses else None
-            self.add("step", loss=loss, wall_s=round(time.time() - self.began, 6))
+            self.add("step")
             self.stepped = True
         self.writer.flush()
 
@@ -376,10 +356,6 @@ def prefixed(root: int, name: str) -> str:
 def recomputing() -> bool:
     """Return whether a backward runs: a forward in it computes activations again (checkpointing)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def held_by(optimizer: Any) -> Set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 def settings(group: Dict[str, Any]) -> Dict[str, Any]:

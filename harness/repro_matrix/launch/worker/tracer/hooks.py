@@ -33,7 +33,7 @@ def install() -> None:
     patch(torch.autograd, "backward", backward)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-            patch(owner, name, functools.partial(clipping, name, 0))
+            patch(owner, name, clipping)
     handles.append(torch.nn.modules.module.register_module_forward_hook(on_forward))
     handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: tracer and tracer.before_step(optimizer)))
     handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: tracer and tracer.after_step(optimizer)))
@@ -46,7 +46,7 @@ def install_late() -> None:
         patch(engine.DeepSpeedEngine, "_take_model_step", engine_step)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
-        patch(fsdp.FullyShardedDataParallel, "clip_grad_norm_", functools.partial(clipping, "clip_grad_norm_", 1))
+        patch(fsdp.FullyShardedDataParallel, "clip_grad_norm_", clipping)
 
 
 def remove() -> None:
@@ -75,10 +75,8 @@ def calling(original: Callable) -> Callable:
             output = original(self, *args, **kwargs)
         finally:
             depth -= 1
-        if outermost:
-            own.end_root(output)
-            if not own.open:
-                remove()
+        if outermost and not own.open:
+            remove()
         return output
 
     return __call__
@@ -96,17 +94,16 @@ def backward(original: Callable) -> Callable:
             return original(tensors, *args, **kwargs)
         finally:
             if tracer is not None and outermost:
-                tracer.after_backward(tensors)
+                tracer.after_backward()
 
     return backward
 
 
-def clipping(name: str, skip: int, original: Callable) -> Callable:
+def clipping(original: Callable) -> Callable:
     def clip(*args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)
-        if tracer is not None:
-            limit = kwargs.get("max_norm", kwargs.get("clip_value", args[1] if len(args) > 1 else None))
-            tracer.on_clip(name, limit, kwargs.get("norm_type", args[2] if len(args) > 2 else 2.0), norm)
+        if tracer is not None and norm is not None:  # clip_grad_value_ returns none
+            tracer.on_clip(norm)
         return norm
 
     return clip

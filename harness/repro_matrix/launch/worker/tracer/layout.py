@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -119,12 +119,24 @@ class Parameter:
     trained: bool
     held: torch.Tensor  # what the optimizer steps on
     owners: List[Owner]
+    flat = False  # held is a slice of a flat parameter, or the flat parameter itself
 
     def value(self) -> Optional[Part]:
         return located(self.held)
 
     def gradient(self) -> Optional[Part]:
         return None if self.held.grad is None else located(self.held.grad)
+
+    def span(self) -> Optional[Tuple[int, int]]:
+        """Return where the slice begins that this rank's optimizer steps on, and its size; None: it has no slice."""
+        return None
+
+    def own(self, whole: torch.Tensor) -> Optional[Part]:
+        """Return this rank's slice of a whole gradient, where ranks have slices."""
+        flat, span, index = whole.detach().reshape(-1), self.span(), located(self.held).index
+        if span is None:
+            return None if index is None else Part(flat[index], "shard", index=index)
+        return Part(flat[span[0] : sum(span)], "shard", span[0])
 
     def line(self) -> List[Any]:
         return [self.name, self.shape, self.dtype, self.trained]
@@ -139,6 +151,7 @@ class FlatParameter(Parameter):
     start: int = 0
     kind: str = "shard"
     copies: int = 1
+    flat = True
 
     def _part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
         if tensor is None or tensor.shape != self.held.shape:  # a gradient that is not reduced yet (no_sync) is whole
@@ -154,36 +167,44 @@ class FlatParameter(Parameter):
     def gradient(self) -> Optional[Part]:
         return self._part(self.held.grad)
 
+    def span(self) -> Optional[Tuple[int, int]]:
+        return (self.start, self.count) if self.kind == "shard" else None
+
 
 class ZeroParameter(Parameter):
     """A parameter of DeepSpeed: ZeRO-3 keeps a flat part of it per rank; the gradients are the engine's."""
 
     def value(self) -> Optional[Part]:
-        own = getattr(self.held, "ds_tensor", None)
-        if own is None:
+        span = self.span()
+        if span is None or not hasattr(self.held, "ds_tensor"):
             return located(self.held)
-        start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
-        return Part(own.detach().reshape(-1)[: max(0, self.held.ds_numel - start)], "shard", start)
+        return Part(self.held.ds_tensor.detach().reshape(-1)[: span[1]], "shard", span[0])
 
     def gradient(self) -> Optional[Part]:
         found = sys.modules["deepspeed"].utils.safe_get_full_grad(self.held)  # a collective
         return None if found is None else Part(found)
 
-    def received(self, zero: Any, held: Set[int]) -> Optional[Part]:
-        """Return this rank's slice of the gradient in the flat tensors that the inner optimizer steps on (ids)."""
-        mapping, flats = getattr(self.held, "_hp_mapping", None), None
+    def span(self) -> Optional[Tuple[int, int]]:
+        own, mapping = getattr(self.held, "ds_tensor", None), getattr(self.held, "_hp_mapping", None)
+        if own is not None:
+            start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
+            return start, max(0, min(own.numel(), self.held.ds_numel - start))
+        return mapping and (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+    def received(self, zero: Any, inner: torch.optim.Optimizer) -> Optional[Part]:
+        """Return this rank's slice of the gradient in the flat tensors that the inner optimizer steps on."""
+        span, flats = self.span(), None
+        mapping = getattr(self.held, "_hp_mapping", None)
         if mapping is not None:
             flats, group = getattr(zero, "single_partition_of_fp32_groups", None), mapping.param_group_index
-            first, count = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-            start = mapping.lp_fragment_address.start
-        elif hasattr(self.held, "ds_tensor"):
+            first = mapping.hp_fragment_address.start
+        elif hasattr(self.held, "ds_tensor") and self.trained:
             flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-            group, first, count = zero.grad_position[self.held.ds_id]
-            start = torch.distributed.get_rank(self.held.ds_process_group) * self.held.ds_tensor.numel()
-            count = max(0, min(count, self.held.ds_numel - start))
-        if flats is None or id(flats[group]) not in held or flats[group].grad is None:
+            group, first, _ = zero.grad_position[self.held.ds_id]
+        held = {id(each) for group in inner.param_groups for each in group["params"]}
+        if span is None or flats is None or id(flats[group]) not in held or flats[group].grad is None:
             return None
-        return Part(flats[group].grad.detach().reshape(-1)[first : first + count], "shard", start)
+        return Part(flats[group].grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0])
 
 
 def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool) -> List[Parameter]:
