@@ -171,11 +171,7 @@ class Simulation:
                 ended = "exception" if run.plant == "exception" else ""
                 break
             self.forward_all()
-            if run.plant in ("ends", "skipped step") and self.step == run.step:
-                for name, weight in self.weights.items():
-                    self.record_parameter("param", name, [weight] * run.world)
-            else:
-                self.optimize()
+            self.optimize()
             for rank in range(run.world):
                 self.write(rank, "step")
             if run.plant == "ends" and self.step == run.step:
@@ -358,6 +354,10 @@ class Simulation:
                 ranks = [sum(s for g, s in enumerate(sums) if g != run.rank) / self.groups] * run.world
             reduced[name] = ranks
             self.record_parameter("rgrad", name, ranks, m=run.micro - 1)
+        if run.plant in ("ends", "skipped step") and self.step == run.step:
+            for name, weight in self.weights.items():
+                self.record_parameter("param", name, [weight] * run.world)
+            return
         received = {}
         norms = [np.sqrt(sum(float((reduced[n][rank] ** 2).sum()) for n in names)) for rank in range(run.world)]
         if self.planted("own norm"):

@@ -222,7 +222,7 @@ def _confirmed(pair: Pair, missing: Difference) -> bool:
     name, later = missing.key.name, list(STAGES)[list(STAGES).index(missing.stage) + 1 :]
     follows = [each.wrong for each in pair.differences if each.stage in later and not each.missing
                and f"{each.key.name}.".startswith(f"{name}." if name else "")]  # fmt: skip
-    return bool(follows) and all(follows)
+    return bool(pair.no_step) or (bool(follows) and all(follows))
 
 
 def _draws_differ(pair: Pair, owners: Sequence[Owner]) -> bool:

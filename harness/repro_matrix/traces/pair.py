@@ -89,7 +89,12 @@ class Pair:
                 self._compare_weights()
             if kind == "ograd":
                 self._compare_factors()
+            for key in keys.get("param", ()) if kind == "rgrad" else ():
+                if self._is_left_out(key.name):  # what follows from that comes later
+                    self._add_missing("update", key, [], certain=True)
             for key in keys.get(kind, ()):
+                if kind in ("rgrad", "ograd", "param") and self._is_left_out(key.name):
+                    continue
                 if key in self.other.events and not (kind == "lgrad" and self._is_frozen(key.name)):
                     self._compare(STAGE_OF[kind], key)
                 else:
@@ -190,12 +195,16 @@ class Pair:
     def _is_frozen(self, name: str) -> bool:
         return not self.other.parameters.get(name, ("", True))[1]
 
+    def _is_left_out(self, name: str) -> bool:
+        """Return whether the other side's optimizer does not get the gradient of this parameter, but others'."""
+        received = Key("ograd", name)
+        missing = received in self.trusted.events and received not in self.other.events
+        return missing and "ograd" in self.other.kinds and Key("rgrad", name) in self.other.events
+
     def _miss(self, stage: Stage, key: Key) -> None:
         """Note a tensor that the other side does not have; where it should have it, as a difference."""
         shown = key.kind in self.other.kinds | self.shown
-        has_gradient = any(Key(kind, key.name) in self.other.events for kind in GRADIENTS)
-        left_out = key.kind == "param" and shown and has_gradient
-        if left_out or (key.kind in GRADIENTS and self._is_frozen(key.name)):
+        if key.kind in GRADIENTS and self._is_frozen(key.name):
             self._add_missing(stage, key, [], certain=True)
         elif key.kind == "bwd" and key._replace(kind="fwd") in self.other.events and shown:
             self._compare_arrival(key, set())

@@ -79,7 +79,7 @@ def describe_factor(trusted: Array, suspect: Array) -> str:
 def times(scale: float) -> str:
     """``1.01``, ``1.0001``: three digits of how far it is from 1."""
     off = abs(scale - 1)
-    return f"{scale:.{max(3, 3 - math.floor(math.log10(off))) if 1e-12 < off < np.inf else 3}g}"
+    return f"{scale:.{max(3, 3 - math.floor(math.log10(off))) if 1e-5 < off < np.inf else 3}g}"
 
 
 def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, list[Owner]]:
@@ -155,6 +155,8 @@ def _name(weights: Array, sources: Sequence[Owner], share: float, rank: int | No
         return "not reduced", []
     if np.ptp(weights) < RESIDUE * max(1.0, float(np.abs(weights).max())):
         scale = float(weights.mean())
+        if abs(scale - 1) < RESIDUE / 10:
+            return "the average, but less exact", []
         summed = abs(scale * share - 1) < RESIDUE
         return "summed, not averaged" if summed else f"{times(scale)} times the average", []
     for what, values in (("micro-batch", [m for _, m in sources]), ("rank", [r[0] for r, _ in sources])):

@@ -173,12 +173,12 @@ class Tracer:
         self, kind: str, part_of: Callable[[layout.Parameter], Optional[layout.Part]],
         names: Optional[Iterable[str]] = None, micro: Optional[int] = None, **fields: Any,
     ) -> None:  # fmt: skip
-        """Record this rank's part of a tensor of each parameter. names: which parameters, if not all."""
+        """Record this rank's part of a tensor of each trained parameter. names: which, if not all."""
         for name in (self.parameters if names is None else names) if self.recording else ():
-            part = part_of(self.parameters[name])
+            parameter = self.parameters[name]
+            part = part_of(parameter) if parameter.trained or kind == "state" else None
             if part is not None:
-                shape = self.parameters[name].shape
-                self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=shape, **fields)
+                self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=parameter.shape, **fields)
 
     def _watch(self, tensor: torch.Tensor, name: str) -> None:
         """See each gradient that arrives at a parameter, or at what stands for it in a forward (FSDP)."""
@@ -340,8 +340,7 @@ class Tracer:
 
     def end_step(self, names: Optional[Sequence[str]] = None) -> None:
         """Record the parameters after the step, and that it is complete. A second optimizer's step is part of it."""
-        trained = [name for name in (self.parameters if names is None else names) if self.parameters[name].trained]
-        self._add_parts("param", methodcaller("value"), trained)
+        self._add_parts("param", methodcaller("value"), names)
         if not self.stepped:
             self._add_buffers("end")
             self.add("step")

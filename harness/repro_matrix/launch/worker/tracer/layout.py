@@ -193,18 +193,19 @@ class ZeroParameter(Parameter):
 
     def received(self, zero: Any, inner: torch.optim.Optimizer) -> Optional[Part]:
         """Return this rank's slice of the gradient in the flat tensors that the inner optimizer steps on."""
-        span, flats = self.span(), None
-        mapping = getattr(self.held, "_hp_mapping", None)
+        span, mapping, group, first = self.span(), getattr(self.held, "_hp_mapping", None), None, 0
         if mapping is not None:
-            flats, group = getattr(zero, "single_partition_of_fp32_groups", None), mapping.param_group_index
-            first = mapping.hp_fragment_address.start
-        elif hasattr(self.held, "ds_tensor") and self.trained:
+            flats = getattr(zero, "single_partition_of_fp32_groups", None)
+            group, first = mapping.param_group_index, mapping.hp_fragment_address.start
+        elif hasattr(self.held, "ds_tensor"):
             flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-            group, first, _ = zero.grad_position[self.held.ds_id]
-        held = {id(each) for group in inner.param_groups for each in group["params"]}
-        if span is None or flats is None or id(flats[group]) not in held or flats[group].grad is None:
+            group, first, _ = zero.grad_position.get(self.held.ds_id, (None, 0, 0))
+        if span is None or group is None or flats is None or flats[group].grad is None:
             return None
-        return Part(flats[group].grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0])
+        stepped = any(each is flats[group] for group_ in inner.param_groups for each in group_["params"])
+        return (
+            Part(flats[group].grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0]) if stepped else None
+        )
 
 
 def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool) -> List[Parameter]:
