@@ -120,11 +120,34 @@ def test_show_has_the_role_and_the_command_of_each_variant(capsys: pytest.Captur
 def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
     assert code == 0 and "QwenLM/Qwen3#306" in out and "torchrun" not in out
-    assert out.index("Symptom") < out.index("Cause") < out.index("layer-wrap ") < out.index("supported: ")
+    assert (
+        out.index("What to do")
+        < out.index("Symptom")
+        < out.index("Cause")
+        < out.index("layer-wrap ")
+        < out.index("supported  ")
+    )
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "summon")
     assert code == 0 and call(capsys, "show", "qwen15-fsdp-norm-shard", "variants=[summon]")[1] == out
     assert "--variant unfixed" in out and "--variant summon" in out and "--variant ddp" not in out
     assert "--variant ddp" in call(capsys, "show", "qwen15-fsdp-norm-shard", "--commands")[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        (
+            "zero3-load-state-dict",
+            ["load before deepspeed.initialize", "--variant before-initialize", "torch.Size([0])"],
+        ),
+        ("qwen15-fsdp-kv-cache", ["does not reproduce with these packages", "layer-wrap-root-call"]),
+        ("train-step", []),  # a control
+    ],
+)
+def test_show_says_first_what_to_do(capsys: pytest.CaptureFixture[str], case: str, parts: list[str]) -> None:
+    text = " ".join(call(capsys, "show", case)[1].partition("Cause: ")[0].split())
+    assert text.startswith(f"{case}: ") and ("What to do: " in text) == bool(parts)
+    assert not [part for part in parts if part not in text]
 
 
 def test_statuses_that_show_prints_are_those_of_claims(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from observations import document, exception, failed, observation, ok
 from repro_matrix import text
 from repro_matrix.report.headline import headline
-from repro_matrix.report.result_lines import MOST_OF_STATE, result_lines
+from repro_matrix.report.result_lines import MOST_CASES, result_lines
 from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.summary import Row
@@ -83,10 +83,20 @@ def test_healthy_run_fits_on_a_screen() -> None:
     skipped = identified(document({"unfixed": "needs 2 GPUs"}, {}, case="other"))
     lines = shown(*results, skipped)
     assert max(map(len, shown(*results, skipped, width=60))) <= 60
-    assert len(lines) <= 18 and sum(line.startswith("  reproduces") for line in lines) == MOST_OF_STATE
+    assert len(lines) <= 18 and sum(line.startswith("  reproduces") for line in lines) == MOST_CASES
     assert lines[-1].endswith("repro show case-0")
     every = shown(*results, everything=True)
     assert "REPRODUCES: 40 cases" in every and sum("works: fix" in line for line in every) == 40
+
+
+def test_summary_has_cases_of_each_state() -> None:
+    failing = {f"f{n}": observation(failed(0, exception("ValueError", "x")), ok(1)) for n in range(3)}
+    odd = [identified(document({"unfixed": [("other_failure", one)]}, {}, case=name)) for name, one in failing.items()]
+    gone = identified(document({"unfixed": [("passed", observation(ok(0)))]}, {}, case="gone"))
+    lines = shown(*odd, gone, *(cell(case=f"case-{index}") for index in range(9)))
+    names = [line.split("  ")[1] for line in lines if line.startswith("  ") and "..." not in line[:6]]
+    assert [names.count(name) for name in ("reproduces", "not reproduced", "with another error")] == [2, 1, 2]
+    assert "  ... 8 more: repro report --format text" in lines
 
 
 def test_variants_that_differ_for_one_reason_are_listed_once() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.analysis.advice import advice
-from repro_matrix.analysis.claims import ClaimRow, ledger
+from repro_matrix.analysis.claims import ledger
 from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.cli import options
 from repro_matrix.config.schema import Case, Variant
@@ -27,8 +27,9 @@ from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
 from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.report import terminal
 from repro_matrix.report.page_model import symptom
-from repro_matrix.report.terminal import label, print_json, print_notes, print_table, print_wrapped
+from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.summary import Row
 from repro_matrix.runner import prerequisites
@@ -84,21 +85,18 @@ def main(args: argparse.Namespace) -> int:
     if not case.expect:
         title = f"Ways to run it. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
     heads = ["variant", "what it changes", "role", "expected", "last measured", "help"]
-    table = [
-        [
-            v["variant"],
-            _changes(case.variants[v["variant"]]),
-            *(v[name] for name in ("role", "expected", "last", "help")),
-        ]
-        for v in variants
-    ]
+    table = [[v["variant"], _changes(case.variants[v["variant"]]), v["role"], v["expected"], v["last"], v["help"]]
+             for v in variants]  # fmt: skip
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
     if case.kind == "failure":
         print_wrapped(ROLES)
     for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}:\n  {each['torchrun']}")
-    print_wrapped(*_claim_lines(claims), "", *_details(case), f"script: {place}", "", f"Run it: repro run {case.slug}")
+    if claims:
+        print_wrapped("", "Claims of the threads, and what stored measurements show")
+        terminal.print_lines(terminal.claim_lines(claims, terminal.columns()))
+    print_wrapped("", *_details(case), f"script: {place}", "", f"Run it: repro run {case.slug}")
     if not commands:
         print(f"Commands, to run variants by hand: repro show {case.slug} --commands, or name variants")
     return 0
@@ -151,15 +149,6 @@ def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
     yield f"{case.variants[first].help or _changes(case.variants[first])} (fix {first})."
     yield f"Also: {', '.join(others)}." if others else ""
     yield f"As a script: repro export {case.slug} --variant {first}"
-
-
-def _claim_lines(claims: Sequence[ClaimRow]) -> Iterator[str]:
-    yield from (
-        ["", "Claims of the threads, and what stored measurements show (`repro claims ID` has them)"] if claims else []
-    )
-    for claim in claims:
-        source = f" ({claim.source})" if claim.source else ""
-        yield f"  {label(claim.status).text}: {claim.text}{source}. {claim.brief or claim.detail} [{claim.id}]"
 
 
 def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:

@@ -69,7 +69,7 @@ def to_json(
         "made": created,
         "results": list(folders),
         "headline": head.to_json(),
-        "counts": dict(Counter(one.name for cell in cells for one in cell.labels).most_common()),
+        "counts": dict(Counter(row_label(row).name for cell in cells for row in cell.rows).most_common()),
         "rows": [record(cell, row) for cell in cells for row in cell.rows],
         "claims": [
             {"case": one.case, "id": one.id, "text": one.text, "source": one.source, "status": one.status,
@@ -168,9 +168,9 @@ def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
     return _limited("\n\n".join(filter(None, out)) + "\n")
 
 
-def _list(items: Sequence[str], most: int = MOST_LISTED) -> str:
-    more = [f"- … and {len(items) - most} more"] if len(items) > most else []
-    return "\n".join([*items[:most], *more])
+def _list(items: Sequence[str]) -> str:
+    more = [f"- … and {len(items) - MOST_LISTED} more"] if len(items) > MOST_LISTED else []
+    return "\n".join([*items[:MOST_LISTED], *more])
 
 
 def _limited(text: str) -> str:

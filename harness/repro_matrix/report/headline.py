@@ -157,13 +157,10 @@ class Headline:
     @cached_property
     def unconfirmed(self) -> list[str]:
         """What no expectation confirms: ``1 result different from the CPU``."""
-        texts = {
-            "result different from the CPU": self.kinds["differs_from_cpu"],
-            "result without an expectation": len(self.new), "variant without a result": len(self.unanswered),
-        }  # fmt: skip
-        return [
-            f"{counted(number, what.split()[0])} {what.partition(' ')[2]}" for what, number in texts.items() if number
-        ]
+        numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
+                   (len(self.new), "result", "without an expectation"),
+                   (len(self.unanswered), "variant", "without a result"))  # fmt: skip
+        return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
 
     @cached_property
     def new(self) -> list[Row]:
@@ -204,13 +201,8 @@ class Headline:
         """Return a badge in the format of an endpoint of shields.io."""
         works, tried = self.fixes
         message = f"{self.count('reproduces')} of {self.failures} reproduce, {works} of {tried} fixes work"
-        urgent = any(kind != "differs_from_cpu" for kind in self.kinds)
-        return {
-            "schemaVersion": 1,
-            "label": "known failures",
-            "message": message,
-            "color": "red" if urgent else "green",
-        }
+        color = "red" if any(kind != "differs_from_cpu" for kind in self.kinds) else "green"
+        return {"schemaVersion": 1, "label": "known failures", "message": message, "color": color}
 
     @property
     def stack(self) -> str:
@@ -256,16 +248,14 @@ class Headline:
         skipped = [Fact(f"{self.not_measured}. Reasons: repro doctor", "skipped")] if self.skipped else []
         if not any(row.attempts for row in self.rows):
             return {"Results": [Fact("Nothing was measured.")], **({"Not measured": skipped} if skipped else {})}
+        listed = "unconfirmed" if self.new or self.unanswered else "attention-list"
         answers = {
             "Needs attention": [Fact(f"{text}.", "attention-list", True) for text in self.differences],
             "Known failures": list(self._failures()),
             "Documented fixes": list(self._fixes()),
             "Controls": list(self._controls()),
             "Changes": [Fact(self.changed)],
-            "Not confirmed": [
-                Fact(f"{text}.", "unconfirmed" if self.new or self.unanswered else "attention-list")
-                for text in self.unconfirmed
-            ],
+            "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
             "Not measured": skipped,
         }
         return {name: facts for name, facts in answers.items() if facts}

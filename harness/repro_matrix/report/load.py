@@ -41,7 +41,7 @@ from repro_matrix.paths import BASELINE, write_bytes
 from repro_matrix.report import formats
 from repro_matrix.report.formats import Remarks
 from repro_matrix.report.headline import ATTENTION, CASE_STATES, NO_PREVIOUS, Headline, headline
-from repro_matrix.report.page_model import Cell, Page, build_page, cells_of
+from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, row_label
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import Label, columns, label
 from repro_matrix.results import quarantine, runs
@@ -269,7 +269,7 @@ def format_value(value: Any) -> str:
 
 def proof(cell: Cell) -> Markup:
     """Return the attempts and checks of a cell's variants, and what repeats them, as lines."""
-    lines = [part for row, one in cell.variants for part in _proof(row, one)]
+    lines = [part for row in cell.rows for part in _proof(row, row_label(row))]
     command = shlex.join(cell.row.command[:-1])
     lines.append(f"again: {command} variants=NAME")
     return Markup(escape("\n".join(block(text, TEXT) for text in lines)))

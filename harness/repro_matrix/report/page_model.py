@@ -68,16 +68,9 @@ class Cell:
         return " ".join(self.row.axes[2:]).replace("flags.", "")
 
     @cached_property
-    def labels(self) -> tuple[Label, ...]:
-        return tuple(row_label(row) for row in self.rows)
-
-    @cached_property
-    def variants(self) -> list[tuple[Row, Label]]:
-        return list(zip(self.rows, self.labels))
-
-    @cached_property
-    def attention(self) -> list[Row]:
-        return [row for row in self.rows if row.state == "unexpected"]
+    def attention(self) -> int:
+        """The number of variants that need attention."""
+        return sum(row.state == "unexpected" for row in self.rows)
 
     @cached_property
     def place(self) -> tuple[str, ...]:
@@ -136,7 +129,8 @@ def _axis(title: str, cells: Sequence[Cell]) -> Axis:
     columns = list(dict.fromkeys(map(column, ordered)))
     found: Results = defaultdict(lambda: [None] * len(columns))
     for cell in ordered:
-        for row, one in cell.variants:
+        for row in cell.rows:
+            one = row_label(row)
             if one.name not in NO_ANSWER:
                 found[" ".join(row.axes), row.variant][columns.index(column(cell))] = one
     return _strips(f"{title}: {differing[0]}" if len(differing) == 1 else title, columns, found)
@@ -319,7 +313,7 @@ def case_view(
         summary=case.summary if case else "",
         symptom=symptom(failures[0].row if failures else None, case),
         references=tuple(map(link, case.references if case else ordered[0].row.references)),
-        cells=tuple(sorted(ordered, key=lambda cell: -len(cell.attention))),
+        cells=tuple(sorted(ordered, key=lambda cell: -cell.attention)),
         places=places,
         symbols=symbols,
         variants=variants,

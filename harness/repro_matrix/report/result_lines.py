@@ -17,7 +17,7 @@ from repro_matrix.results.summary import Row
 from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 
 LOG_LINES = 4
-MOST_OF_STATE = 2  # cases, so that the end of a run without surprises fits on a screen of 24 lines
+MOST_CASES, MOST_OF_STATE = 5, 2  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 LOG_TAIL = 800  # characters of a log that a summary has
 DETAIL, SHORTEST = 38, 20  # columns of what is said of a case, and of its title
@@ -122,7 +122,9 @@ def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
                 yield from wrap(" · ".join(filter(None, (each.case, _case_detail(each, helps)))), "      ", 2, width)
         return
     cases = [each for state, some in by_state.items() if state not in ("passes", "not_measured") for each in some]
-    shown = [each for each in cases if each in by_state[each.state][:MOST_OF_STATE]]
+    first = [each for each in cases if each in by_state[each.state][:MOST_OF_STATE]]
+    others = [each for each in cases if each not in first][: max(0, MOST_CASES - len(first))]
+    shown = [each for each in cases if each in first or each in others]
     names = max((len(each.case) for each in shown), default=0)
     states = max((len(CASE_STATES[each.state][1]) for each in shown), default=0)
     yield from [""] * bool(shown)

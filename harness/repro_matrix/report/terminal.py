@@ -51,10 +51,6 @@ class Label:
     text: str
     tone: str
 
-    @property
-    def marked(self) -> str:
-        return f"{self.symbol} {self.text}"
-
 
 _LABELS = (
     Label("FIXED", "✔", "fix works", "good"),
@@ -220,7 +216,8 @@ def claim_lines(rows: Sequence[ClaimRow], width: int, simulated: Sequence[str] =
         yield named(case, case in simulated)
         for row in rows:
             if row.case == case:
-                yield from wrap(f"{label(row.status).text:<9}  {row.id}: {row.text}", "  ", 11, width, None)
+                source = f" ({row.source})" if row.source else ""
+                yield from wrap(f"{label(row.status).text:<9}  {row.id}: {row.text}{source}", "  ", 11, width, None)
                 yield from wrap(row.brief or row.detail, " " * 13, 0, width, None)
         yield ""
     counts = Counter(str(row.status) for row in rows)
