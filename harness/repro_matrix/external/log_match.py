@@ -174,7 +174,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
 def _rule(error: Error) -> FailureRule | None:
     """Return the kind of failure that an error shows; only of a launcher's how a process ended."""
     rule = rule_of(f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}")
-    only_end = rule is not None and rule.shows == "end"
+    only_end = rule is not None and rule.shows == "end" and not rule.exit_codes
     return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
 
 
@@ -197,8 +197,13 @@ def _rank(index: int, error: Error) -> RankLeft:
 
 
 def completed(record: Mapping[str, Any]) -> Exception_:
-    """Return an exception with the bases of its type, and without the kit's frames, which records leave out."""
-    kind, module = str(record["type"]), str(record["module"])
+    """Return an exception with the bases of its type, and without the kit's frames, which records leave out.
+
+    A message of several lines is there a second time as one line: a terminal may have wrapped it.
+    """
+    kind, module, message = str(record["type"]), str(record["module"]), str(record["message"])
+    if "\n" in message:
+        message += "\n" + " ".join(message.split())
     python = getattr(builtins, kind, None)
     bases = _BASES.get(kind, [])
     if isinstance(python, type) and issubclass(python, BaseException):
@@ -207,7 +212,7 @@ def completed(record: Mapping[str, Any]) -> Exception_:
         kind, module, bases = f"{module}.{kind}", "", []  # mylib.ValueError only has the name of Python's
     frames: list[Frame] = [frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])]
     return {
-        "type": kind, "module": module, "bases": bases, "message": record["message"],
+        "type": kind, "module": module, "bases": bases, "message": message,
         "cause": None, "frames": frames,
     }  # fmt: skip
 
@@ -220,16 +225,18 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
         # The same text under another strategy has another cause (grading/grade.py).
         if strategies and not strategies & set(case.axes.strategy):
             continue
-        missing, ambiguous_with = _missing(signature, error), signature.ambiguous_with
-        if missing is None and (not ambiguous_with or _ruled_out(ambiguous_with, error, seen)):
+        ambiguous_with = signature.ambiguous_with
+        clear = not ambiguous_with or _ruled_out(ambiguous_with, error, seen)
+        missing = _missing(signature, error, clear)
+        if missing is None and clear:
             other = _in_any_model(signature)
-            missing = _missing(other, error) if other else None
+            missing = _missing(other, error, clear) if other else None
             missing = None if missing is None else (*missing, "raised in the code of another model")
         if missing is None:
             continue
         if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
             missing = (*missing, "a crash at this place may have other causes")
-        elif ambiguous_with and not _ruled_out(ambiguous_with, error, seen):
+        elif ambiguous_with and not clear:
             missing = (*missing, f"it may as well be {ambiguous_with.cause}")
         (perhaps if missing else known).append(Known(case.slug, signature.name, error.line, missing))
     perhaps.sort(key=lambda item: bool(catalogue.simulated & {item.case}))
@@ -252,8 +259,11 @@ def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
     return (Known(name, "", failure.error.line, ("another wording of it",)),) if found else ()
 
 
-def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
-    """Return what the log does not show of a signature that it does not contradict; None where it does."""
+def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...] | None:
+    """Return what the log does not show of a signature that it does not contradict; None where it does.
+
+    ``clear``: no other cause is in question.
+    """
 
     def matches(signature: Signature, error: Error) -> bool:
         attempt = _attempt([_rank(0, error)])
@@ -265,10 +275,10 @@ def _missing(signature: Signature, error: Error) -> tuple[str, ...] | None:
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
     unframed = signature.model_copy(update={"frames": []})
-    if signature.package == "torch" and error.places and not signature.ambiguous_with and not signature.frames:
+    if signature.package == "torch" and error.places and clear and not signature.frames:
         copied = signature.model_copy(update={"package": None})
         if matches(copied, error):
-            return (f"raised in {module_of(error)}, not in {signature.package}: perhaps a copy of its code",)
+            return (f"raised in {module_of(error)}, not in {signature.package}: perhaps a copy of its code, or cut",)
     if error.mixed and not signature.ambiguous_with:
         return (_MIXED,) if matches(unframed.model_copy(update={"package": None}), error) else None
     if (error.whole and not error.mixed) or (error.signal and not error.stack):

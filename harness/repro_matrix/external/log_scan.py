@@ -161,7 +161,7 @@ class Summary:
 
 _STATED = re.compile(r"\b[Rr]ank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(local_rank: \d+)")
 _NOTE = re.compile(r"\[I[ \d]|^I\d{4} |(?<![=\w])(?:INFO|DEBUG)\b")
-_WARNED = re.compile(r"\[W[ \d]|^W\d{4} |(?<!NCCL )\b(?:WARN|WARNING|UserWarning)\b")
+_WARNED = re.compile(r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )\b(?:WARN|WARNING|UserWarning)\b")
 _TYPED = re.compile(r"[a-z](?:Error|Exception)\b")
 MAX_FINDINGS = 300
 
@@ -265,7 +265,7 @@ class Catalogue:
         every = [(case, signature) for case in self.cases for signature in case.signatures]
         self.remarks = [item for item in every if item[1].kind == "log"]
         kinds = ("exception", "signal")
-        self.failures = [(case, s.model_copy(update={"ranks": "any"})) for case, s in every if s.kind in kinds]
+        self.failures = [(case, _lenient(s)) for case, s in every if s.kind in kinds]
         patterns = {s.message for _, s in self.remarks}
         patterns |= {s.ambiguous_with.ruled_out_by for _, s in every if s.ambiguous_with}
         self.patterns = [(re.compile(pattern), words_of(pattern)) for pattern in sorted(filter(None, patterns))]
@@ -289,17 +289,26 @@ class Catalogue:
 
     def message_in(self, text: str) -> tuple[Signature, str] | None:
         """Return the exception whose message a line holds, outside of a traceback, and the message. A text that has
-        other causes, too, must stand at the line's beginning or after the exception's type."""
+        other causes, too, must stand at the line's beginning, or after what says that it is an error."""
         low = text.lower()
         for pattern, words, signature in self.messages:
             found = pattern.search(text) if any(word in low for word in words) else None
             if found and (
                 not signature.ambiguous_with
-                or str(signature.type) in text[: found.start()]
+                or _STATES.search(text, 0, found.start())
                 or not re.search(r"\w", text[: found.start()])
             ):
                 return signature, text[found.start() :]
         return None
+
+
+_STATES = re.compile(r"(?i)error|exception|fail")
+
+
+def _lenient(signature: Signature) -> Signature:
+    """Return a signature for any rank, whose message also counts without the backticks that Markdown eats."""
+    lenient = {"ranks": "any", "message": signature.message and signature.message.replace("`", "`?")}
+    return signature.model_copy(update=lenient)
 
 
 def words_of(pattern: str) -> list[str]:
@@ -403,7 +412,8 @@ def _mentions(rule: FailureRule, text: str) -> bool:
     if rule.shows == "end" or rule.exit_codes or rule.any_level:
         return False
     shown = re.search(rule.text, text)
-    return bool(_NOTE.search(text) and not _TYPED.search(text)) or bool(shown and ADVICE.search(text, 0, shown.start()))
+    note = _NOTE.search(text, 0, shown.start() if shown else len(text))
+    return bool(note and not _TYPED.search(text)) or bool(shown and ADVICE.search(text, 0, shown.start()))
 
 
 def _find(found: Scanned, line: Line, kind: str) -> None:

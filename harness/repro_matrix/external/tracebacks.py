@@ -143,7 +143,8 @@ _NAMED = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Iteration|Timeou
 _BARE = re.compile(
     # A job's prefix, a quotation. All spaces are taken at once, else a row of asterisks takes for ever.
     r"^ *(?:(?:\[[^\[\]]{1,80}\]:?|\([^()]{1,80}\):?|<[^<>]{1,80}>:?|[>`\"'*]) *(?! ))*(?<! {2})"
-    r"(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault)|(?:errors?|exceptions?|exc)\.[A-Z]\w*))"
+    r"(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Expired|Exit|Fault)|Exception(?=: )"
+    r"|(?:errors?|exceptions?|exc)\.[A-Z]\w*))"
     r"(?:: (?P<message>\S.*)|:?\s*)$"
 )
 _TWICE = re.compile(r"^(?P<type>[\w.]{0,80}?[A-Z]\w{0,80}?(?:Error|Exception))(?P=type)+")  # of two ranks on one line
@@ -310,7 +311,8 @@ class Errors:
 
     def _ends(self, line: Line, error: re.Match[str], now: _Open) -> bool:
         kind = error["type"].partition("(")[0]
-        if not now.frames:
+        now.whole = now.whole and bool(now.frames)
+        if not now.frames and (not error["message"] or not _NAMED.search(kind)):
             return False
         if not _NAMED.search(kind):
             # "Epoch: 3" ends no traceback, unless it stands where one ends.
