@@ -306,8 +306,9 @@ _STATES = re.compile(r"(?i)error|exception|fail")
 
 
 def _lenient(signature: Signature) -> Signature:
-    """Return a signature for any rank, whose message also counts without the backticks that Markdown eats."""
-    lenient = {"ranks": "any", "message": signature.message and signature.message.replace("`", "`?")}
+    """Return a signature for any rank, whose message also counts in other letters, and without the backticks that
+    Markdown eats."""
+    lenient = {"ranks": "any", "message": signature.message and "(?i)" + signature.message.replace("`", "`?")}
     return signature.model_copy(update=lenient)
 
 

@@ -30,6 +30,7 @@ _LABEL = re.compile(
     r"|\[\d+,(?P<c>\d+)\]<std(?:err|out)>: ?"  # mpirun --tag-output
     r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
     r"|[\w.-]*\w {1,20}\| "  # docker compose
+    r"|[\w.-]+: (?=\[(?:rank|default)\d)"  # pdsh
 )
 _LEARNED = re.compile(
     r"(?P<rank>\d+): ?|[\w.@-]+: ?|[\w.-]+ +\| ?|\[?[\w./:-]+\]? ?"
