@@ -18,8 +18,7 @@ from torch import nn
 
 def made(run: Run, dtype: torch.dtype, seed: int | None = None) -> tuple[nn.Module, Weights]:
     """Return the model without memory, and its Weights."""
-    # Different GPUs draw different numbers from one seed; at full size the CPU takes too long.
-    model, weights = drawable(run, dtype, seed, source=run.device if run.model["scale"] == "full" else "cpu")
+    model, weights = drawable(run, dtype, seed, source=run.drawing_device)
     if run.flags["lora"]:
         model = lora_to_draw(run, model, weights)
     if run.flags["checkpointing"]:

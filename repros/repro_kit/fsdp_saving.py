@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Iterable
+from typing import Any, Sequence
 
 from repro_kit.instrumentation import watch
 from repro_kit.run import Run
@@ -15,7 +15,7 @@ from torch import nn
 
 
 def sharded(
-    run: Run, model: nn.Module, mixed_precision: bool = False, ignored: Iterable[nn.Parameter] = ()
+    run: Run, model: nn.Module, mixed_precision: bool = False, ignored: Sequence[nn.Parameter] = ()
 ) -> nn.Module:
     """Wrap ``model`` in the run's strategy: FSDP2, or FSDP1 with the strategy's options."""
     quiet_cuda()
@@ -26,6 +26,8 @@ def sharded(
     from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
     options: dict[str, Any] = {"ignored_states": list(ignored)} if ignored else {}
+    for parameter in ignored:
+        parameter.data = parameter.data.to(run.device)  # FSDP leaves them where they are
     if mixed_precision:
         options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
     if run.options["sharding"].startswith("HYBRID"):  # two groups: shards within a group, copies across groups

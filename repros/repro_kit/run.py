@@ -119,6 +119,15 @@ class Run:
             return torch.device("cpu")
         return torch.device("cuda", self.local_rank % self.devices)  # one per rank, unless several share a GPU
 
+    @property
+    def drawing_device(self) -> torch.device:
+        """Where weights are drawn: on the CPU, which takes too long at full size. GPUs of different kinds draw
+        different numbers from one seed."""
+        import torch
+
+        kinds = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return self.device if self.model["scale"] == "full" and len(kinds) == 1 else torch.device("cpu")
+
     def phase(self, name: str) -> None:
         """Name what the rank is doing, so that an error can say where it happened."""
         if self.model.get("scale") == "full":

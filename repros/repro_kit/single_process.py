@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterable, Iterator, Optional, Protocol, Union
 from repro_kit import tracing
 from repro_kit.norms import each_chunk
 from repro_kit.offloaded_model import Streamed
-from repro_kit.weights import Weights
+from repro_kit.weights import Weights, same_attributes
 
 import torch
 from torch import nn
@@ -53,7 +53,8 @@ class Copied:
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        yield self.bare
+        with same_attributes(self.bare):
+            yield self.bare
         with torch.no_grad():
             for name, parameter in self.bare.named_parameters():
                 parameter.copy_(self.values[name])

@@ -81,7 +81,8 @@ class Weights:
         kept = [(part, dict(part._parameters), dict(part._buffers)) for part in model.modules()]
         self.fill(model, device)
         try:
-            yield model
+            with same_attributes(model):
+                yield model
         finally:
             for part, parameters, buffers in kept:
                 part._parameters.update(parameters)
@@ -105,6 +106,16 @@ class Published(Weights):
 
         with safe_open(str(self.folder / self.files.get(name, self.single)), framework="pt") as file:
             return file.get_tensor(name).to(dtype).reshape(shape)
+
+
+@contextmanager
+def same_attributes(model: nn.Module) -> Iterator[None]:
+    """Return a context after which each module has its attributes back: a forward may keep tables there (of rotary
+    embeddings) that stay on its device when the model is moved."""
+    kept = [(part, dict(vars(part))) for part in model.modules()]
+    yield
+    for part, attributes in kept:
+        vars(part).update(attributes)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +24,10 @@ from test_engine import Fake, observation
 
 ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]")
 CHECK = "repro_matrix.runner.prerequisites.check_torch"
+Repro = Callable[..., Any]  # conftest.py
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Repro = Callable[..., Done]
 CPU_BUILD = lines(0, torch="2.13.0+cpu", cuda=None, nccl=False)
-
-
-@pytest.fixture
-def repro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Repro:
-    def run(nvml: FakeNvml, *words: str, env: dict[str, str] | None = None) -> Done:
-        with monkeypatch.context() as patch:
-            patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            for name, value in {"REPRO_CACHE": str(tmp_path / "cache"), "COLUMNS": "160", **(env or {})}.items():
-                patch.setenv(name, value)
-            nvml.install(patch)
-            return Done(cli.main(list(words)), *capsys.readouterr())
-
-    return run
 
 
 def documents(tmp_path: Path) -> list[dict[str, Any]]:

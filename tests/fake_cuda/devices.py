@@ -110,9 +110,10 @@ def moved(move: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: Any, *args: Any, **named: Any) -> Any:
         wanted = named.get("device") or next((each for each in args if isinstance(each, (str, torch.device))), None)
         if where(self) == GPU and wanted is not None and torch.device(wanted) == ON_GPU:  # it is there
-            args, named = tuple(each for each in args if each is not wanted), {**named, "device": None}
+            dtype = named.get("dtype") or next((each for each in args if isinstance(each, torch.dtype)), self.dtype)
+            return move(self, dtype, copy=named.get("copy", False))
         result = move(self, *args, **named)
-        if where(self) == GPU and (move.__name__ == "cpu" or (wanted is not None and torch.device(wanted) != ON_GPU)):
+        if where(self) == GPU and (move.__name__ == "cpu" or wanted is not None):
             if storage_of(result) is not None and storage_of(result)._cdata == storage_of(self)._cdata:
                 result = result.clone()
             mark(result, HOST)
@@ -153,11 +154,14 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
 
     import torch.distributed.fsdp._fully_shard._fsdp_init as parts
     import torch.distributed.fsdp._fully_shard._fully_shard as fsdp2
+    import torch.distributed.fsdp._optim_utils as saving
 
     yield Run, "device", property(lambda self: ON_GPU)
     yield torch.cpu, "current_device", lambda: str(ON_GPU)
     for module in (parts, fsdp2):
         yield module, "_get_device_from_mesh", lambda mesh: ON_GPU
+    for module in (saving, torch.distributed.distributed_c10d):
+        yield module, "_get_pg_default_device", lambda group=None: ON_GPU
     if importlib.util.find_spec("accelerate"):
         from accelerate.state import PartialState
 
@@ -189,3 +193,20 @@ def rules(strategy: str | None = None) -> Iterator[None]:
     finally:
         for owner, name, value in reversed(before):
             setattr(owner, name, value) if value is not None else delattr(owner, name)
+
+
+def plant(mixture: str) -> None:
+    """Plant a mixture of devices in the kit, for the rest of this process; of another name: none."""
+    from repro_kit import reference_checks, strategies
+
+    loss = strategies.Wrapped.loss
+    if mixture == "inputs":  # they stay where they were made
+        strategies.Wrapped.loss = lambda self, batch: self.module(**batch, use_cache=False).loss  # type: ignore[method-assign]
+    elif mixture == "factory":  # a tensor without a device
+        strategies.Wrapped.loss = lambda self, batch: (loss(self, batch) * torch.ones(1)).sum()  # type: ignore[method-assign]
+    elif mixture == "reference":  # it is moved to the wrong device
+        reference_checks.norm = lambda one, *others: sum(float((one - other.to(ON_GPU)).norm()) for other in others)
+    elif mixture == "collective":
+        reference_checks.gather = lambda run, values: torch.distributed.all_reduce(torch.tensor(values))
+    elif mixture == "numpy":
+        strategies.full = lambda parameter: torch.from_numpy(parameter.detach().numpy())

@@ -42,6 +42,7 @@ def body_of(body: Any, settings: dict[str, Any]) -> Any:
             import devices
 
             with devices.rules(run.strategy["slug"]):
+                devices.plant(os.environ["FAKE_CUDA_DEVICES"])
                 body(run)
 
         return marked

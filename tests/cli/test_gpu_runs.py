@@ -1,0 +1,143 @@
+"""`repro run` where something happens to the GPUs, before or meanwhile; what its ranks do is made up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import FakeGpu, FakeNvml, Process, uuid_of
+from fake_stack import lines, python_that_says
+from repro_matrix.launch.attempt import Attempt
+from repro_matrix.results.store import Store
+from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner.gpu_pool import GpuLocks
+from test_engine import Fake, observation
+
+Repro = Callable[..., Any]  # conftest.py
+ONE = ("qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]", "repeat=1", "hardware=auto")
+
+
+@pytest.mark.parametrize(
+    ("visible", "shown"),
+    [
+        ("3,1", [3, 1]),
+        (f"{uuid_of(2)},{uuid_of(0)}", [2, 0]),
+        ("GPU-1,GPU-3", [1, 3]),  # as much of a UUID as tells them apart
+        ("", "CUDA_VISIBLE_DEVICES='' asks for no GPU"),
+        ("-1", "asks for no GPU"),
+        ("1,1", "'1' names a GPU a second time"),
+        (f"{uuid_of(1)},GPU-1", "'GPU-1' names a GPU a second time"),
+        ("GPU-", "'GPU-' names 4 of the 4 GPUs"),
+        ("0,4", "'4' names none of the 4 GPUs"),
+        ("MIG-5d7a", "not MIG devices"),
+        (f"MIG-{uuid_of(1)}/1/0", "not MIG devices"),
+    ],
+)
+def test_visible_devices_select_gpus_or_are_refused(visible: str, shown: Any, repro: Repro, tmp_path: Path) -> None:
+    python = python_that_says(tmp_path, *lines(2))
+    words = ("doctor", f"case={ONE[0]}", ONE[1], f"stack=python:{python}", "--json")
+    done = repro(FakeNvml([FakeGpu() for _ in range(4)]), *words, env={"CUDA_VISIBLE_DEVICES": visible})
+    said = json.loads(done.out)
+    if isinstance(shown, list):
+        assert done.code == 0 and [gpu["index"] for gpu in said["gpus"]] == shown, said["problems"]
+        assert (tmp_path / "visible").read_text().strip() == ",".join(map(uuid_of, shown)), "the ranks' order"
+        return
+    on_the_cpu = visible in ("", "-1")
+    assert done.code == (0 if on_the_cpu else 3) and said["hardware"] == ["cpu"]
+    assert shown in " ".join(said["notes"] if on_the_cpu else said["problems"])
+
+
+def test_container_with_fewer_gpus_than_nvml_shows_measures_nothing(repro: Repro, tmp_path: Path) -> None:
+    python = python_that_says(tmp_path, *lines(2))
+    words = ("run", *ONE, f"stack=python:{python}", f"results={tmp_path / 'results'}")
+    done = repro(FakeNvml([FakeGpu() for _ in range(4)]), *words)
+    assert done.code == 3 and not list(Store(tmp_path / "results").documents())
+    assert "it sees 2 of 4 GPUs" in done.err and "list its own in CUDA_VISIBLE_DEVICES" in done.err
+
+
+class Run:
+    """`repro run` of two attempts, unfixed and summon, on these GPUs; ``happens`` while each is at work."""
+
+    def __init__(self, repro: Repro, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.repro, self.folder = repro, folder
+        self.launched: list[tuple[str, tuple[str, ...]]] = []
+        self.happens: Callable[[Attempt, threading.Event], Any] = lambda attempt, stop: None
+        monkeypatch.setattr(workplace, "open_launcher", lambda name: Fake(self._launch))
+        for name, value in {"gpu_pool.RELEASE_S": 0.3, "gpu_pool.CHECK_S": 0.05, "schedule.OTHER_USER_S": 0.3}.items():
+            monkeypatch.setattr(f"repro_matrix.runner.{name}", value)
+
+    def _launch(self, attempt: Attempt, stop: threading.Event) -> Any:
+        self.launched.append((attempt.settings["variant"], attempt.gpus))
+        return self.happens(attempt, stop)
+
+    def __call__(self, gpus: list[FakeGpu]) -> tuple[int, str, list[Any]]:
+        """Exit code, what was said, and (variant, kind of infrastructure error) of each stored attempt."""
+        self.nvml = FakeNvml(gpus)
+        python = python_that_says(self.folder, *lines(len(gpus)))
+        done = self.repro(self.nvml, "run", *ONE, f"stack=python:{python}", f"results={self.folder / 'results'}")
+        (stored,) = Store(self.folder / "results").documents()
+        attempts = [
+            (name, each["outcome"].get("infra_error"))
+            for name, variant in stored["variants"].items()
+            for each in variant["attempts"]
+        ]
+        return done.code, " ".join((done.out + done.err).split()), attempts
+
+
+@pytest.fixture
+def run(repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(repro, tmp_path, monkeypatch)
+
+
+def test_gpu_that_another_user_fills_is_left_and_the_attempt_repeated(run: Run) -> None:
+    def fill(attempt: Attempt, stop: threading.Event) -> Any:
+        if len(run.launched) > 1:
+            return None
+        run.nvml.gpus[0].processes.append(Process(4711, 81000))
+        return {**observation(attempt, None), "infra_error": {"kind": "memory", "message": "rank 0: out of memory"}}
+
+    run.happens = fill
+    code, said, attempts = run([FakeGpu() for _ in range(4)])
+    assert code == 0 and attempts[:2] == [("unfixed", "device"), ("unfixed", None)]
+    assert "gpu0" in said and "process 4711 (81000 MiB)" in said
+    assert sum(uuid_of(0) in gpus for _, gpus in run.launched) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gpu_that_falls_off_the_bus_ends_its_attempt(run: Run, count: int) -> None:
+    def fall_off(attempt: Attempt, stop: threading.Event) -> Any:
+        if len(run.launched) > 1:
+            return None
+        run.nvml.gpus[1].xids.append(79)
+        run.nvml.gpus[1].lost = True
+        assert stop.wait(100), "its ranks would hang until the deadline"
+        return observation(attempt, None, interrupted=True)
+
+    run.happens = fall_off
+    code, said, attempts = run([FakeGpu() for _ in range(count)])
+    assert "Xid 79" in said and ("unfixed", "gpu_failure") in attempts
+    assert code == (0 if count == 3 else 3) and (("unfixed", None) in attempts) == (count == 3)
+    assert sum(uuid_of(1) in gpus for _, gpus in run.launched) == 1
+
+
+def test_driver_that_is_updated_meanwhile_ends_the_use_of_gpus(run: Run) -> None:
+    run.happens = lambda attempt, stop: vars(run.nvml).update(error=18) or None
+    code, said, attempts = run([FakeGpu(), FakeGpu()])
+    assert code == 3 and len(run.launched) == 1 and "NVML/RM version mismatch" in said
+    assert ("summon", "not_enough_gpus") in attempts
+
+
+def test_run_waits_for_the_gpus_of_another_run(run: Run) -> None:
+    with GpuLocks(run.folder / "cache" / "state", "another-run") as other:
+        assert other.acquire([uuid_of(0)])
+        release = threading.Timer(6.0, other.release, [[uuid_of(0)]])
+        release.start()
+        began = time.monotonic()
+        code, said, attempts = run([FakeGpu(), FakeGpu()])
+        release.join()
+    assert code == 0 and len(attempts) == 2 and time.monotonic() - began > 5, said

@@ -1,0 +1,85 @@
+"""What a rank does because of its GPUs (torch.cuda is made up): where it draws weights, what it leaves to NCCL."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+from repro_kit import models
+from repro_kit.record import Record
+from repro_kit.run import Run
+
+import pytest
+from fake_nvml import A100, H200
+from repro_matrix.paths import REPROS
+from repro_matrix.planning.memory import CONTEXT, GIB, Layout, choose_reference
+from test_memory import QWEN_14B, ROOMY, Profile, gpus
+
+torch = pytest.importorskip("torch", reason="needs the stack `current`")
+
+
+def a_run(scale: str, device: str = "cuda") -> Run:
+    settings = {"case": "c", "variant": "v", "flags": {"lora": False, "checkpointing": False}, "steps": 2, "seed": 0}
+    settings |= {"model": {"scale": scale}, "strategy": {"slug": "ddp"}, "tp_size": 1, "devices": 2, "device": device}
+    return Run({**settings, "backend": "nccl"}, Record(None, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("names", "scale", "device", "drawn_on"),
+    [
+        ([A100, A100], "tiny", "cuda", "cpu"),
+        ([A100, A100], "full", "cuda", "cuda:0"),  # the CPU takes too long
+        ([A100, H200], "full", "cuda", "cpu"),  # each would draw its own numbers
+        ([], "full", "cpu", "cpu"),
+    ],
+)
+def test_ranks_on_different_gpus_draw_the_same_weights(
+    names: list[str], scale: str, device: str, drawn_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """train_step.py itself asks for weights that are drawn there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    sources = []
+
+    def drawable(run: Run, dtype: Any, seed: int | None, source: Any) -> tuple[Any, None]:
+        sources.append(str(source))
+        return torch.nn.Linear(1, 1), None
+
+    monkeypatch.setattr(models, "drawable", drawable)
+    script = runpy.run_path(str(REPROS / "train_step.py"))
+    script["made"](a_run(scale, device), torch.float32)
+    assert sources == [drawn_on]
+
+
+class Card:
+    """A GPU of 40 GiB with torch's caching allocator on it, and NCCL beside that."""
+
+    def __init__(self) -> None:
+        self.reserved = self.held = 0
+
+    def hold(self, size: int) -> None:
+        self.held, self.reserved = size, max(size, self.reserved)
+
+    def empty_cache(self) -> None:
+        self.reserved = self.held
+
+    def left_for_nccl(self) -> int:
+        return 40 * GIB - self.reserved
+
+
+@pytest.mark.parametrize("scale", ["full", "tiny"])
+def test_memory_of_the_reference_is_free_for_nccl_afterwards(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-14B under tensor parallelism on GPUs of 40 GB: its reference is planned for one of them, and fills it."""
+    card = Card()
+    monkeypatch.setattr(torch.cuda, "empty_cache", card.empty_cache)
+    profile = Profile("gpu8", "cuda", "nccl", gpus(8, 40))
+    plan, place = choose_reference(QWEN_14B, Layout("tp", 8, "cuda"), profile, ROOMY)
+    phases = {phase.name: phase.rank() - CONTEXT for phase in plan.device}
+    assert place == "device" and 40 * GIB - phases["reference"] < 5 * GIB
+    run = a_run(scale)
+    run.phase("reference")
+    card.hold(phases["reference"])
+    card.hold(0)
+    run.phase("step 0")
+    card.hold(phases["training"])
+    assert (card.left_for_nccl() > 10 * GIB) == (scale == "full"), "a tiny model leaves nothing behind"
