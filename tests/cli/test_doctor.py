@@ -253,7 +253,7 @@ def test_doctor_on_eight_gpus_takes_less_than_five_seconds(tmp_path: Path) -> No
     after = os.times()
     assert done.returncode == 0 and json.loads(done.stdout)["hardware"] == ["a100x8", "cpu"]
     cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-    assert cpu_s < 5 and after.elapsed - before.elapsed < 20, "seconds of CPU: the tests' machine is shared"
+    assert cpu_s < 5 and after.elapsed - before.elapsed < 60, "seconds of CPU: the tests' machine is shared"
 
 
 HANGS_IN_CUDA = (
