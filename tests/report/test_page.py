@@ -260,8 +260,6 @@ def test_pictures_show_the_page_of_today() -> None:
     assert {path.stem for path in pictures.FOLDER.glob("*.png")} == stored.keys() == pictures.PICTURES.keys()
 
 
-def test_verdicts_differ_in_symbol_or_text() -> None:
+def test_verdicts_differ_in_text() -> None:
     assert {*get_args(VerdictName), *get_args(OutcomeName)} <= LABELS.keys()
-    assert len({(LABELS[name].symbol, LABELS[name].text) for name in get_args(VerdictName)}) == len(
-        get_args(VerdictName)
-    )
+    assert len({LABELS[name].text for name in get_args(VerdictName)}) == len(get_args(VerdictName))

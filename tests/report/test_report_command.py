@@ -130,7 +130,7 @@ def test_report_shows_the_history_of_nightly_runs(
     history.store_run(tmp_path, run)
     command = ["report", str(folder), "--history", str(tmp_path)]
     assert main([*command, "--format", "text"]) == 0
-    assert "holds no earlier run that passed" in " ".join(capsys.readouterr().out.split()), "not compared with itself"
+    assert "has no earlier run that passed" in " ".join(capsys.readouterr().out.split()), "not compared with itself"
     history.store_run(tmp_path, replace(run, run_id="monday", started=run.started - 9))
     assert main(command) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")

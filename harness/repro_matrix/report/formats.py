@@ -155,10 +155,8 @@ def _error_text(row: Row, index: int) -> str:
 def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
     """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes."""
     out = [f"## {escape(title)}"]
-    out += [f"**{escape(text)}**" for text in (*remarks.incomplete, *remarks.expired)][:MOST_LISTED]
-    if remarks.damaged:
-        out.append(f"**{counted(len(remarks.damaged), 'file')} of evidence cannot be read.**")
-        out.append(_list([f"- {escape(text)}" for text in remarks.damaged]))
+    texts = (*remarks.incomplete, *remarks.expired, *remarks.damaged)
+    out += [_list([f"- **{escape(text)}**" for text in texts])]
     out += [escape(head.measured)]
     out += ["\n".join(f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
                       for name, facts in head.answers.items())]  # fmt: skip

@@ -44,7 +44,7 @@ SKIPS = {
     "memory": "needs more memory", "weights": "needs weights", "same": "equals the unfixed variant here",
 }  # fmt: skip
 GONE = "no longer reproduces"
-NO_PREVIOUS = "No earlier run here passed: repeat this run later, and it is compared with the last one that passed."
+NO_PREVIOUS = "Not known yet: no earlier run here passed. The next one is compared with this, if this one passes."
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ class Headline:
             "Needs attention": [Fact(f"{text}.", "attention-list", True) for text in self.differences],
             "Known failures": list(self._failures()),
             "Documented fixes": list(self._fixes()),
-            "Controls": list(self._controls()),
             "Changes": [Fact(self.changed)],
+            "Controls": list(self._controls()),
             "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
             "Not measured": skipped,
         }
@@ -279,27 +279,21 @@ class Headline:
     def _fixes(self) -> Iterator[Fact]:
         """Yield how many stopped working, then how many work, and the name of every other one, with what it shows."""
         works, tried = self.fixes
-        stopped = self.kinds["stopped_working"]
+        stopped = list(dict.fromkeys(f"{row.case}/{row.variant}" for each in self.attention for row in each.rows
+                                     if each.kind == "stopped_working"))  # fmt: skip
         if not tried and not stopped:
             return
-        places = [f"{each.row.case}/{row.variant}" for each in self.attention for row in each.rows
-                  if each.kind == "stopped_working"]  # fmt: skip
-        text = f"{stopped} stopped working{': ' * bool(places)}{_some(places)}."
-        yield Fact(text, "attention-list" if places else "matrix", bool(places))
-        known, new = dict[str, str](), dict[str, str]()
-        failing = {(each.case, name) for each in self.cases for name in each.failing}
-        for row in self.rows:
-            place = f"{row.case}/{row.variant}"
-            if not _is_failing_fix(row):
-                continue
-            if (row.case, row.variant) in failing and row.state in ("expected", "matches_cpu"):
-                known[place] = f"{place} ({label(row.verdict or '').text})"
-            elif row.state == "no_expectation":
-                new[place] = f"{place} on {row.stack.name}"
+        text = f"{len(stopped)} stopped working{': ' * bool(stopped)}{_some(stopped)}."
+        yield Fact(text, "attention-list" if stopped else "matrix", bool(stopped))
+        listed = {(each.case, name) for each in self.cases for name in each.failing}
+        failing = [row for row in self.rows if _is_failing_fix(row)]
+        known = [f"{row.case}/{row.variant} ({label(row.verdict or '').text})" for row in failing
+                 if row.state in ("expected", "matches_cpu") and (row.case, row.variant) in listed]  # fmt: skip
+        new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
         parts = [f"All {tried} work" if works == tried > 1 else f"{works} of {tried} work{'s' * (tried == 1)}"]
         parts += [f"{self.lost} not measured"] if self.lost else []
         for what, names in (("known not to work on these releases", known), ("failing without an expectation", new)):
-            parts += [f"{len(names)} {what}: {_some(list(names.values()))}"] if names else []
+            parts += [f"{len(set(names))} {what}: {_some(list(dict.fromkeys(names)))}"] if names else []
         yield Fact(f"{'; '.join(parts)}.")
 
     def _controls(self) -> Iterator[Fact]:

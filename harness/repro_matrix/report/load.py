@@ -120,11 +120,11 @@ def load_results(
 def _no_previous(folders: Sequence[Path], history: Path | None) -> str:
     """Say why there is no earlier run to compare with, and how to get one."""
     if history is not None:
-        return f"{history} holds no earlier run that passed; `repro nightly` adds each night's run and compares it."
+        return f"Not known yet: {history} has no earlier run that passed. repro nightly adds and compares each night's."
     if len(folders) > 1:
-        return "Several results are shown, and none is compared: repro diff compares two."
+        return "Not known: several results are shown, and none is compared. repro diff compares two."
     if folders == [BASELINE]:
-        return "These are the published results. A run of yours is compared with the one before: make repro-matrix"
+        return "Not known: published results. make repro-matrix compares your run with the last that passed."
     return NO_PREVIOUS
 
 
@@ -280,11 +280,7 @@ def _proof(row: Row, one: Label) -> Iterator[str]:
     if not row.attempts:
         yield f"{row.variant}: not measured: {row.reason}"
         return
-    agree = len(row.counts) == 1
-    share = (
-        "" if agree or not row.interval else f", passed {row.interval[0]:.0%} to {row.interval[1]:.0%} (95 % interval)"
-    )
-    outcome = "" if agree else f" ({row.outcome}{share})"
+    outcome = f" ({row.outcome})" if len(row.counts) > 1 else ""
     yield f"{row.variant}: {one.text}{outcome}, {counted(len(row.attempts), 'attempt')}, {row.wall_s:.1f} s"
     if row.counts["passed"] < len(row.attempts):
         yield f"    {line(row.reason, 160)}"

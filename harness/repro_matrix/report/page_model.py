@@ -256,7 +256,7 @@ def row_label(row: Row) -> Label:
     if row.verdict:
         return label(row.verdict)
     usual = label(row.counts.most_common(1)[0][0])
-    return usual if len(row.counts) == 1 else Label(usual.name, "≈", row.outcome, "warn")
+    return usual if len(row.counts) == 1 else Label(usual.name, row.outcome, "warn")
 
 
 def cells_of(rows: Iterable[Row], source: str = "") -> list[Cell]:
@@ -308,21 +308,13 @@ def case_view(
         fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)
         variants["non_fix" if view.role == "fix" and fails else view.role].append(view)
     failures = tuple(_failures(ordered))
+    references = tuple(map(link, case.references if case else ordered[0].row.references))
     return CaseView(
-        status=status,
-        summary=case.summary if case else "",
-        symptom=symptom(failures[0].row if failures else None, case),
-        references=tuple(map(link, case.references if case else ordered[0].row.references)),
-        cells=tuple(sorted(ordered, key=lambda cell: -cell.attention)),
-        places=places,
-        symbols=symbols,
-        variants=variants,
-        failures=failures,
-        axes=tuple(release_axes(cells)),
-        claims=tuple(each for each in claims if each.case == status.case),
-        attention=news,
-        past=tuple(_past(status.case, runs)),
-    )
+        status, case.summary if case else "", symptom(failures[0].row if failures else None, case), references,
+        tuple(sorted(ordered, key=lambda cell: -cell.attention)), places, symbols, variants, failures,
+        tuple(release_axes(cells)), tuple(each for each in claims if each.case == status.case), news,
+        tuple(_past(status.case, runs)),
+    )  # fmt: skip
 
 
 def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[VariantView]:

@@ -37,8 +37,7 @@ STATUSES = ("refuted", "mixed", "supported", "untested")
 DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}
 
 
-# Labels: a symbol, a text and a tone for each verdict, outcome, comparison and claim status. No state is shown by color
-# alone: the symbols differ, and the text stands beside them.
+# Labels: a text and a tone for each verdict, outcome, comparison and claim status. No state is shown by color alone.
 
 # Colours of a terminal, by tone. Those that are unreadable on some background (yellow, cyan, blue, dim) are not used.
 STYLES = {"bad": "red", "warn": "magenta", "reproduce": "bold", "good": "green", "info": "", "none": ""}
@@ -47,48 +46,30 @@ STYLES = {"bad": "red", "warn": "magenta", "reproduce": "bold", "good": "green",
 @dataclass(frozen=True)
 class Label:
     name: str  # as it is stored
-    symbol: str
     text: str
     tone: str
 
 
-_LABELS = (
-    Label("FIXED", "✔", "fix works", "good"),
-    Label("PASSED", "✔", "passed", "good"),
-    Label("NOT_FIXED", "✖", "same failure", "none"),
-    Label("FIX_BREAKS", "‼", "fix breaks it", "none"),
-    Label("FAILED", "✖", "failed", "bad"),
-    Label("DIFFERENT_FAILURE", "↷", "different failure", "warn"),
-    Label("SIGNATURE_MISMATCH", "≠", "another error", "warn"),
-    Label("FLAKY", "≈", "flaky", "warn"),
-    Label("INCONCLUSIVE", "?", "inconclusive", "none"),
-    Label("NOT_REPRODUCED", "○", "not reproduced", "info"),
-    Label("FIXED_UPSTREAM", "◆", "fixed upstream", "info"),
-    Label("reproduced", "●", "reproduces", "reproduce"),
-    Label("passed", "◌", "no failure", "info"),
-    Label("other_failure", "△", "another error", "warn"),
-    Label("hang", "⧖", "hang", "warn"),
-    Label("infra_error", "?", "infrastructure error", "none"),
-    Label("skipped", "–", "not measured", "none"),
-    Label("absent", "", "no such cell in that run", "none"),
-    Label("supported", "✔", "supported", "good"),
-    Label("refuted", "✖", "refuted", "bad"),
-    Label("mixed", "◐", "mixed", "warn"),
-    Label("untested", "–", "untested", "none"),
-    Label("unexpected", "!", "differs from expectation", "bad"),
-    Label("differs_from_cpu", "!", "differs from CPU", "warn"),
-    Label("quarantined", "⊘", "quarantined", "info"),
-    Label("no_expectation", "+", "no expectation yet", "info"),
-    Label("expected", "=", "as expected", "good"),
-    Label("matches_cpu", "=", "as on CPU", "good"),
-)
-LABELS = {label.name: label for label in _LABELS}
-VERDICTS = frozenset(label.name for label in _LABELS if label.name.isupper())
+_TEXTS = {
+    "good": {"FIXED": "fix works", "PASSED": "passed", "supported": "supported", "expected": "as expected",
+             "matches_cpu": "as on CPU"},
+    "bad": {"FAILED": "failed", "refuted": "refuted", "unexpected": "differs from expectation"},
+    "warn": {"DIFFERENT_FAILURE": "different failure", "SIGNATURE_MISMATCH": "another error", "FLAKY": "flaky",
+             "hang": "hang", "mixed": "mixed", "other_failure": "another error", "differs_from_cpu": "unlike the CPU"},
+    "reproduce": {"reproduced": "reproduces"},
+    "info": {"NOT_REPRODUCED": "not reproduced", "FIXED_UPSTREAM": "fixed upstream", "passed": "no failure",
+             "quarantined": "quarantined", "no_expectation": "no expectation yet"},
+    "none": {"NOT_FIXED": "same failure", "FIX_BREAKS": "fix breaks it", "INCONCLUSIVE": "inconclusive",
+             "infra_error": "infrastructure error", "skipped": "not measured", "absent": "no such cell in that run",
+             "untested": "untested"},
+}  # fmt: skip
+LABELS = {name: Label(name, text, tone) for tone, texts in _TEXTS.items() for name, text in texts.items()}
+VERDICTS = frozenset(name for name in LABELS if name.isupper())
 
 
 def label(name: str) -> Label:
     """Return the label of a stored name; an unknown one (of a later release) shows its name."""
-    return LABELS.get(name) or Label(name, "·", name, "none")
+    return LABELS.get(name) or Label(name, name, "none")
 
 
 def style(text: str) -> str:
