@@ -20,6 +20,7 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.results import runs
 from repro_matrix.runner import prerequisites as wanted
 from repro_matrix.runner import workspace as workplace
+from script_observations import of_attempt
 from test_engine import REPRODUCED, observation
 
 CASE = "qwen15-fsdp-norm-shard"
@@ -143,6 +144,33 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(workplace, "open_launcher", lambda name: made)
     monkeypatch.setattr(runs, "measured_rows", lambda *given: [])
     monkeypatch.setattr(releases, "releases", made.releases)
+    return made
+
+
+class ScriptLab:
+    """A user's script ./train.py on the stacks of a world; the tests' own Lab says how a launch ends."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        self.launched: list[Attempt] = []
+
+    def observe(self, versions: Mapping[str, str], attempt: Attempt) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
+        self.launched.append(attempt)
+        return of_attempt(self.observe(self.world._pythons[attempt.python].versions, attempt), attempt)
+
+    def repro(self, *words: str) -> int:
+        return main([*words, f"results={self.folder / 'results'}"])
+
+
+@pytest.fixture
+def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ScriptLab:
+    made: ScriptLab = request.module.Lab(world, tmp_path)
+    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print(1)\n")
     return made
 
 

@@ -2,6 +2,7 @@
 
     python -m bench.plants         all of it: writes bench/plants.json and docs/reference/planted-errors.md
     python -m bench.plants --kinds norm-eps --strategies ddp,tp --healthy 0 --out /dev/null
+    python -m bench.plants --plants ddp.norm-eps,tp.unreduced --healthy 0 --out /dev/null
 
 The trusted side is one process. A planted error counts only where an untraced run shows that it changes the training.
 """
@@ -134,6 +135,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", type=listed, default=list(ERRORS)[1:])
     parser.add_argument("--strategies", type=listed, default=list(STRATEGIES))
+    parser.add_argument("--plants", type=listed, metavar="STRATEGY.KIND,...", help="only these")
     parser.add_argument("--healthy", type=int, default=healthy.COUNT)
     parser.add_argument("--out", type=Path, default=HERE / "plants.json")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder, and use those that it has")
@@ -141,11 +143,11 @@ def main(words: list[str] | None = None) -> None:
     runs.preload()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="plants-"))
     traces, rows, began = Traces(folder), [], time.time()
-    for name in arguments.kinds:
-        for strategy in arguments.strategies:
-            row = judged(name, strategy, traces, 2)
-            rows.append(row)
-            print(table.line(row), flush=True)
+    plants = [each.split(".") for each in arguments.plants or ()]
+    for strategy, name in plants or [(one, kind) for kind in arguments.kinds for one in arguments.strategies]:
+        row = judged(name, strategy, traces, 2)
+        rows.append(row)
+        print(table.line(row), flush=True)
     clean = []
     for number, each in enumerate(healthy.trainings(arguments.healthy)):
         location, ran = traces.locate(each.words, each.world, each.trusted, f"healthy-{number}")

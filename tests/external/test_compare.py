@@ -4,54 +4,37 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from probing import World, before, result, world
+from probing import ScriptLab, before, lab, result, world
 from repro_matrix.cli.main import main
 from repro_matrix.launch.attempt import TRACE, Attempt
-from script_observations import FINE, UPSTREAM, of_attempt, raised, rank, seen
+from script_observations import FINE, UPSTREAM, raised, rank, seen
 from simulated import train
 
-__all__ = ["world"]
+__all__ = ["lab", "world"]
 Capsys = pytest.CaptureFixture[str]
 Json = dict[str, Any]
 FAILED = seen(rank(0, 1, raised("ValueError", "no data", UPSTREAM)), rank(1), command_exit=1)
 
 
-class Lab:
-    """What each stack plants into a training; None: the script trains nothing."""
+class Lab(ScriptLab):
+    """``plant``: what each stack plants into a training; None: the script trains nothing."""
 
-    def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.folder, self.launched = world, folder, []
-        self.plant: Callable[[Mapping[str, str], Attempt], str | None] = lambda versions, attempt: ""
-        self.observation: Json = FINE
+    plant: Callable[[Mapping[str, str], Attempt], str | None] = staticmethod(lambda versions, attempt: "")
+    observation: Json = FINE
 
-    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
+    def observe(self, versions: Mapping[str, str], attempt: Attempt) -> Json:
         folder, noise = Path(attempt.trace[TRACE]), attempt.trace.get("REPRO_TRACE_NOISE")
-        self.launched.append(attempt)
         folder.mkdir(parents=True)
-        plant = self.plant(self.world._pythons[attempt.python].versions, attempt)
+        plant = self.plant(versions, attempt)
         if plant is not None:
             how = {"dropout": True, "plant": plant} if plant == "other draws" else {"plant": plant}
             train(folder, world=attempt.world_size, noise=int(noise) if noise else None, rank=0, **how)
-        found = self.observation if attempt.world_size == 2 else seen(rank(0))
-        return of_attempt(found, attempt)
-
-    def repro(self, *words: str) -> int:
-        return main([*words, f"results={self.folder / 'results'}"])
-
-
-@pytest.fixture
-def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    made = Lab(world, tmp_path)
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("print(1)\n")
-    return made
+        return self.observation if attempt.world_size == 2 else seen(rank(0))
 
 
 RELEASES = ("compare", "./train.py", "stack=base", "--good", "4.39.3", "--bad", "4.41.0")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from probing import World, before, result, world
-from repro_matrix.cli.main import main
+from probing import ScriptLab, before, lab, result, world
 from repro_matrix.environment.stacks.lock import Release
 from repro_matrix.external.lockfiles import endpoints
 from repro_matrix.launch.attempt import Attempt
-from script_observations import FINE, UPSTREAM, of_attempt, raised, rank, seen
+from script_observations import FINE, UPSTREAM, raised, rank, seen
 
-__all__ = ["world"]
+__all__ = ["lab", "world"]
 Capsys = pytest.CaptureFixture[str]
 Json = dict[str, Any]
 
@@ -29,27 +27,16 @@ def number(value: float | None) -> Json:
     return {**FINE, "printed": {"log": [], "metric": lines, "cut": False}}
 
 
-class Lab:
-    def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.folder, self.launched = world, folder, 0
-        failed = error("IndexError", "list index 3")
-        self.observe: Callable[[Any], Json] = lambda versions: FINE if before(versions, "4.40") else failed
+class Lab(ScriptLab):
+    """``history``: what each set of versions shows."""
 
-    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        self.launched += 1
-        return of_attempt(self.observe(self.world._pythons[attempt.python].versions), attempt)
+    failed = error("IndexError", "list index 3")
+    history: Callable[[Mapping[str, str]], Json] = staticmethod(
+        lambda versions: FINE if before(versions, "4.40") else Lab.failed
+    )
 
-    def repro(self, *words: str) -> int:
-        return main([*words, f"results={self.folder / 'results'}"])
-
-
-@pytest.fixture
-def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    made = Lab(world, tmp_path)
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("print(1)\n")
-    return made
+    def observe(self, versions: Mapping[str, str], attempt: Attempt) -> Json:
+        return self.history(versions)
 
 
 BISECT = ("bisect", "./train.py", "stack=base", "--good", "4.37.0", "--bad", "4.45.0")
@@ -80,13 +67,13 @@ def test_bisect_named_error_finds_release_and_stores_probes(lab: Lab, capsys: Ca
     assert ends(data) == ("4.39.3", "4.40.0") and stage["exact"] and data["probes"] <= 6
     assert stage["yanked"] == ["4.39.9"] and "4.39.9" in data["report"]
     assert "repro run stack=base+transformers@4.40.0 -- torchrun" in data["report"]
-    launched = lab.launched
-    assert result(lab.repro, capsys, *NAMED)["launched"] == 0 and lab.launched == launched
+    launched = len(lab.launched)
+    assert result(lab.repro, capsys, *NAMED)["launched"] == 0 and len(lab.launched) == launched
     assert result(lab.repro, capsys, *NAMED, "--yanked")["stages"][0]["yanked"] == []
 
 
 def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:
-    lab.observe = old_error_then("4.41.1")
+    lab.history = old_error_then("4.41.1")
     data = result(lab.repro, capsys, *BISECT)
     assert ends(data) == ("4.38.0", "4.41.1") and not data["stages"][0]["exact"]  # another error is unknown
     assert {item["name"].split()[-1] for item in data["stages"][0]["unknown"]} <= {"4.39.3", "4.40.0", "4.41.0"}
@@ -94,7 +81,7 @@ def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys)
 
 
 def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: Capsys) -> None:
-    lab.observe = old_error_then("4.42")
+    lab.history = old_error_then("4.42")
     data = result(lab.repro, capsys, "versions", "./train.py", "stack=base", "--range", "4.37..4.45")
     parts = [(part["first"], part["answer"]) for part in data["variants"]["unfixed"]["segments"]]
     assert [first for first, _ in parts] == ["4.37.0", "4.39.3", "4.42.0"]
@@ -103,7 +90,7 @@ def test_versions_of_a_script_keep_its_errors_apart(lab: Lab, capsys: Capsys) ->
 
 def test_bisect_metric_limit_lies_between_the_noisy_ends(lab: Lab, capsys: Capsys) -> None:
     noise = iter([0.0, 0.01, 0.02] * 100)
-    lab.observe = lambda versions: number((2.0 if before(versions, "4.42") else 2.5) + next(noise))
+    lab.history = lambda versions: number((2.0 if before(versions, "4.42") else 2.5) + next(noise))
     data = result(lab.repro, capsys, *BISECT, "--metric", "loss")
     assert ends(data) == ("4.41.1", "4.42.0") and data["stages"][0]["probes"][0]["attempts"] == 3
     assert "Bad is loss > 2.26" in data["report"] and "noise 0.02" in data["report"]
@@ -117,7 +104,7 @@ def test_bisect_metric_without_difference_is_refused(
     lab: Lab, capsys: Capsys, values: list[float] | None, words: str, code: int, message: str
 ) -> None:
     noise = iter((values or [0.0]) * 100)
-    lab.observe = lambda v: number(None if values is None else (2.0 if before(v, "4.42") else 2.5) + next(noise))
+    lab.history = lambda v: number(None if values is None else (2.0 if before(v, "4.42") else 2.5) + next(noise))
     assert message in result(lab.repro, capsys, *BISECT, "--metric", words, code=code)["err"]
 
 
