@@ -50,6 +50,18 @@ def test_nothing_agrees_of_which_nothing_was_compared(edited, kinds, reason):
     assert location.verdict == "inconclusive" and reason in location.reason
 
 
+def test_parameters_that_nothing_changed_are_no_update(edited):
+    values = {}
+
+    def change(event):
+        if event["k"] == "state":
+            values[event["n"]] = event["v"]
+        return {**event, "v": values[event["n"]]} if event["k"] == "param" else event
+
+    location = edited(change, both=True)
+    assert location.verdict == "inconclusive" and "no update" in location.reason
+
+
 def test_nothing_agrees_of_which_too_little_was_compared(edited):
     few = lambda event: None if event.get("n", "").startswith(("layers", "head")) and event["k"] != "clip" else event  # noqa: E731
     location = edited(few)

@@ -129,7 +129,7 @@ def _data(pair: Pair, total: Total) -> Location | None:
     found = Location("differs", stage="data", step=pair.trusted.number)
     trace, number = pair.trusted.trace, pair.trusted.number + 1
     following = {sample[:2] for sample in Step(trace, number).samples} if number in trace.steps else set()
-    if extra and not missing and all(sample[:2] in following for sample in extra):
+    if following and not missing and following <= {sample[:2] for sample in extra}:
         relation = "no step; the next samples of the trusted side are in the same step"
         return replace(found, stage="update", place=THE_STEP.name, role="step", relation=relation)
     seen = sum(sample[:2] in total.samples for sample in extra)

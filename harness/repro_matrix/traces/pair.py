@@ -186,6 +186,8 @@ class Pair:
             if len(pairs[0]) == len(rows.ids) and len(pairs[1]) == len(other.ids):
                 values = values - new.values[[pair[0] for pair in pairs[1]]]
                 changes = rows.values - old.values[[pair[0] for pair in pairs[0]]]
+                if not changes.any() and not values.any():
+                    return  # no update
                 norms = np.linalg.norm(changes, axis=1) / np.sqrt(changes.shape[1])
                 # Where a step changes little, the rounding of the value itself is larger than the change.
                 floor = 1 + float(np.max(rows.norms / np.where(norms > 0, norms, 1.0)))

@@ -142,6 +142,8 @@ class Tracer:
         root = self.roots.setdefault(base, len(self.roots))
         chain = [each for each in module.modules() if each is not base and layout.unwrapped(each) is base]
         self.zero = self.zero or any("DeepSpeedEngine" in layout.type_names(each) for each in chain)
+        if any("OptimizedModule" in layout.type_names(each) or each._compiled_call_impl for each in [*chain, *names]):
+            self.note("torch.compile is switched off in a trace: an error of a compiler is not found")
         held = {id(each.held) for each in self.parameters.values() if not each.flat}
         found = [each for each in layout.parameters(module, names, self.zero) if id(each.held) not in held]
         for each in found:
