@@ -195,7 +195,8 @@ def check_stack(side: str, text: str) -> None:
 
 def stopped(error: Stopped) -> int:
     """Print why a search ended early, and return its exit code."""
-    log(f"stopped: {error}. The probes are stored; the same command continues.")
+    reason = str(error).rstrip(".")
+    log(f"stopped: {reason}. The probes are stored; the same command continues.")
     return error.exit_code
 
 

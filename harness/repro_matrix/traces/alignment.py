@@ -53,6 +53,16 @@ class Rows:
         ids, owners = [self.ids[row] for row in chosen], [self.owners[row] for row in chosen]
         return Rows(ids, owners, self.values[chosen], self.norms[chosen], self.shape, self.dtype)
 
+    def norms_of(self, groups: Mapping[int, tuple[int, ...]]) -> Rows:
+        """Return one norm per sample and group, where ranks have slices whose place in the whole is not known."""
+        squares: dict[tuple[Sample, Owner], float] = {}
+        for id_, (ranks, micro), norm in zip(self.ids, self.owners, self.norms):
+            place = id_, (groups[ranks[0]], micro)
+            squares[place] = squares.get(place, 0.0) + float(norm) ** 2
+        norms = np.sqrt(list(squares.values()))
+        ids, owners = [id_ for id_, _ in squares], [owner for _, owner in squares]
+        return Rows(ids, owners, norms[:, None], norms, dtype=self.dtype)
+
 
 class Step:
     """One step of a training. ``names``: how names of this side are called on the other."""

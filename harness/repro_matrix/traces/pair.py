@@ -159,8 +159,11 @@ class Pair:
         """Return the rows of both sides that belong together; None where nothing does."""
         trusted, other = self.trusted.rows(key), self.other.rows(key)
         if trusted.shape != other.shape:
-            self.shapes_differ.append(key)
-            return None
+            size = max(map(len, self.other.groups))
+            if size == 1 or key.kind not in ACTIVATIONS or not _is_slice(other.shape, trusted.shape, size):
+                self.shapes_differ.append(key)
+                return None
+            trusted, other = trusted.norms_of(self.trusted.group_of), other.norms_of(self.other.group_of)
         if key.kind == "lgrad" and set(trusted.ids) != set(other.ids):  # the sides divide the samples differently
             trusted, other = self.trusted.totals(key.name), self.other.totals(key.name)
         pairs = paired(trusted, other)
@@ -245,7 +248,8 @@ class Pair:
             trusted, other = found
             for row, (sample, (ranks, micro)) in enumerate(zip(other.ids, other.owners)):
                 known = all((sample, rank) in self.weights for rank in ranks)
-                if sample in self.other.samples and not known and trusted.norms[row] > 0:
+                whole = sample in self.other.samples and trusted.values.shape[1] > 1
+                if whole and not known and trusted.norms[row] > 0:
                     scale, rest = factor(trusted.values[row], other.values[row])
                     if np.isfinite(scale):
                         # A zero gradient is left out altogether; one of another direction is another, not a scaled one.
@@ -275,6 +279,14 @@ class Pair:
             values = np.repeat(factors.values[:1], len(others.values), axis=0)
             rows = Rows([], [], values, np.abs(values[:, 0]))
             self.add("clipping", Key("clip", "factor"), rows, others.values, others.owners)
+
+
+def _is_slice(part: Sequence[str], whole: Sequence[str], size: int) -> bool:
+    """Return whether one dimension is split into equal parts."""
+    split = [(one, other) for one, other in zip(part, whole) if one != other]
+    return len(part) == len(whole) and [one.isdigit() and str(int(one) * size) == other for one, other in split] == [
+        True
+    ]
 
 
 def _same_for_all(trusted: Rows, other: Rows) -> bool:

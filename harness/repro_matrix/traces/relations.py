@@ -73,7 +73,8 @@ def describe_factor(trusted: Array, suspect: Array) -> str:
     if not np.any(suspect):
         return "zero"
     scale, rest = factor(trusted, suspect)
-    return f"{times(scale)} times the trusted side's" if rest < 0.05 * abs(scale - 1) else ""
+    what = "" if trusted.shape[1] > 1 else "its norm is "
+    return f"{what}{times(scale)} times the trusted side's" if rest < 0.05 * abs(scale - 1) else ""
 
 
 def times(scale: float) -> str:
