@@ -139,6 +139,8 @@ def test_skipped_variants_are_grouped_by_reason() -> None:
     skipped = [document({"unfixed": reason, "fix": reason}, {"fix": "INCONCLUSIVE"}, case=case) for case in "ab"]
     lines = shown(*map(identified, (*skipped, document({"unfixed": "needs vllm"}, {}, case="c"))), everything=True)
     assert lines[-3:] == ["NOT MEASURED: 5 variants", "   4  needs 2 GPUs [a, b]", "   1  needs vllm [c]"]
+    many = [identified(document({"unfixed": f"needs {n} GPUs"}, {}, case=f"c{n}")) for n in range(20)]
+    assert "      and 12 more reasons" in shown(*many, everything=True)
     assert lines[0].split(maxsplit=1) == ["Results", "Nothing was measured."]
 
 

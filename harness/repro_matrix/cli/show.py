@@ -66,7 +66,8 @@ def main(args: argparse.Namespace) -> int:
     rows = runs.rows_of_cases({case.slug, *predicted})
     variants = list(_variants(prepared, plan, case, rows, commands or args.json))
     claims = ledger([case], rows, request.catalogue.strategies)
-    text, reproduced = symptom(_newest(case, rows), case), releases_of(case)
+    showing = [row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]]
+    text, reproduced = symptom(max(showing, key=lambda row: row.started, default=None), case), releases_of(case)
     stack = prepared.stacks.get(plan.cell.stack)
     script = request.catalogue.script(case)
     place = f"repros/{script.name}" if script.parent == REPROS else str(script)
@@ -79,8 +80,7 @@ def main(args: argparse.Namespace) -> int:
     about = {"What to do": advised, "SIMULATED": case.simulated,
              "Symptom": text, "Cause": case.summary, "Releases": reproduced.sentence}  # fmt: skip
     print_wrapped(f"{case.slug}: {case.title}", *(f"{name}: {text}" for name, text in about.items() if text), "")
-    number = len(request.cells)
-    more = f" (one of {number} combinations; choose with model=, strategy=)" if number > 1 else ""
+    more = f" (one of {len(request.cells)} combinations; choose with model=, strategy=)" if request.cells[1:] else ""
     title = f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
         title = f"Ways to run it. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
@@ -127,12 +127,6 @@ def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
     found = [r for r in rows if r.attempts and (r.cell_id, r.hardware.kind, r.stack.name, r.variant) == place]
     last = max(found, key=lambda row: row.started, default=None)
     return f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}" if last else ""
-
-
-def _newest(case: Case, rows: Iterable[Row]) -> Row | None:
-    """Return the newest row that shows the failure."""
-    found = (row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"])
-    return max(found, key=lambda row: row.started, default=None)
 
 
 def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:

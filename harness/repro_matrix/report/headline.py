@@ -254,6 +254,11 @@ class Headline:
             "Known failures": list(self._failures()),
             "Documented fixes": list(self._fixes()),
             "Changes": [Fact(self.changed)],
+            "What to do": [
+                Fact(f"repro show {each.case} (or another case) prints symptom, cause and the code that helps.")
+                for each in (self.example,)
+                if each
+            ],
             "Controls": list(self._controls()),
             "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
             "Not measured": skipped,
@@ -305,10 +310,10 @@ class Headline:
     @property
     def example(self) -> CaseStatus | None:
         """The case that shows what to do about a failure: what needs attention, else one with a fix that works."""
-        urgent = [each.row.case for each in self.attention][:1]
+        urgent = self.attention[0].row.case if self.attention else ""
         cases = [each for each in self.cases if each.state != "not_measured"]
-        unlike = lambda each: (each.case not in urgent, each.state != "reproduces", each.simulated, not each.fixes)  # noqa: E731
-        return min(cases, key=unlike, default=None)
+        return min(cases, default=None, key=lambda each: (each.case != urgent, each.state != "reproduces",
+                                                          each.simulated, not each.fixes))  # fmt: skip
 
     @property
     def differences(self) -> list[str]:

@@ -16,7 +16,7 @@ from repro_matrix.results.expectations import uncompared_failures
 from repro_matrix.results.summary import Row
 from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 
-LOG_LINES = 4
+LOG_LINES, MOST_REASONS = 4, 8
 MOST_CASES, MOST_OF_STATE = 5, 2  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 LOG_TAIL = 800  # characters of a log that a summary has
@@ -29,7 +29,8 @@ def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -
         yield from wrap(head.measured, width=width)
         yield ""
     names = max(map(len, head.answers))
-    for name, facts in head.answers.items():
+    answers = {name: facts for name, facts in head.answers.items() if everything or name != "What to do"}
+    for name, facts in answers.items():
         yield from wrap(f"{name:<{names}}  {' '.join(fact.text for fact in facts)}", "", names + 2, width)
     yield from detail_lines(head, width, everything, None if everything else MOST_ATTENTION)
 
@@ -157,7 +158,7 @@ def _case_detail(each: CaseStatus, helps: Mapping[str, str] | None = None) -> st
 def _skipped_lines(head: Headline, width: int) -> Iterator[str]:
     if head.skipped:
         yield from _title(f"NOT MEASURED: {counted(len(head.skipped), 'variant')}", width)
-        yield from by_reason(((row.reason, row.case) for row in head.skipped), width)
+        yield from by_reason(((row.reason, row.case) for row in head.skipped), width, MOST_REASONS)
 
 
 def print_rows(rows: Sequence[Row]) -> None:

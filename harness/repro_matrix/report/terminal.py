@@ -179,16 +179,18 @@ def named(case: str, simulated: Any) -> str:
     return f"{case} [simulated]" if simulated else case
 
 
-def by_reason(items: Iterable[tuple[Any, str]], width: int) -> Iterator[str]:
-    """Yield each reason with the number of its items and their names, the most frequent reason first."""
+def by_reason(items: Iterable[tuple[Any, str]], width: int, most: int | None = None) -> Iterator[str]:
+    """Yield the reasons (at most ``most``) with the number of their items and their names, the most frequent first."""
     found: dict[str, list[str]] = defaultdict(list)
     for reason, name in items:
         found[str(reason)].append(name)
-    for reason, members in sorted(found.items(), key=lambda item: -len(item[1])):
+    for reason, members in sorted(found.items(), key=lambda item: -len(item[1]))[:most]:
         names = list(dict.fromkeys(members))
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         text = f"{len(members):4}  {reason} [{', '.join(names[:MOST_NAMES])}{more}]"
         yield from wrap(text, "", 6, width, most=None)
+    if most and len(found) > most:
+        yield f"      and {len(found) - most} more reasons"
 
 
 def claim_lines(rows: Sequence[ClaimRow], width: int, simulated: Sequence[str] = ()) -> Iterator[str]:
