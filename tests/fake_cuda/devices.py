@@ -131,15 +131,27 @@ def fetched(fetch: Callable[..., Any]) -> Callable[..., Any]:
     return numpy
 
 
+def grouped(group: Callable[..., Any]) -> Callable[..., Any]:
+    def by_device(lists: Any, *args: Any) -> Any:  # C++ knows no marks
+        found = group(lists, *args)
+        return {(next(map(place, each[0][0])), key[1]): each for key, each in found.items()}
+
+    return by_device
+
+
+def place(tensor: torch.Tensor) -> torch.device:
+    return ON_GPU if where(tensor) == GPU else tensor.device
+
+
 def patches() -> Iterator[tuple[Any, str, Any]]:
     """Yield (owner, name, what stands there on the made-up GPU)."""
     device: Any = torch.Tensor.device
 
-    def place(self: Any) -> torch.device:
+    def read(self: Any) -> torch.device:
         with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor looks for what stands at Tensor.device
             return ON_GPU if where(self) == GPU else device.__get__(self)
 
-    yield torch.Tensor, "device", property(place)
+    yield torch.Tensor, "device", property(read)
     for name in FACTORIES:
         yield torch, name, made(getattr(torch, name))
     for name in ("to", "cpu"):
@@ -155,6 +167,7 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
     import torch.distributed.fsdp._fully_shard._fsdp_init as parts
     import torch.distributed.fsdp._fully_shard._fully_shard as fsdp2
     import torch.distributed.fsdp._optim_utils as saving
+    import torch.nn.utils.clip_grad as clipping
 
     yield Run, "device", property(lambda self: ON_GPU)
     yield torch.cpu, "current_device", lambda: str(ON_GPU)
@@ -162,6 +175,7 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
         yield module, "_get_device_from_mesh", lambda mesh: ON_GPU
     for module in (saving, torch.distributed.distributed_c10d):
         yield module, "_get_pg_default_device", lambda group=None: ON_GPU
+    yield clipping, "_group_tensors_by_device_and_dtype", grouped(clipping._group_tensors_by_device_and_dtype)
     if importlib.util.find_spec("accelerate"):
         from accelerate.state import PartialState
 

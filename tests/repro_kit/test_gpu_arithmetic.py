@@ -1,4 +1,4 @@
-"""Products as GPUs compute them stay within half of every tolerance, TF32 is ten times outside; emulated on the CPU.
+"""Products as GPUs compute them stay within half of every tolerance, TF32 is far outside; emulated on the CPU.
 
 A GPU adds in another order and may keep more digits on the way, or split a float32 product into TF32 parts. The trained
 half of a check computes so, the reference as usual.
@@ -140,5 +140,8 @@ def test_products_of_a_gpu_are_within_half_of_every_tolerance_and_tf32_is_not(na
     assert all(each.keys() == {"loss", "gradient", "updates", "logits", "losses", "weights"} for each in found.values())
     for kind in ("exact", "split", "three_tf32"):
         assert max(found[kind].values()) < 0.5, (kind, found[kind])
-    outside = found["one_tf32"]  # a loss is a mean, in which much cancels out
+    outside = found["one_tf32"]
     assert min(outside[check] for check in ("gradient", "updates", "logits", "weights")) > 10, outside
+    # A loss is a mean, in which much cancels out: TF32 moves it by 25 to 117 units in the last place (8 models), of
+    # which 8 are allowed. Ten times outside would leave 2.5 units, and a healthy loss has been 1.6 off on a CPU.
+    assert min(outside["loss"], outside["losses"]) > 3, outside
