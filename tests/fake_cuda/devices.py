@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 import torch.utils._pytree as tree
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,6 +198,7 @@ def libraries(strategy: str) -> Iterator[tuple[Any, str, Any]]:
 @contextlib.contextmanager
 def rules(strategy: str | None = None) -> Iterator[None]:
     """Compute under CUDA's rules. ``strategy``: of the rank that is on the made-up GPU; None: no rank is."""
+    torch.utils._device._device_constructors()  # it looks them up once
     before: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in [*patches(), *(libraries(strategy) if strategy else ())]:
