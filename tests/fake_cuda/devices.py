@@ -97,7 +97,7 @@ def of_objects() -> bool:
 # -- what Python sees of a tensor's device, makes, and moves to the CPU (which copies nothing here)
 
 
-def made(factory: Callable[..., Any]) -> Callable[..., Any]:
+def marked(factory: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **named: Any) -> Any:
         result = factory(*args, **named)
         if not any(isinstance(each, torch.Tensor) for each in args):
@@ -145,16 +145,16 @@ def place(tensor: torch.Tensor) -> torch.device:
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, name, what stands there on the made-up GPU)."""
+    """Yield (owner, name, its replacement on the made-up GPU)."""
     device: Any = torch.Tensor.device
 
     def read(self: Any) -> torch.device:
-        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor looks for what stands at Tensor.device
+        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor looks up Tensor.device
             return ON_GPU if where(self) == GPU else device.__get__(self)
 
     yield torch.Tensor, "device", property(read)
     for name in FACTORIES:
-        yield torch, name, made(getattr(torch, name))
+        yield torch, name, marked(getattr(torch, name))
     for name in ("to", "cpu"):
         yield torch.Tensor, name, moved(getattr(torch.Tensor, name))
     for name in ("numpy", "__array__"):
