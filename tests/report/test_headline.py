@@ -74,7 +74,7 @@ def test_only_documented_fixes_are_counted_and_only_where_the_failure_reproduces
     )
     fixes = head.answers["Documented fixes"]
     assert head.fixes == (1, 2) and [fact.text for fact in fixes] == [
-        "0 stopped working.", "1 of 2 work; 1 known not to work on these releases: one/b (same failure).",
+        "0 stopped working.", "1 of 2 work; 1 failing as expected: one/b (same failure).",
     ]  # fmt: skip
 
 
@@ -224,11 +224,17 @@ def test_a_fix_that_worked_with_the_release_before_differs() -> None:
         assert [each.kind for each in after([], dead, {known.slug: known}).attention] == kinds, variant
 
 
+def test_a_selection_is_not_the_whole_catalog() -> None:
+    known = catalog.load().cases
+    failures = sum(case.kind == "failure" for case in known.values())
+    assert headline(night(WORKS, case="ddp-ready-once"), known).unselected == failures - 1
+
+
 def test_nothing_is_left_out_of_the_documented_fixes() -> None:
     lost = of(night({"a": ("passed", "FIXED"), "b": ("infra_error", "INCONCLUSIVE")}))
     assert lost.fixes == (1, 2) and "1 of 2 work; 1 not measured." in " ".join(lost.sentences)
     assert [row.variant for row in lost.unanswered] == ["b"] and [row.variant for row in lost.new] == ["a"]
-    assert lost.sentences[-1].endswith("1 variant without a result.")
+    assert lost.sentences[-1].endswith("1 variant without a verdict.")
     old = night(DEAD, stack={"name": "old", "versions": {"torch": "2.6.0", "transformers": "4.51.3"}})
     both = of(night(WORKS, state="expected"), old)
     assert both.cases[0].failing == ("a",) and both.fixes == (1, 2)

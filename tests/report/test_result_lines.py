@@ -130,8 +130,13 @@ def test_new_results_come_after_differences() -> None:
 
 def test_inconclusive_variants_are_listed_by_reason_and_are_not_new() -> None:
     results = [*(cell("INCONCLUSIVE", "no_expectation", case=case) for case in "ab"), cell(case="quiet")]
-    assert section(results, "NO RESULT: 2 variants")[1:] == ["   2  because [a, b]"] and not section(results, "NEW")
-    assert not section([cell("INCONCLUSIVE", "expected")], "NO RESULT")
+    assert section(results, "NO VERDICT: 2 variants")[1:] == ["   2  because [a, b]"] and not section(results, "NEW")
+    assert not section([cell("INCONCLUSIVE", "expected")], "NO VERDICT")
+
+
+def test_flaky_variants_are_no_news_to_accept() -> None:
+    results = [cell("FLAKY", "no_expectation"), cell(case="quiet")]
+    assert len(section(results, "FLAKY")) == 2 and not section(results, "NEW")
 
 
 def test_skipped_variants_are_grouped_by_reason() -> None:

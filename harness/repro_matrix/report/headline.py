@@ -44,7 +44,7 @@ SKIPS = {
     "memory": "needs more memory", "weights": "needs weights", "same": "equals the unfixed variant here",
 }  # fmt: skip
 GONE = "no longer reproduces"
-NO_PREVIOUS = "Not known yet: no earlier run here passed. The next one is compared with this, if this one passes."
+NO_PREVIOUS = "No earlier run here to compare with. The next one is compared with this one, if this one passes."
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class CaseStatus:
 class Headline:
     """``previous``: the last passing run that the results were compared with; "" where there is none, and
     ``no_previous`` says why and what to do. ``partial``: it measured less than requested. ``removed``: its variants
-    that the catalog no longer has."""
+    that the catalog no longer has. ``unselected``: known failures of the catalog that are not among the rows."""
 
     rows: Sequence[Row]
     cases: Sequence[CaseStatus]
@@ -126,6 +126,7 @@ class Headline:
     partial: bool = False
     removed: tuple[str, ...] = ()
     no_previous: str = NO_PREVIOUS
+    unselected: int = 0
 
     def count(self, *states: CaseState) -> int:
         return sum(each.state in states for each in self.cases)
@@ -157,16 +158,23 @@ class Headline:
     @cached_property
     def unconfirmed(self) -> list[str]:
         """What no expectation confirms: ``1 result different from the CPU``."""
+        stacks = list(dict.fromkeys(row.stack.name for row in self.flaky))
         numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
+                   (len(self.flaky), "flaky result", f"on {_some(stacks)}"),
                    (len(self.new), "result", "without an expectation"),
-                   (len(self.unanswered), "variant", "without a result"))  # fmt: skip
+                   (len(self.unanswered), "variant", "without a verdict"))  # fmt: skip
         return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
 
     @cached_property
     def new(self) -> list[Row]:
         """Measured variants with a verdict that have neither an expectation nor a prediction."""
         return [row for row in self.rows if row.attempts and row.verdict and row.state == "no_expectation"
-                and not _is_unanswered(row)]  # fmt: skip
+                and row.verdict != "FLAKY" and not _is_unanswered(row)]  # fmt: skip
+
+    @cached_property
+    def flaky(self) -> list[Row]:
+        """Variants whose attempts disagree: an expectation cannot confirm them."""
+        return [row for row in self.rows if row.verdict == "FLAKY" and row.state == "no_expectation"]
 
     @cached_property
     def unanswered(self) -> list[Row]:
@@ -248,7 +256,7 @@ class Headline:
         skipped = [Fact(f"{self.not_measured}. Reasons: repro doctor", "skipped")] if self.skipped else []
         if not any(row.attempts for row in self.rows):
             return {"Results": [Fact("Nothing was measured.")], **({"Not measured": skipped} if skipped else {})}
-        listed = "unconfirmed" if self.new or self.unanswered else "attention-list"
+        listed = "unconfirmed" if self.new or self.flaky or self.unanswered else "attention-list"
         answers = {
             "Needs attention": [Fact(f"{text}.", "attention-list", True) for text in self.differences],
             "Known failures": list(self._failures()),
@@ -275,6 +283,8 @@ class Headline:
             some = f", {simulated} of them simulated" if simulated else ""
             shown = f"{self.count('reproduces')} of {self.failures} reproduce{'s' * (self.failures == 1)}"
             yield Fact(f"{shown} on {self.stack}{some}.", "reproduces")
+        if self.unselected:
+            yield Fact(f"{self.unselected} others were not selected.")
         gone = sum(each.detail == GONE for each in self.cases)
         for state in ("fixed", "absent", "other_failure", "unclear"):
             if number := self.count(state):
@@ -297,7 +307,9 @@ class Headline:
         new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
         parts = [f"All {tried} work" if works == tried > 1 else f"{works} of {tried} work{'s' * (tried == 1)}"]
         parts += [f"{self.lost} not measured"] if self.lost else []
-        for what, names in (("known not to work on these releases", known), ("failing without an expectation", new)):
+        flaky = [f"{row.case}/{row.variant} on {row.stack.name}" for row in self.flaky if row.role == "fix"]
+        for what, names in (("failing as expected", known), ("failing without an expectation", new),
+                            ("flaky", flaky)):  # fmt: skip
             parts += [f"{len(set(names))} {what}: {_some(list(dict.fromkeys(names)))}"] if names else []
         yield Fact(f"{'; '.join(parts)}.")
 
@@ -385,6 +397,7 @@ def headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)), attention,
         sum(len(each.changes) for each in (since.changed if since else ())), previous.run_id if previous else "",
         bool(previous and previous.partial), tuple(sorted(removed)), no_previous,
+        sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
     )  # fmt: skip
 
 

@@ -94,7 +94,10 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
             reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
             yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     lists: dict[str, list[tuple[str | None, Row]]] = {
-        "NO RESULT: {} ran and gave no evidence": [(row.reason, row) for row in head.unanswered],
+        "NO VERDICT: {} ran without a clear answer": [(row.reason, row) for row in head.unanswered],
+        "FLAKY: the attempts of {} disagree": [
+            (f"{row.variant} on {row.stack.name}: {row.outcome}", row) for row in head.flaky
+        ],
         "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
         "NEW: {} without an expectation. `repro accept` writes expectations": [
             (f"{row.variant}: {row.verdict}", row) for row in head.new
