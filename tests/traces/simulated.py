@@ -49,6 +49,7 @@ class Run:
     plant: str = ""
     step: int = 0
     rank: int = 1
+    plain: bool = False  # TP: slices are plain tensors of which nothing says where they lie
     seed: int = 0
     layers: int = LAYERS
     strength: float = 1.0
@@ -234,6 +235,9 @@ class Simulation:
                     self.rows(kind, rank, micro, name, value)
                 elif part == "slice":
                     columns = np.array_split(np.arange(value.shape[-1]), run.world)[rank]
+                    if run.plain and name.endswith(".act"):
+                        self.rows(kind, rank, micro, name, value[..., columns])
+                        continue
                     indices = np.arange(value[0].size).reshape(value[0].shape)[..., columns].reshape(-1)
                     self.rows(kind, rank, micro, name, value[..., columns], "shard", indices, list(value.shape[1:]))
                 else:

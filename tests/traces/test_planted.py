@@ -71,6 +71,12 @@ def test_a_module_may_compute_in_another_way_if_the_output_around_it_agrees(comp
     assert compare(kind=kind, world=2, plant="refactored").verdict == "agrees"
 
 
+@pytest.mark.parametrize("plant, place", [("", ""), ("functional", "layers.1.act")])
+def test_of_slices_of_unknown_places_the_norms_are_compared(compare, plant, place):
+    location = compare(kind="TP", world=2, micro=2, order=3, plain=True, plant=plant)
+    assert (location.place, location.coverage.shapes_differ) == (place, 0)
+
+
 def test_where_the_data_differ_the_samples_that_both_saw_are_compared(compare):
     location = compare(world=2, plant="data", step=1)
     assert location.beyond.verdict == "agrees" and location.beyond.coverage.aligned > 10
