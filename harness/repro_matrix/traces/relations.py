@@ -80,7 +80,7 @@ def describe_factor(trusted: Array, suspect: Array) -> str:
 def times(scale: float) -> str:
     """``1.01``, ``1.0001``: three digits of how far it is from 1."""
     off = abs(scale - 1)
-    return f"{scale:.{max(3, 3 - math.floor(math.log10(off))) if 1e-5 < off < np.inf else 3}g}"
+    return f"{scale:.{max(3, 2 - math.floor(math.log10(off))) if 1e-5 < off < np.inf else 3}g}"
 
 
 def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, list[Owner]]:
