@@ -262,6 +262,7 @@ def lines(
     """Yield the lines of a run. ``expired``: messages about quarantine entries whose date has passed."""
     if every_variant:
         print_rows(head.rows)
+        yield ""
     yield from result_lines(head, width)
     texts = [f"LEFT OUT: {text}" for text in prepared.left_out]
     texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
