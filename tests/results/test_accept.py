@@ -111,7 +111,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("uncommitted", [from_code(git_dirty=True)]),
     ("uncommitted", [from_code(git_dirty=None)]),  # nobody looked
     ("outside a checkout", [from_code(git_commit=None)]),
-    ("2 attempts that count, fewer than 3 (repeat=3)", [with_fix(attempts=LOST)]),
+    ("2 attempts with evidence, at least 3 are needed: repeat=3", [with_fix(attempts=LOST)]),
     ("--allow SIGNATURE_MISMATCH", [cell("SIGNATURE_MISMATCH")]),
     ("--allow FIX_BREAKS", [cell("FIX_BREAKS")]),
     ("a test of the harness", [on("a", "gpu1-nccl", accelerator="cuda", backend="nccl", shares_gpu=True)]),
@@ -123,7 +123,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
 def test_refusals_name_the_cell_and_the_reason(reason: str, documents: list[dict[str, Any]]) -> None:
     (found,) = refusals(documents)
     assert found.cell == "some-case/m-fsdp on current" and reason in found.reason
-    assert found.variant == ("fix" if "fewer" in reason or "--allow" in reason else "")
+    assert found.variant == ("fix" if "at least" in reason or "--allow" in reason else "")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Cell:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
         self.capsys, self.launched = capsys, list[Json]()
         self.outcome: Callable[[Json], Any] = lambda at: True  # whether, or in how many attempts, or the answer
+        self.fixed: Callable[[Json], bool] = lambda at: True  # whether the fix passes
         request = CaseReduction.request
 
         def remember(search: Any, config: Any) -> Any:
@@ -37,7 +38,7 @@ class Cell:
 
         def measure(search: Any, request: Any, stack: Any, variants: list[str], repeat: int) -> Any:
             self.launched.append(search.config)
-            answer = self.outcome(search.config)
+            answer = self.outcome(search.config) if variants == [search.variant] else not self.fixed(search.config)
             if not isinstance(answer, Answer):
                 times = repeat if answer is True else int(answer)
                 answer = Answer("reproduced" if times else "passed", "x", times, repeat)
@@ -74,6 +75,16 @@ def test_reduce_case_reports_needed_parameters(cell: Cell) -> None:
     assert cli.main(["reduce", CASE, "model.config.num_hidden_layers=24"]) == 0
     out = cell.capsys.readouterr().out
     assert "model.config.num_hidden_layers: 3; " in out and "model.config.num_hidden_layers=3" in out
+
+
+def test_reduce_case_keeps_sizes_at_which_the_fix_passes(cell: Cell) -> None:
+    cell.fixed = lambda at: at["model.config.vocab_size"] >= 16
+    code, data = cell.reduce()
+    assert code == 0 and data["minimal"]["model.config.vocab_size"] == 16 and "model.config.vocab_size" in data["needs"]
+    vocabulary = next(each for each in data["varied"] if each["name"] == "model.config.vocab_size")
+    assert any("the fix non-reentrant fails" in each["answer"] for each in vocabulary["answers"])
+    cell.fixed = lambda at: False  # not even as given
+    assert cell.reduce()[1]["minimal"]["model.config.vocab_size"] == 1
 
 
 def test_reduce_case_command_gives_the_reduced_cell() -> None:

@@ -18,6 +18,7 @@ from repro_matrix.runner import session, workspace
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted, log
 
+SUMMARY_WORDS = 5  # at least, of a case's summary
 Documents = Mapping[str, Iterable[Document]]  # by launcher
 
 
@@ -45,13 +46,15 @@ def check_texts(texts: Mapping[str, str]) -> list[Finding]:
 
 
 def check_signatures(file: str, case: Case) -> Iterator[Finding]:
-    """Find signatures that match messages of other failures."""
+    """Find signatures that match messages of other failures, and a summary that says nothing."""
     for signature in case.signatures:
         taken = unrelated_matches(signature)
         if taken:
             shown = taken[0].partition("\n")[0][:100] or "the empty message"
             what = f"too broad: matches {len(taken)} messages of other failures, such as {shown!r}"
             yield Finding(file, f"signatures.{signature.name}.message", what)
+    if case.kind == "failure" and len(case.summary.split()) < SUMMARY_WORDS:
+        yield Finding(file, "summary", f"{case.summary!r} does not say why it fails. Write a sentence or two.")
 
 
 def check_other_cases(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[Finding]:

@@ -58,7 +58,8 @@ def _lines(args: argparse.Namespace, found: Sequence[Finding], not_measured: Map
     yield from map(str, found)
     how = f"ready ({counted(args.times, 'attempt')} a variant with each launcher)"
     how = "its files are complete; nothing was run" if args.no_run else how
-    next_steps = f"Next: commit, `repro run {args.case} repeat=3`, `repro accept case={args.case} --reason ...`."
+    next_steps = "Its references were not looked up. Next: commit, "
+    next_steps += f"`repro run {args.case} repeat=3`, `repro accept case={args.case} --reason ...`."
     yield f"{args.case}: " + (f"{counted(len(found), 'finding')}: not ready" if found else f"{how}. {next_steps}")
     for variant, why in not_measured.items():
         yield f"  not measured here: {variant}: {why}"

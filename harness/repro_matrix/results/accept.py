@@ -77,7 +77,7 @@ def _refusals(document: Document, allowed: Collection[str]) -> Iterator[tuple[st
     for name, variant in document["variants"].items():
         count = sum(attempt["outcome"]["outcome"] not in NO_EVIDENCE for attempt in variant["attempts"])
         if not variant["skipped"] and count < ATTEMPTS:
-            yield name, f"{counted(count, 'attempt')} that count, fewer than {ATTEMPTS} (repeat={ATTEMPTS})"
+            yield name, f"{counted(count, 'attempt')} with evidence, at least {ATTEMPTS} are needed: repeat={ATTEMPTS}"
     for name, verdict in document["verdicts"].items():
         if verdict["name"] in SUSPICIOUS and verdict["name"] not in allowed:
             yield name, f"{verdict['name']}: {verdict['reason']} (--allow {verdict['name']} publishes it)"

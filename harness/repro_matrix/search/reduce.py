@@ -102,14 +102,17 @@ class Reduction(CellRunner):
         changed = [f"{each.name}={value}" for each, value in zip(self.parameters, config) if value != each.given]
         return self._launch(config, " ".join(changed) or "as given", lambda: self.request(config), repeat)
 
-    def _launch(self, key: Hashable, what: str, request: Callable[[], Request], repeat: int) -> Answer:
+    def _launch(
+        self, key: Hashable, what: str, request: Callable[[], Request], repeat: int, variant: str = ""
+    ) -> Answer:  # fmt: skip
         """Measure a request, or read its stored result. Raises NoMoreProbes."""
+        variant = variant or self.variant
         if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
             raise NoMoreProbes(f"the limit of {self.max_attempts} attempts is reached")
         began, attempts = time.monotonic(), 0
         try:
-            document, path, attempts = self.measure(request(), self.stack, [self.variant], repeat)
-            found = replace(prober.answer_of(self.slug, document["variants"].get(self.variant)), document=str(path))
+            document, path, attempts = self.measure(request(), self.stack, [variant], repeat)
+            found = replace(prober.answer_of(self.slug, document["variants"].get(variant)), document=str(path))
         except ConfigError as error:  # more ranks than this machine has memory for, an option that is refused
             found = Answer(None, f"no such cell: {comparable_text(str(error))}")
         self.probes[key] = found
@@ -154,7 +157,10 @@ class Reduction(CellRunner):
 
 
 class CaseReduction(Reduction):
-    """Reduce the settings of a case's variant. Every configuration is launched under the name of its first variant."""
+    """Reduce the settings of a case's variant. Every configuration is launched under the name of its first variant.
+
+    Sizes count only where the first fix of the same cell still passes: else every variant fails at them.
+    """
 
     def __init__(
         self, variant: str | None, request: Request, stack: Stack, max_attempts: int | None, say: Say,
@@ -170,6 +176,8 @@ class CaseReduction(Reduction):
         if plan.skipped:
             raise MeasureError(f"{case.slug}, variant {variant}: {plan.skipped}")
         self.base = parameters.base_of(case, variant, request, cell)
+        self.fix = next((name for name, each in case.variants.items() if each.role == "fix" and not (
+            each.model or each.strategy or each.tp_size or each.stack)), None)  # fmt: skip
         usual = self._prepare(self.base, self.variant).plans[0].variants[0]
         env = dict(given.settings.env)
         self.parameters = parameters.of_case(given.catalogue, case, variant, plan.settings, usual.settings, env)
@@ -179,6 +187,25 @@ class CaseReduction(Reduction):
 
     def request(self, config: Config) -> Request:
         return self.base.with_values(parameters.overrides_of(self.parameters, config))
+
+    def _probe(self, config: Config, repeat: int) -> Answer:
+        found = super()._probe(config, repeat)
+        if not found.reproduced or self.fix is None:
+            return found
+        sizes = {name: value for name, value in parameters.overrides_of(self.parameters, config).items()
+                 if name in ("ranks", "steps") or name.startswith("model.config.")}  # fmt: skip
+        key, first = frozenset(sizes.items()), len(self.probes) == 1
+        what = f"{self.fix} {' '.join(f'{name}={value}' for name, value in sizes.items()) or 'as given'}"
+        fixed = self.probes.get(key) or self._launch(
+            key, what, lambda: self.base.with_values(sizes), self.repeat, self.fix
+        )
+        if fixed.label == prober.PASSED:
+            return found
+        if first:  # there is no fix to keep
+            self.fix = None
+            return found
+        self.probes[config] = replace(found, label=f"other_failure: the fix {self.fix} fails, too: {fixed}")
+        return self.probes[config]
 
     def command(self, config: Config) -> list[str]:
         texts = self.request(config).texts(without=prober.NOT_REPEATED)
