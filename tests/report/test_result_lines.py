@@ -125,12 +125,14 @@ def test_new_results_come_after_differences() -> None:
     lines = shown(*new, news, cell(case="quiet"))
     titles = [line.partition(" ")[0].strip(":") for line in lines if line[:3].isupper()]
     assert titles == ["DIFFERENT", "NEW"]
-    assert section([*new, news], "NEW: 2 variants")[1:] == ["   2  fix: SIGNATURE_MISMATCH [some-case]"]
+    assert section([*new, news], "NEW: 2 variants")[1:] == ["   2  SIGNATURE_MISMATCH [some-case/fix]"]
 
 
 def test_inconclusive_variants_are_listed_by_reason_and_are_not_new() -> None:
     results = [*(cell("INCONCLUSIVE", "no_expectation", case=case) for case in "ab"), cell(case="quiet")]
-    assert section(results, "NO VERDICT: 2 variants")[1:] == ["   2  because [a, b]"] and not section(results, "NEW")
+    assert section(results, "NO VERDICT: 2 variants")[1:] == ["   2  because [a/fix, b/fix]"] and not section(
+        results, "NEW"
+    )
     assert not section([cell("INCONCLUSIVE", "expected")], "NO VERDICT")
 
 

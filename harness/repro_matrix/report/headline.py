@@ -307,7 +307,7 @@ class Headline:
         new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
         parts = [f"All {tried} work" if works == tried > 1 else f"{works} of {tried} work{'s' * (tried == 1)}"]
         parts += [f"{self.lost} not measured"] if self.lost else []
-        flaky = [f"{row.case}/{row.variant} on {row.stack.name}" for row in self.flaky if row.role == "fix"]
+        flaky = [f"{row.case}/{row.variant}" for row in self.flaky if (row.case, row.variant) in listed]
         for what, names in (("failing as expected", known), ("failing without an expectation", new),
                             ("flaky", flaky)):  # fmt: skip
             parts += [f"{len(set(names))} {what}: {_some(list(dict.fromkeys(names)))}"] if names else []

@@ -96,17 +96,19 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
     lists: dict[str, list[tuple[str | None, Row]]] = {
         "NO VERDICT: {} ran without a clear answer": [(row.reason, row) for row in head.unanswered],
         "FLAKY: the attempts of {} disagree": [
-            (f"{row.variant} on {row.stack.name}: {row.outcome}", row) for row in head.flaky
+            (row.outcome, row) for row in head.flaky
         ],
         "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
         "NEW: {} without an expectation. `repro accept` writes expectations": [
-            (f"{row.variant}: {row.verdict}", row) for row in head.new
+            (row.verdict, row) for row in head.new
         ],
     }  # fmt: skip
+    several = len({row.stack.name for row in head.rows}) > 1
     for title, items in lists.items():
         if items:
             yield from _title(title.format(counted(len(items), "variant")), width)
-            yield from by_reason(((reason, row.case) for reason, row in items), width)
+            names = (f"{row.case}/{row.variant}" + f" on {row.stack.name}" * several for _, row in items)
+            yield from by_reason(zip((reason for reason, _ in items), names), width)
 
 
 def _title(text: str, width: int) -> Iterator[str]:
