@@ -471,10 +471,52 @@ def test_words_that_are_looked_for_are_in_no_usual_line() -> None:
 WELL = ("\n".join(UNIFORM) + "\n").encode()
 
 
+def test_match_of_an_empty_log_beside_others_is_no_error(match: Match, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert match(b"step 1 loss 2.0\ntraining done\n", str(tmp_path / "empty"))[0] == 3
+
+
+@pytest.mark.parametrize(("last", "ended"), [("Finished", True), ("step 4 loss 1.8", False)])
+def test_match_of_a_log_that_stops_after_a_step_says_so(last: str, ended: bool, match: Match) -> None:
+    text = f"step 2 loss 2.0\nstep 3 loss 1.9\n{last}\n".encode()
+    assert json.loads(match(text, "--json")[1])[0]["training_ended"] == ended
+    code, out, _ = match(text)
+    assert code == 3 and ("without the end of the training" in out) != ended
+
+
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [("loss 1.2 val_loss nan (no validation set)", ["validation-not-a-number"]),
+     ("train_loss nan val_loss nan", ["not-a-number"]), ("latest loss: nan", ["not-a-number"]),
+     ("{'eval_loss': nan, 'epoch': 1.0}", ["validation-not-a-number"])],
+)  # fmt: skip
+def test_a_loss_of_validation_that_is_no_number_is_not_that_of_training(line: str, kinds: list[str]) -> None:
+    assert answer([line, line, "Finished"]).kinds == kinds
+
+
+def test_a_failure_without_another_cause_comes_before_those_that_have_one() -> None:
+    sizes = "copying a param with shape torch.Size([151936, 896]) from checkpoint, the shape in current model is"
+    head = "[rank1]: RuntimeError: Error(s) in loading state_dict for Qwen2ForCausalLM:"
+    (cause,) = answer(
+        [head, f"[rank1]: \tsize mismatch for model.embed_tokens.weight: {sizes} torch.Size([0])."]
+    ).causes
+    assert cause.perhaps[0].case == "zero3-load-state-dict"
+
+
+def test_the_own_wording_of_a_case_is_not_another_wording_of_it() -> None:
+    line = (
+        "RuntimeError: Expected to mark a variable ready only once. 1) Use of a module parameter outside the `forward`"
+    )
+    place = '  File "/venv/lib/python3.10/site-packages/torch/autograd/__init__.py", line 267, in backward'
+    (cause,) = answer(["Traceback (most recent call last):", place, "    run()", line]).causes
+    ((name, missing),) = {item.case: item.missing for item in cause.perhaps}.items()
+    assert name == "ddp-ready-once" and any("used twice in a forward" in each for each in missing)
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (b"", 3), (b"\n\n\n", 3), (gzip.compress(WELL), 0),
+        (b"", 2), (b"\n\n\n", 3), (gzip.compress(WELL), 0),
         ("\n".join(UNIFORM).encode("utf-16"), 0), (WELL.replace(b"\n", b"\r\n"), 0),
         (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0), (b"x" * 3_000_000 + b"\n" + WELL, 0),
         ("Fehler über \xff\n".encode("latin-1") + WELL, 0),

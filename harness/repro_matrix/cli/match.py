@@ -7,7 +7,7 @@ from pathlib import Path
 
 from repro_matrix.config import catalog
 from repro_matrix.environment.stacks import lock, spec
-from repro_matrix.errors import ConfigError
+from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.external import lockfiles
 from repro_matrix.external.log_match import recognize
 from repro_matrix.external.log_scan import Catalogue, lines, scan
@@ -17,8 +17,8 @@ from repro_matrix.report.terminal import print_json, print_notes
 EPILOG = """\
 The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
 
-exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log);
-3 no failure. For several logs, the lowest of their codes.
+exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log,
+every log empty); 3 no failure. For several logs, the lowest of their codes.
 """
 
 
@@ -37,10 +37,10 @@ def main(args: argparse.Namespace) -> int:
     stack = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
     given = _versions([*stack, *([args.versions] if args.versions else [])])
     found = []
-    codes = set()
+    codes, empty = set(), True
     for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
         seen = scan(lines(path), known)
-        answer = recognize(seen, known)
+        answer, empty = recognize(seen, known), empty and not seen.lines
         codes.add(answer.exit_code)
         if args.json:
             found.append(log_json(path, seen, answer, cases.cases, given))
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
             print("\n".join(log_lines(path, seen, answer, cases.cases, given)))
     if args.json:
         print_json(found)
-    return min(codes)
+    return ExitCode.USAGE if empty else min(codes)
 
 
 def _versions(texts: list[str]) -> Versions | None:

@@ -240,7 +240,8 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
         elif ambiguous_with and not clear:
             missing = (*missing, f"it may as well be {ambiguous_with.cause}")
         (perhaps if missing else known).append(Known(case.slug, signature.name, error.line, missing))
-    perhaps.sort(key=lambda item: bool(catalogue.simulated & {item.case}))
+    # What has no other cause decides: it comes first.
+    perhaps.sort(key=lambda item: (item.case in catalogue.simulated, len(item.missing)))
     names = list(dict.fromkeys(item.case for item in known))
     if len(names) > 1:
         perhaps[:0] = [
@@ -257,6 +258,7 @@ def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
     case = next((each for each in catalogue.cases if each.slug == name), None)
     strategies = strategies_of(failure.error)
     found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
+    found = found and name not in {each.case for each in failure.perhaps}  # in the case's own wording
     return (Known(name, "", failure.error.line, ("another wording of it",)),) if found else ()
 
 

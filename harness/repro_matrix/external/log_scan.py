@@ -206,6 +206,11 @@ class Progress:
         """The first of the last STEPS steps; 0 where there are fewer."""
         return self.steps[0] if len(self.steps) == STEPS else 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether training is complete, or the log shows no step of it."""
+        return not self.after(self.done)
+
     def after(self, line: int) -> bool:
         """Whether a step follows a line."""
         return bool(self.steps) and self.steps[-1] > line

@@ -26,6 +26,7 @@ def log_json(
     """Return what is known of one log, with stable keys."""
     versions, source = versions_of(seen, given)
     found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names, "not_listed": seen.more}
+    found["training_ended"] = seen.progress.ended
     found["failures"] = [_failure_json(failure) for failure in answer.failures]
     found["remarks"] = [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks]
     found["recovered"] = [_recovered(each) for each in answer.recovered]
@@ -124,7 +125,8 @@ class _Parts:
             more = f" and {len(caught) - 4} more" if len(caught) > 4 else ""
             yield 2, f"Training went on after: {', '.join(caught[:4])}{more}"
         if answer.exit_code == 3 and not answer.remarks:
-            yield 2, "no failure in this log" if seen.lines else "this log is empty"
+            ended = "" if seen.progress.ended else "; it ends without the end of the training"
+            yield 2, f"no failure in this log{ended}" if seen.lines else "this log is empty: it tells nothing"
         elif not (answer.names or answer.like or answer.kinds or any(each.perhaps for each in answer.causes)):
             yield 2, f"Not in the catalog. To write it down as a case: repro new MY-CASE --from-log {path}"
 
