@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -291,7 +292,8 @@ def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real:
             name, _, value = line.partition("=")
             values[f"steps.{step['id']}.outputs.{name}"] = value
     assert codes == [0, 0, 0, 0 if real else 1], done.stderr
-    installed = [line.split()[4:] for line in (tmp_path / "pip").read_text().splitlines()]
+    called = [line.split() for line in (tmp_path / "pip").read_text().splitlines()]
+    installed = [words[4:] for words in called if words[2] == "install"]
     assert [words[0] for words in installed] == ["torch", f"{ROOT}[stack]", "-e"]
     assert "Released packages and this checkout" in summary.read_text()
     if not real:
@@ -299,6 +301,45 @@ def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real:
     results = Path(values["steps.install.outputs.results"])
     assert JUnitXml.fromfile(str(results / "junit.xml")) and (results / "report.html").stat().st_size > 10_000
     assert "fsdp-uniform-dtype" in summary.read_text()
+
+
+def test_action_removes_from_a_kept_environment_what_an_earlier_job_installed_of_its_checkout(tmp_path: Path) -> None:
+    kept = tmp_path / "venv"
+    venv.create(kept, with_pip=True, symlinks=True)
+    (packages,) = kept.glob("lib/python*/site-packages")
+
+    def install(name: str, version: str, direct_url: str = "") -> None:
+        for old in packages.glob(f"{name}-*"):
+            shutil.rmtree(old)
+        folder = packages / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        texts = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "INSTALLER": "pip\n"}
+        texts |= {"direct_url.json": direct_url} if direct_url else {}
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+        listed = [f"{folder.name}/{file},," for file in (*texts, "RECORD")]
+        (folder / "RECORD").write_text("\n".join(listed) + "\n")
+
+    (kept / "bin" / "python").rename(kept / "bin" / "real")
+    fake = f'#!/bin/sh\ncase "$*" in "-m pip install"*) exit 0;; esac\nexec "{kept}/bin/real" "$@"\n'
+    (kept / "bin" / "python").write_text(fake)
+    (kept / "bin" / "python").chmod(0o755)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RUNNER_TEMP": str(tmp_path), "VENV": str(kept),
+           "ACTION": str(ROOT), "TORCH": "", "GITHUB_OUTPUT": str(tmp_path / "output")}  # fmt: skip
+    step = action_steps()["action: Install the released packages"]["run"]
+    url = '{"url": "file:///pull-request", "dir_info": {"editable": EDITABLE}}'
+    for name in ("torch", "transformers", "accelerate", "peft"):
+        install(name, "2.0")
+    install("older", "1.0", url.replace("EDITABLE", "true"))  # of a job before this file was written
+    run(step, tmp_path, env)
+    install("torch", "2.1.dev1")
+    install("transformers", "2.0", url.replace("EDITABLE", "true"))
+    install("peft", "2.0", url.replace("EDITABLE", "false"))
+    install("dependency", "1.0")
+    run(step, tmp_path, env)
+    assert [path.name for path in packages.glob("*-[12].*.dist-info") if "pip" not in path.name] == [
+        "accelerate-2.0.dist-info"
+    ]
 
 
 def test_citation_file_is_valid_and_names_this_release() -> None:
