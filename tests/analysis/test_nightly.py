@@ -391,6 +391,13 @@ def test_nightly_run_that_did_not_end_does_not_pass(
     assert code == expected and ("did not end" in text) == bool(expected) and codes(results) == [("mon", expected)]
 
 
+def test_nightly_run_that_ended_before_its_first_result_is_incomplete(results: Path, night: Night) -> None:
+    (results / "mon").mkdir()
+    assert night("mon")[0] == 2, "a folder without a run"
+    runs.note(results / "mon", [], runs.UNFINISHED)
+    assert night("mon")[0] == 3
+
+
 def test_nightly_run_is_compared_with_those_stored_before_it_whatever_the_clock(results: Path, night: Night) -> None:
     assert night("mon", {"unfixed": FIRED}, 2.0)[0] == 0 and night("tue", {"unfixed": PASSED}, 1.0)[0] == 1
     assert night("wed", {"unfixed": FIRED}, 3.0)[0] == 0

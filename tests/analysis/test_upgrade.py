@@ -99,9 +99,19 @@ def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
     assert [(each.variant, each.reason) for each in flaky.unknown] == [("summon", "attempts disagree on b")]
     assert flaky.verdict == "UNDECIDED" and not flaky.missing, "measuring it again gives no answer either"
     unknown = compared(rows(OLD, BROKEN), new={})
-    assert unknown.missing == {(CELLS[0].key, "b")}
+    assert unknown.missing == {(CELLS[0].key, "b")} and "`repro stack lock b`" in upgrade.headline(unknown)
+    assert {each.reason for each in unknown.unknown} == {"the releases of b are not known"}
     without = compared(rows(OLD, BROKEN), new={name: v for name, v in NEW.items() if name != "torch"})
     assert all(each.reason.startswith("b lacks torch") for each in without.unknown) and not without.missing
+
+
+def test_packages_that_change_are_named_and_which_of_them_are_not_judged() -> None:
+    old, new = {**OLD, "torch": "2.99.0+cpu", "mine": "1.2", "a": "1"}, {**OLD, "transformers": "9.9.9", "mine": "2.0"}
+    result = compared([*rows(OLD, BROKEN), *rows(NEW, BROKEN)], old=old, new={**new, "b": "1"})
+    data = upgrade.to_json(result)
+    assert (data["verdict"], data["changes"]) == ("GO", {"transformers": ("4.39.3", "9.9.9")})
+    assert data["not_judged"] == {"mine": ("1.2", "2.0")}
+    assert any("mine 1.2 -> 2.0" in line for line in upgrade.describe(result))
 
 
 def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +196,13 @@ def test_upgrade_from_lock_files_needs_no_index(tmp_path: Path, monkeypatch: Any
     assert code == 3 and json.loads(text)["measure"]["cells"] == 1
     code, text = run("old.txt", "loose.txt")
     assert code == 3 and json.loads(text)["measure"]["cells"] > 0, "known after it was resolved"
+    assert "pin torch in " in json.loads(text)["headline"]
+    (tmp_path / "twice.txt").write_text("torch==2.99.0\ntransformers==4.39.3\nTransformers==4.40.0\n")
+    code, text = run("twice.txt", "uv.lock")
+    assert code == 2 and all(word in text for word in ("twice.txt", "line 3", "transformers"))
+    marked = "torch==2.99.0\na==1 ; python_version < '3'\na==2 ; python_version >= '3'\n"
+    (tmp_path / "marked.txt").write_text(marked)
+    assert run("marked.txt", "uv.lock")[0] == 3
     assert run("old.txt", "old.txt")[0] == run("old.txt", "none.txt")[0] == 2
     code, text = run("torch2.6-tf4.52", "old.txt")
     assert code == 2 and "torch2.6-tf4.51" in text

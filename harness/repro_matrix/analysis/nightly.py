@@ -69,7 +69,7 @@ class Report:
 def finish(night: Nightly) -> Report:
     """Compare the run with those stored before it, and add it to the history.
 
-    Raises ResultsError: no results, or results of several commits; MeasureError: no result can be read.
+    Raises ResultsError: no results, or of several commits; MeasureError: none can be read, or a run did not end.
     """
     rows = [row for side in night.sides for row in side.rows]
     unreadable = [note for side in night.sides for note in side.unreadable]
@@ -77,6 +77,8 @@ def finish(night: Nightly) -> Report:
         folders = ", ".join(map(str, night.folders))
         if unreadable:
             raise MeasureError(f"{folders}: no results: {counted(len(unreadable), 'file')} could not be read")
+        if not all(map(_is_finished, night.folders)):
+            raise MeasureError(f"{folders}: no results: the run did not end. `repro matrix --resume` continues it.")
         raise ResultsError(f"{folders}: no results: nothing was measured or uploaded")
     history.check_one_commit(rows)
     packages = {name: all_of for run in map(runs.read, night.folders) if run for name, all_of in run.stacks.items()}

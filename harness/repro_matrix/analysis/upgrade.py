@@ -22,7 +22,7 @@ from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.environment.stacks.spec import canonical
+from repro_matrix.environment.stacks.spec import canonical, differences, parse
 from repro_matrix.grading.expectations import expected, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
 from repro_matrix.results.summary import Row
@@ -37,8 +37,9 @@ _OF_VERDICT: Mapping[str, State] = {
     "DIFFERENT_FAILURE": "fails", "FIX_BREAKS": "fails",
 }  # fmt: skip
 ABSENT, DISAGREE = "(it has none)", "attempts disagree"
+UNREAD = "the releases of {} are not known"
 EXIT_CODES = {"GO": 0, "GO with these fixes": 1, "NO-GO": 1, "UNDECIDED": 3}
-SHOWN, FIXES = 6, 3  # reasons and cases, and fixes of a problem, that are listed
+SHOWN, FIXES, CHANGES = 6, 3, 10  # reasons and cases, fixes of a problem, and packages that are listed
 
 
 class End(NamedTuple):
@@ -180,7 +181,9 @@ def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tu
         lost = isinstance(found[0], Known) and any(text in reasons[0] for text in (ABSENT, DISAGREE))
         return Unknown(cell, variant, reasons[0], lost=lost)
     if never:
-        return Unknown(cell, variant, f"never measured on {' or '.join(never)}", never)
+        unread = " and ".join(side.end.name for side in sides if not side.end.versions)
+        reason = UNREAD.format(unread) if unread else f"never measured on {' or '.join(never)}"
+        return Unknown(cell, variant, reason, never)
     old, new = (each for each in found if isinstance(each, Known))
     difference = settings_difference(old.settings, new.settings)  # type: ignore[arg-type]
     if difference:
@@ -303,7 +306,21 @@ def headline(upgrade: Upgrade) -> str:
     total, lost = upgrade.compared + len(upgrade.unknown), [each for each in upgrade.unknown if each.lost]
     worse = ": nothing gets worse in these" if upgrade.compared else ""
     gone = f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}" if lost else ""
-    return f"UNDECIDED: {upgrade.compared} of {counted(total, 'result')} can be compared{worse}{gone}"
+    return f"UNDECIDED: {upgrade.compared} of {counted(total, 'result')} can be compared{worse}{gone}{_unread(upgrade)}"
+
+
+def _unread(upgrade: Upgrade) -> str:
+    """Say what to do where the releases of a stack are not known."""
+    names = [each.name for each in (upgrade.source, upgrade.target) if not each.versions]
+    todo = [f"pin torch in {name}" if parse(name).file else f"run `repro stack lock {name}`" for name in names]
+    return f"; {UNREAD.format(' and '.join(names))}: {', '.join(todo)}" if names else ""
+
+
+def _moved(upgrade: Upgrade) -> dict[bool, dict[str, tuple[str, str]]]:
+    """Return the packages of both stacks whose releases differ: those that results depend on, and the others."""
+    moved = differences(upgrade.source.versions, upgrade.target.versions)
+    both = {name: pair for name, pair in moved.items() if all(pair) and not _same(*pair)}
+    return {judged: {n: pair for n, pair in both.items() if (n in UPSTREAM) == judged} for judged in (True, False)}
 
 
 def _what(problem: Problem) -> str:
@@ -334,6 +351,10 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
         more = f"; {len(each.fixes) - FIXES} more" if each.fixes[FIXES:] else ""
         yield f"  works there: {'; '.join(_fix(each.case, name) for name in each.fixes[:FIXES]) or 'nothing'}{more}"
     yield ""
+    for head, moved in zip(("Changes", "Changes that are not judged here"), _moved(upgrade).values()):
+        listed = [f"{name} {old} -> {new}" for name, (old, new) in moved.items()]
+        more = f"; {len(listed) - CHANGES} more: --json" if listed[CHANGES:] else ""
+        yield from [f"{head}: {', '.join(listed[:CHANGES])}{more}."] if listed else []
     if upgrade.gone:
         names = ", ".join(upgrade.gone[:SHOWN]) + (", ..." if len(upgrade.gone) > SHOWN else "")
         yield f"Fixed by the upgrade: {counted(len(upgrade.gone), 'known failure')} ({names})."
@@ -342,9 +363,10 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
     reasons = Counter(each.reason for each in upgrade.unknown).most_common()
     if reasons:
         yield f"Not compared: {counted(len(upgrade.unknown), 'result')}."
-    yield from (f"  {count} {reason}" for reason, count in reasons[:SHOWN])
-    if reasons[SHOWN:]:
-        yield f"  {sum(count for _, count in reasons[SHOWN:])} for other reasons: --json"
+    shown = SHOWN if reasons[SHOWN + 1 :] else SHOWN + 1
+    yield from (f"  {count} {reason}" for reason, count in reasons[:shown])
+    if reasons[shown:]:
+        yield f"  {sum(count for _, count in reasons[shown:])} for other reasons, which --json lists"
     if upgrade.missing:
         cells = counted(len({key for key, _ in upgrade.missing}), "cell")
         minutes = f"about {max(1, round(upgrade.seconds / 60))} min"
@@ -362,6 +384,7 @@ def to_json(upgrade: Upgrade) -> dict[str, Any]:
              "boundary": each.boundary and each.boundary._asdict(), "bisect": each.bisect(source, target)}
             for each in upgrade.problems
         ],
+        "changes": _moved(upgrade)[True], "not_judged": _moved(upgrade)[False],
         "fixed": upgrade.gone, "compared": upgrade.compared, "unchanged": upgrade.same,
         "not_compared": [
             {"cell": each.cell.key, "variant": each.variant, "reason": each.reason, "measure_on": list(each.ends)}

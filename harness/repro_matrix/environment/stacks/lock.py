@@ -200,13 +200,18 @@ def lock_file(path: Path) -> Lock:
 
 def pinned(path: Path) -> Mapping[str, str]:
     """Return the releases of a user's file: of its lock in the cache, else as it pins them; {} where it pins no torch.
-    Nothing is resolved."""
+    Nothing is resolved. Raises StackError where it pins two versions of a package."""
     cached = file_lock_path(path)
     text = _read_source(cached if cached.exists() else path)
     if path.name == "uv.lock" and not cached.exists():
         return {canonical(name): version for name, version in _UV_LOCK.findall(text)}
     python = _header(text, "python") or DEFAULT_PYTHON
-    pins = Lock(text, python).pins
+    pins: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        for name, version in Lock(line, python).pins.items():
+            if pins.setdefault(name, version) != version:
+                two = f"line {number}: two versions of {name}: {pins[name]} and {version}"
+                raise StackError("usage", f"stack {path}: {two}. Remove one of them.")
     return {**pins, "python": python} if "torch" in pins else {}
 
 
