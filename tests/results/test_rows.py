@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from repro_matrix.cli.main import main
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
-from repro_matrix.results import summary
+from repro_matrix.results import runs, summary
 from repro_matrix.results.accept import regrade
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import SUMMARY, Row, adapter, load_rows, write_rows
@@ -160,3 +161,29 @@ def test_regrade_names_what_was_edited(how: str, folder: Path, cases: Mapping[st
 
 def test_regrade_of_the_baseline_finds_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["regrade", "--baseline"]) == 0 and main(["regrade", str(tmp_path)]) == 2, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["missing", "older", "edited", "lacks a cell"])
+def test_rows_of_stacks_does_not_trust_a_summary_that_is_behind_its_evidence(
+    how: str, folder: Path, cases: Mapping[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `upgrade` reads: a fix whose evidence shows the failure counts, whatever the summary says."""
+    monkeypatch.setattr(runs, "scratch", lambda: tmp_path / "none")
+    rows = load_rows(folder, cases, write=True)
+    stacks = [{"torch": row.stack.versions["torch"]} for row in rows]
+    assert shown(runs.rows_of_stacks(stacks, folder)) == shown(rows)
+    path, file = folder / SUMMARY, folder / rows[0].evidence
+    fix = next(row.variant for row in rows if row.evidence == rows[0].evidence and row.verdict == "FIXED")
+    document = json.loads(file.read_bytes())
+    document["variants"][fix]["attempts"] = document["variants"]["unfixed"]["attempts"]
+    if how == "edited":
+        path.write_bytes(path.read_bytes().replace(b"reproduced", b"Reproduced", 1))
+    elif how == "lacks a cell":
+        path.write_bytes(b"".join(line for line in path.open("rb") if rows[0].evidence.encode() not in line))
+    write_json(file, document)
+    if how == "missing":
+        path.unlink()
+    elif how != "older":
+        os.utime(path, (time.time() + 9, time.time() + 9))
+    found = runs.rows_of_stacks(stacks, folder)
+    assert [row.verdict for row in found if (row.evidence, row.variant) == (rows[0].evidence, fix)] == ["NOT_FIXED"]

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.records.document import Document
-from repro_matrix.results.store import LATEST, LOCK, Store, cannot_write
-from repro_matrix.results.summary import Row, stored_rows
+from repro_matrix.results.store import LATEST, LOCK, SUMMARY, Store, cannot_write, files
+from repro_matrix.results.summary import Row, adapter, load_rows, stored_rows
 
 SEARCHES = "searches"
 MANIFEST = "run.manifest"  # no .json: these are cells
@@ -187,17 +189,41 @@ def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path) -> list[Ro
     def of_stacks(line: bytes) -> bool:  # most lines are of others, and reading a row takes time
         return any(all(pin in line for pin in each) for each in wanted)
 
-    found = [stored_rows(each, [], of_stacks) for each in dict.fromkeys(map(Path.resolve, folders))]
-    return [row for cells in found for rows in cells.values() for row in rows]
+    return _rows(folders, of_stacks)
 
 
 def rows_of_cases(slugs: Collection[str]) -> list[Row]:
     """Return the stored rows of these cases and of all controls, with the grading that they were stored with: of the
     last run, of searches and the published ones. Other rows are not parsed."""
     wanted = [f'"case":"{slug}"'.encode() for slug in slugs] + [b'"kind":"control"']
-    folders = dict.fromkeys((of(scratch()), scratch() / SEARCHES, *project.published()))
-    found = [stored_rows(folder, [], lambda line: any(each in line[:HEAD] for each in wanted)) for folder in folders]
-    return [row for cells in found for rows in cells.values() for row in rows]
+    folders = of(scratch()), scratch() / SEARCHES, *project.published()
+    return _rows(folders, lambda line: any(each in line[:HEAD] for each in wanted))
+
+
+def _rows(folders: Iterable[Path], wanted: Callable[[bytes], bool]) -> list[Row]:
+    """Return the rows whose line is wanted, as they are stored; those of a run whose summary is edited, or older than
+    its evidence, are computed from the evidence."""
+    found: list[Row] = []
+    for folder in dict.fromkeys(map(Path.resolve, folders)):
+        edited: list[str] = []
+        cells = stored_rows(folder, edited, wanted)
+        published = folder in map(Path.resolve, project.published())
+        if not published and folder.is_dir() and (edited or _is_behind(folder)):
+            found += [row for row in load_rows(folder) if wanted(adapter().dump_json(row))]
+        else:
+            found += chain.from_iterable(cells.values())
+    return found
+
+
+def _is_behind(folder: Path) -> bool:
+    """Whether evidence of a run is newer than its summary, or not in it."""
+    summary, evidence = folder / SUMMARY, list(files(folder))
+    try:
+        written, text = summary.stat().st_mtime_ns, summary.read_bytes()
+    except FileNotFoundError:
+        return bool(evidence)
+    listed = {name.decode() for name in re.findall(rb'"evidence":"([^":]+)', text)}
+    return any(os.path.relpath(file, folder) not in listed or os.stat(file).st_mtime_ns > written for file in evidence)
 
 
 def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:
