@@ -259,7 +259,10 @@ def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
     strategies = strategies_of(failure.error)
     found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
     found = found and name not in {each.case for each in failure.perhaps}  # in the case's own wording
-    return (Known(name, "", failure.error.line, ("another wording of it",)),) if found else ()
+    texts = [signature.message for each, signature in catalogue.failures if each.slug == name and signature.message]
+    own = any(re.search(text, failure.error.message) for text in texts)
+    why = "its message, raised elsewhere" if own else "another wording of it"
+    return (Known(name, "", failure.error.line, (why,)),) if found else ()
 
 
 def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...] | None:
