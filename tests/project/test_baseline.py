@@ -136,10 +136,7 @@ COVERED: dict[str, dict[str, str]] = {
     "current": {},
     "torch2.2-tf4.36": {},
     "torch2.2-tf4.39": {},
-    "torch2.6-tf4.51": {
-        "zero3-outside-engine/qwen1.5-0.5b-zero3": "flaky: wrong logits in some attempts of variants that gather",
-        "zero3-device-map/qwen-7b-zero3": "flaky: a wrong c_attn.weight in 12 of 24 attempts that load under ZeRO-3",
-    },
+    "torch2.6-tf4.51": {},
     "colossalai": {
         "device-map-distributed/llama-2-7b-ddp": NO_PEFT,
         "device-map-distributed/qwen-14b-ddp": NO_PEFT,
