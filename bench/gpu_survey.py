@@ -667,7 +667,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped = sum(entry["status"] == "skipped" for entry in document["probes"].values())
     ran = len(document["probes"]) - skipped
     print(f"{args.out}: {ran} probes on {document['device']}, {skipped} skipped, {document['seconds']} s")
-    return 0
+    passed = [name for name, entry in document["probes"].items() if entry["status"] == "passed" and name != "machine"]
+    if not passed:
+        print("no probe passed: this survey shows nothing", file=sys.stderr)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

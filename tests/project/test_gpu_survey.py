@@ -68,6 +68,7 @@ def test_probe_beyond_its_limit_is_ended_and_leaves_its_stack() -> None:
 
 def test_survey_beyond_its_limit_starts_no_probe(tmp_path: Path) -> None:
     document = gpu_survey.survey(tmp_path / "survey.json", ["wait.sleep"], 0)
+    assert gpu_survey.main(["--out", str(tmp_path / "none.json"), "--only", "no-such-probe"]) == 1
     (reason,) = {entry["reason"] for entry in document["probes"].values()}
     assert "limit" in reason and document["probes"].keys() == {"machine", "wait.sleep"}
 

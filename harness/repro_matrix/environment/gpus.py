@@ -105,8 +105,11 @@ class DriverError(Exception):
 
 def open_driver() -> Pynvml:
     """Open NVML: seconds on a node of 8 GPUs without persistence mode. Raises DriverError."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError as error:
+        remedy = "Install it: pip install nvidia-ml-py"
+        raise DriverError(f"pynvml cannot be imported: {error}. {remedy}", missing=True) from error
     return Pynvml(pynvml)
 
 

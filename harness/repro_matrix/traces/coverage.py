@@ -57,6 +57,8 @@ class Total:
         known = self.agreed + self.counts["not_aligned"] + self.counts["shapes_differ"]
         if not reason and 2 * self.agreed < known:
             reason = f"only {self.agreed} of {counted(known, 'tensor')} could be compared"
+        unseen = (rank.unseen for trace in (self.trusted, self.suspect) for rank in trace.ranks.values() if rank.unseen)
+        reason = reason or next(unseen, "")
         if reason and self.not_numbers:
             reason += f"; not a number (NaN or infinite) on both sides from {self.not_numbers} on"
         return reason

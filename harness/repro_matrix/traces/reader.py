@@ -49,6 +49,7 @@ class RankTrace:
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unseen: str = ""  # which parameters are trained and not traced
     random: dict[tuple[int, int], Any] = field(default_factory=dict)  # state of random numbers by step and micro-batch
     steps: set[int] = field(default_factory=set)  # of which anything was recorded
     complete: set[int] = field(default_factory=set)
@@ -152,6 +153,7 @@ def _rank(path: Path) -> RankTrace:
                 trace.models.append(event)
             elif kind == b"note":
                 trace.notes.append(event["text"])
+                trace.unseen = trace.unseen or event["text"] * bool(event.get("unseen"))
             elif kind == b"random":
                 trace.random[event["s"], event["m"]] = event.get("v")
             elif kind == b"end":

@@ -78,8 +78,9 @@ class Tracer:
         if self.recording:
             self.writer.add(kind, values, s=self.step, m=max(0, self.micro if micro is None else micro), **fields)
 
-    def note(self, text: str) -> None:
-        self.writer.add("note", s=self.step, m=max(0, self.micro), text=text[:500])
+    def note(self, text: str, **fields: Any) -> None:
+        """``unseen=True``: parameters that are trained and not traced."""
+        self.writer.add("note", s=self.step, m=max(0, self.micro), text=text[:500], **fields)
 
     def fail(self, where: str, error: Exception) -> None:
         self.note(f"the tracer stopped in {where}: {type(error).__name__}: {error}")
@@ -318,7 +319,7 @@ class Tracer:
         self._add_settings(optimizer, optimizer.param_groups)
         names = self._stepped_names(optimizer)
         if not names:
-            self.note(f"the parameters of {type(optimizer).__name__} belong to no model that was called")
+            self.note(f"the parameters of {type(optimizer).__name__} belong to no model that was called", unseen=True)
         self._add_parts("ograd", methodcaller("gradient"), names)
 
     @guarded
