@@ -68,7 +68,8 @@ class Run:
         self.launched: list[tuple[str, tuple[str, ...]]] = []
         self.happens: Callable[[Attempt, threading.Event], Any] = lambda attempt, stop: None
         monkeypatch.setattr(workplace, "open_launcher", lambda name: Fake(self._launch))
-        for name, value in {"gpu_pool.RELEASE_S": 0.3, "gpu_pool.CHECK_S": 0.05, "schedule.OTHER_USER_S": 0.3}.items():
+        # CHECK_S 0: made-up attempts end at once, so every one must find the GPUs as the one before has left them
+        for name, value in {"gpu_pool.RELEASE_S": 0.3, "gpu_pool.CHECK_S": 0.0, "schedule.OTHER_USER_S": 0.3}.items():
             monkeypatch.setattr(f"repro_matrix.runner.{name}", value)
 
     def _launch(self, attempt: Attempt, stop: threading.Event) -> Any:
