@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from repro_matrix.paths import BASELINE
-from repro_matrix.results.summary import Row, evidence_state, load_rows, write_rows
+from repro_matrix.results.rows import Row
+from repro_matrix.results.summary import evidence_state, load_rows, write_rows
 
 from bench import chromium
 from bench.chromium import Chromium

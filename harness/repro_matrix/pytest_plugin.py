@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from repro_matrix.planning.plan import CellPlan
     from repro_matrix.records.document import Document
     from repro_matrix.results.quarantine import Quarantine
-    from repro_matrix.results.summary import Row
+    from repro_matrix.results.rows import Row
     from repro_matrix.runner.engine import Event
     from repro_matrix.runner.session import Session
 
@@ -109,7 +109,7 @@ def results_of(
     """Return the row of each variant of a cell, and why a run would end with an error although the verdict is as
     expected ("" where there is nothing)."""
     from repro_matrix.results import quarantine
-    from repro_matrix.results.summary import rows_of
+    from repro_matrix.results.rows import rows_of
     from repro_matrix.text import counted
 
     rows = quarantine.mark_rows(rows_of(document, cases), entries, today)

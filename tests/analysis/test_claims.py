@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from observations import case, document, observation, ok, record
 from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.config.schema import Case
-from repro_matrix.results.summary import Row, rows_of
+from repro_matrix.results.rows import Row, rows_of
 
 Document = dict[str, Any]
 

@@ -18,7 +18,7 @@ from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.report.headline import ATTENTION, Headline, headline, kind_of
 from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.results.expectations import exit_code
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.runner.engine import Summary
 
 

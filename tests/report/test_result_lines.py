@@ -15,7 +15,7 @@ from repro_matrix.report.headline import headline
 from repro_matrix.report.result_lines import MOST_CASES, result_lines
 from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.results.expectations import exit_code
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.runner.engine import Summary
 
 BOOM = observation(failed(0, exception("RuntimeError", "boom")), ok(1))

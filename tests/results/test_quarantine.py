@@ -19,7 +19,7 @@ from repro_matrix.report.result_lines import result_lines
 from repro_matrix.results import quarantine
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.quarantine import Quarantine
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 
 TODAY = date(2026, 11, 22)
 OK = observation(ok(0), ok(1))

@@ -16,8 +16,9 @@ from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.results import runs, summary
 from repro_matrix.results.accept import regrade
+from repro_matrix.results.rows import Row, adapter, compared
 from repro_matrix.results.store import Store, write_json
-from repro_matrix.results.summary import SUMMARY, Row, adapter, load_rows, write_rows
+from repro_matrix.results.summary import SUMMARY, load_rows, write_rows
 
 CASE = "fsdp-generate-uneven"
 
@@ -101,7 +102,7 @@ def test_load_rows_takes_roles_from_the_catalog_without_grading_again(
     changed = load_rows(folder, {**cases, CASE: cases[CASE].model_copy(update={"variants": variants})})
     synced = {(row.variant, row.role, row.help) for row in changed if row.variant == "synced"}
     assert synced == {("synced", "probe", "other words")} and graded == []
-    assert {summary.compared(row, {}).role for row in before if not row.first} == {"probe"}, "a case that is gone"
+    assert {compared(row, {}).role for row in before if not row.first} == {"probe"}, "a case that is gone"
 
 
 def test_load_rows_names_damaged_evidence_and_loses_nothing_else(folder: Path, cases: Mapping[str, Case]) -> None:

@@ -27,8 +27,8 @@ from repro_matrix.launch.attempt import Attempt
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.plan import CellPlan, Planner
 from repro_matrix.results.expectations import bisect_exit, exit_code
+from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.store import Store, code_hashes
-from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner.attempts import Workplace
 from repro_matrix.runner.engine import Engine, Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks

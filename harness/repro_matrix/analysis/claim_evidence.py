@@ -22,7 +22,7 @@ from repro_matrix.config.schema import Strategy
 from repro_matrix.grading.expectations import same_release
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
 from repro_matrix.records.outcome import Outcome
-from repro_matrix.results.summary import Attempt, Row
+from repro_matrix.results.rows import Attempt, Row
 
 Cell = Mapping[str, Row]  # the rows of one measured cell, by variant
 Decision = tuple[bool | None, str]  # None: decides nothing; and what was measured, or the reason

@@ -20,7 +20,7 @@ from repro_matrix.config.schema import Case, Strategy
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.records.attempt import Settings
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
 Status = Literal["supported", "refuted", "mixed", "untested"]

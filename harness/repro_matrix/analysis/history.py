@@ -28,9 +28,10 @@ from repro_matrix.grading.expectations import as_expected, expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.paths import write_text
 from repro_matrix.results.expectations import lacking
+from repro_matrix.results.rows import Row, compared
 from repro_matrix.results.runs import ENDED, LOOK_BACK, listed
 from repro_matrix.results.store import changed_files
-from repro_matrix.results.summary import Row, compared, stored_rows
+from repro_matrix.results.summary import stored_rows
 from repro_matrix.text import counted, line
 
 FILE = "nights.jsonl"

@@ -20,7 +20,8 @@ from repro_matrix.grading.expectations import as_expected
 from repro_matrix.records.document import DocumentPath
 from repro_matrix.results import runs
 from repro_matrix.results.expectations import lacking
-from repro_matrix.results.summary import Row, load_rows
+from repro_matrix.results.rows import Row
+from repro_matrix.results.summary import load_rows
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 

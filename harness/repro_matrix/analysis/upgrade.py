@@ -25,7 +25,7 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.environment.stacks.spec import canonical, differences, parse
 from repro_matrix.grading.expectations import expected, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.runner.schedule import UNKNOWN_S, recorded
 from repro_matrix.text import counted, first_line
 

@@ -19,8 +19,8 @@ from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.terminal import columns, print_json, print_lines, print_wrapped
 from repro_matrix.results import quarantine
 from repro_matrix.results.expectations import bisect_exit, exit_code
+from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.runs import results_folder
-from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.engine import Summary
 from repro_matrix.text import log

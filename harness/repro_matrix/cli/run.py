@@ -12,7 +12,7 @@ from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError, ExitCode, unknown
 from repro_matrix.report.terminal import print_json
-from repro_matrix.results.summary import error_at
+from repro_matrix.results.rows import error_at
 from repro_matrix.runner import session, workspace
 from repro_matrix.text import counted, log
 

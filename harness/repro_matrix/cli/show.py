@@ -31,7 +31,7 @@ from repro_matrix.report import terminal
 from repro_matrix.report.page_model import symptom
 from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped
 from repro_matrix.results import runs
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.runner import prerequisites
 from repro_matrix.runner.session import Request, Session, ask
 from repro_matrix.text import counted

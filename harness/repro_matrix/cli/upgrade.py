@@ -13,7 +13,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request, ask
 from repro_matrix.text import log

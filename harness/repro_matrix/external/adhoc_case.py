@@ -36,7 +36,7 @@ from repro_matrix.launch.torchrun import WORKER
 from repro_matrix.planning.cells import Cell
 from repro_matrix.records.document import Made
 from repro_matrix.records.outcome import Outcome
-from repro_matrix.results.summary import comparable_text
+from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.runner.session import Request
 
 DEADLINE_S = 300.0

@@ -16,7 +16,7 @@ from repro_matrix.analysis.history import ChangedCase
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.page_model import Cell, row_label
 from repro_matrix.report.result_lines import detail_lines
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.text import block, counted, line
 
 SCHEMA = 1

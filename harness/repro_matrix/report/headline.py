@@ -20,7 +20,7 @@ from repro_matrix.analysis.releases import STATES, Releases, releases_of
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.report.terminal import label
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
 CaseState = Literal["reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"]

@@ -45,7 +45,8 @@ from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, row
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import Label, columns, label
 from repro_matrix.results import quarantine, runs
-from repro_matrix.results.summary import Row, load_rows
+from repro_matrix.results.rows import Row
+from repro_matrix.results.summary import load_rows
 from repro_matrix.text import block, counted, line, list_ranks, log
 
 AXES = ("case", "model", "strategy", "stack", "hardware")

@@ -28,7 +28,8 @@ from repro_matrix.report.headline import (
     release,
 )
 from repro_matrix.report.terminal import LABELS, Label, label
-from repro_matrix.results.summary import Row, comparable_text
+from repro_matrix.results.failure_text import comparable_text
+from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:

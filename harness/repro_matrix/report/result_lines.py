@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from repro_matrix.report.headline import ATTENTION, CASE_STATES, Attention, CaseStatus, Headline
 from repro_matrix.report.terminal import by_reason, named, print_table
 from repro_matrix.results.expectations import uncompared_failures
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 
 LOG_LINES, MOST_REASONS = 4, 8

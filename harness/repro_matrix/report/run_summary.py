@@ -15,8 +15,8 @@ from repro_matrix.report.headline import Headline
 from repro_matrix.report.result_lines import print_rows, result_lines
 from repro_matrix.report.terminal import axes_of, by_reason, columns, named, print_json, print_lines, print_table
 from repro_matrix.results import runs
+from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.runs import results_folder
-from repro_matrix.results.summary import Row, rows_of
 from repro_matrix.runner import session
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.session import Session

@@ -29,8 +29,8 @@ from repro_matrix.records.document import Document, kind_of
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import store, summary
 from repro_matrix.results.expectations import expectations, is_whole, measured_in_order, ranges, unsupported, upstream
+from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.store import Store
-from repro_matrix.results.summary import Row
 from repro_matrix.text import counted
 
 ATTEMPTS = 3  # of each variant that ran; fewer may be chance
@@ -141,7 +141,7 @@ def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = F
     for path, graded in cells.items():
         document, variants = documents[path], {row.variant for row in graded}
         rows += graded
-        own = [row for row in summary.rows_of(document, cases) if row.variant in variants]
+        own = [row for row in rows_of(document, cases) if row.variant in variants]
         other = _differences(own, graded, ("outcome", "verdict") if document["complete"] else ("outcome",))
         found["edited"] += [f"{folder / path}: {text}" for text in (*inconsistencies(document), *other)]
         compared = _differences(stored.get(path, ()), graded, COMPARED) if stored else ()
@@ -337,7 +337,7 @@ def _shows_failure(document: Document) -> bool:
 
 def _results(document: Document) -> Any:
     """Return what a measurement shows: a second one with equal results on the same machine is not published."""
-    rows = summary.rows_of(document, {})
+    rows = rows_of(document, {})
     shown = [
         (document["variants"][row.variant].get("fingerprint"), *(getattr(row, name) for name in COMPARED),
          sorted(each.failures for each in row.attempts)) for row in rows

@@ -27,7 +27,7 @@ from repro_matrix.grading.expectations import as_expected, depends_on_capabiliti
 from repro_matrix.grading.root_cause import all_failure_ids
 from repro_matrix.records.document import Cell, kind_of
 from repro_matrix.records.outcome import FailureId, Outcome
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 
 release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is published
 UNSTABLE = ("FLAKY", "INCONCLUSIVE")  # nothing is expected of these

@@ -21,7 +21,7 @@ from repro_matrix.config.selection import Selection
 from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.planning.cells import enumerate_cells
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 
 AT_MOST = timedelta(days=366)  # ahead of today
 

@@ -28,8 +28,9 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.records.document import Document
+from repro_matrix.results.rows import Row, adapter
 from repro_matrix.results.store import LATEST, LOCK, SUMMARY, Store, cannot_write, files
-from repro_matrix.results.summary import Row, adapter, load_rows, stored_rows
+from repro_matrix.results.summary import load_rows, stored_rows
 
 SEARCHES = "searches"
 MANIFEST = "run.manifest"  # no .json: these are cells

@@ -32,8 +32,8 @@ from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
 from repro_matrix.records.document import Accelerator, Document, Made, Probe, Provenance, Variant
 from repro_matrix.results import runs
+from repro_matrix.results.rows import Row
 from repro_matrix.results.store import stack_label
-from repro_matrix.results.summary import Row
 from repro_matrix.runner import tracing
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuProblem
 

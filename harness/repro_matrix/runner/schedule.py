@@ -21,7 +21,7 @@ from repro_matrix.config.settings import Order
 from repro_matrix.planning.memory import GIB
 from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, VariantPlan
 from repro_matrix.records.attempt import InfraError
-from repro_matrix.results.summary import Row
+from repro_matrix.results.rows import Row
 
 MOST_PER_CORE = 8  # attempts at once, however idle the machine is
 MEMORY_SHARE = 0.8  # of the machine's, for all attempts together

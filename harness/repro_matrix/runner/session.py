@@ -27,9 +27,9 @@ from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import TORCH, CellPlan, Shard, parse_shard, select_shard
 from repro_matrix.results import runs
+from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.store import git_state
-from repro_matrix.results.summary import Row
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}

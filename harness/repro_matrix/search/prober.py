@@ -28,8 +28,9 @@ from repro_matrix.planning.cells import Cell, variants_of
 from repro_matrix.records.document import Variant
 from repro_matrix.records.outcome import InfraErrorKind, Outcome
 from repro_matrix.results import runs
+from repro_matrix.results.failure_text import comparable_text, failure_text
+from repro_matrix.results.rows import error_at
 from repro_matrix.results.store import Document, Store
-from repro_matrix.results.summary import comparable_text, error_at, failure_text
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped

@@ -21,7 +21,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.external.adhoc_case import Script, command_of_script, learned
 from repro_matrix.records.outcome import Outcome
-from repro_matrix.results.summary import comparable_text
+from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request
 from repro_matrix.search import parameters, prober

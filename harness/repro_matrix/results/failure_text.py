@@ -1,0 +1,47 @@
+"""What failed, as text that can be compared between runs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from repro_matrix.records.outcome import StoredOutcome
+
+TEXT = 160  # characters
+# What differs from run to run in the same message: addresses in memory and on the network, folders, temporary names.
+_VARYING = (
+    (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+"), "host:port"),
+    (re.compile(r"(?<![\w.])(?:/[\w.@+~-]+)+/(?=[\w.@+~-])"), "…/"),
+    (re.compile(r"(?<=\w[-_])\d{3,}\b|(?<=\btmp)[a-z0-9_]{6,}"), "…"),
+)
+
+
+def comparable_text(message: str) -> str:
+    """Return a message's first line without what differs from run to run."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    for pattern, instead in _VARYING:
+        line = pattern.sub(instead, line)
+    return line if len(line) <= TEXT else line[: TEXT - 1] + "…"
+
+
+def failure_text(case: str, outcomes: Sequence[StoredOutcome]) -> str:
+    """Return the known failure's text where an attempt reproduced it, else a hang's, else the most frequent one."""
+    for name in ("reproduced", "hang", "other_failure"):
+        texts = Counter(_message(case, each) for each in outcomes if each["outcome"] == name)
+        if texts:
+            return texts.most_common(1)[0][0]
+    return ""
+
+
+def _message(case: str, outcome: StoredOutcome) -> str:
+    """Return a failure's message, with its type where it was an exception of the rank that the outcome names."""
+    known = next((item for item in outcome["recognized"] if item["case"] == case), None)
+    primary = outcome["primary"]
+    message = (known["message"] if known else "") or (primary["message"] if primary else "") or outcome["reason"]
+    # The message's size may depend on the rank, and which rank was first is chance.
+    same = primary is not None and (known is None or primary["rank"] in known["ranks"])
+    if primary and same and primary.get("kind", "exception") == "exception":
+        message = f"{primary['type']}: {message.removeprefix(primary['type'] + ': ')}"
+    return comparable_text(message)

@@ -1,0 +1,354 @@
+"""A row: one variant of a cell, with everything that reports and comparisons show, computed from a graded document."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, cast
+
+from pydantic import TypeAdapter
+
+from repro_matrix.config.schema import Case
+from repro_matrix.grading import checks, verdict
+from repro_matrix.grading.expectations import comparison
+from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
+from repro_matrix.grading.root_cause import failure_ids
+from repro_matrix.records.attempt import Rank
+from repro_matrix.records.document import Document, Made, kind_of
+from repro_matrix.records.outcome import FailureId, Outcome
+
+# The settings that make two measurements comparable; not the device and its backend, because results of a CPU and a GPU
+# are compared.
+COMPARED = ("model", "flags", "strategy", "world_size", "tp_size", "steps", "seed")
+
+
+@dataclass(frozen=True)
+class Stack:
+    label: str  # its folder's name in the results
+    name: str
+    versions: Mapping[str, str]
+    changed: tuple[str, ...] = ()  # what differs from the installed packages
+
+
+@dataclass(frozen=True)
+class Hardware:
+    profile: str
+    accelerator: str
+    gpus: tuple[str, ...]  # their names
+    capabilities: Mapping[str, str | bool]
+    kind: str  # of the hardware, as an expectation names it
+    cpu: str
+    driver: str | None
+    cores: int | None = None
+    memory_gb: float | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """``failures``: failure ids as text, or "hang". ``metrics``: of the script, the greatest of all ranks."""
+
+    outcome: str
+    reason: str
+    failures: tuple[str, ...]
+    finished: bool  # every rank completed its script
+    retry: bool  # this attempt repeats one that was no evidence
+    wall_s: float
+    cpu_s: float | None
+    rank_cpu_s: float | None
+    peak_rss_mb: float | None
+    peak_gpu_mb: float | None
+    launcher: str
+    metrics: Mapping[str, float]
+    outcome_without_warning: str | None = None  # its outcome without a failure that is only a remark in a log
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one cell. Text from ranks is not sanitized: do that where it is shown.
+
+    ``state`` is None for a variant without a verdict (``unfixed``); ``attempts`` is empty for a skipped variant.
+    """
+
+    cell_id: str  # case/model-strategy...
+    case: str
+    title: str
+    kind: str  # failure, control
+    references: tuple[str, ...]
+    simulated: str | None
+    model: str
+    strategy: str
+    flags: Mapping[str, Any]
+    ranks: int
+    overrides: tuple[str, ...]  # name=value: what makes it another measurement than the usual one of this cell
+    scale: str
+    weights: str
+    params: str  # model/strategy[/flag=value...]: the cell as an expectation names it
+    stack: Stack
+    hardware: Hardware
+    complete: bool
+    started: float
+    ended: float | None
+    commit: str | None
+    dirty: bool
+
+    variant: str
+    help: str
+    role: str  # unfixed, fix, non_fix, probe
+    variant_count: int  # of the cell: a summary that was cut off has fewer rows
+    first: bool  # the variant that the others are compared with: ``unfixed`` or ``control``
+    own_stack: str | None  # the stack of a variant that names one
+    settings: Mapping[str, Any]  # those that make two measurements comparable
+    skipped: str | None
+    skip_kind: str | None
+    torchrun: str | None
+
+    verdict: str | None
+    measured: bool  # an attempt counts; of a variant without a verdict: there is an attempt that is evidence
+    no_evidence: bool  # what was launched is no evidence
+    unseen: bool
+    failures: tuple[FailureId, ...]  # of the verdict
+    reason: str
+    state: str | None  # expected, unexpected, no_expectation, matches_cpu, differs_from_cpu, quarantined
+    expected_verdict: str | None
+    note: str  # another failure than the expected one, or that it is not written down
+
+    attempts: tuple[Attempt, ...]
+    checks: tuple[Mapping[str, Any], ...]  # of ``_checks``
+    errors: tuple[Mapping[str, Any], ...]  # of ``_errors``: of the rank that failed first, then of the others
+    stacks: Mapping[str, tuple[str, ...]]  # of a hang or a crash: rank -> its main thread's frames, outermost first
+    error_at: str | None  # file:line of the failure that came first
+
+    evidence: str  # path relative to the results folder, with ":line" in a file of several
+    evidence_state: str  # changes when the file of the evidence is written
+    graded_by: str  # hash of the grader and of the case's definition
+    quarantine: str | None = None  # owner, date and reason, where the state is quarantined
+
+    @property
+    def cell(self) -> tuple[str, str, str]:
+        """The cell with its stack and hardware."""
+        return self.cell_id, self.stack.name, self.hardware.profile
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The arguments of a command line that select the cell among those of its case."""
+        flags = (f"flags.{name}={json.dumps(value)}" for name, value in self.flags.items())
+        return f"model={self.model}", f"strategy={self.strategy}", *flags, *self.overrides
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Outcome -> number of attempts."""
+        return Counter(attempt.outcome for attempt in self.attempts)
+
+    @property
+    def evidence_attempts(self) -> tuple[Attempt, ...]:
+        """The attempts that count."""
+        return tuple(attempt for attempt in self.attempts if attempt.outcome not in verdict.NO_EVIDENCE)
+
+    @property
+    def lost_attempts(self) -> int:
+        """Number of attempts that are no evidence and were not repeated."""
+        return self.counts["infra_error"] - sum(attempt.retry for attempt in self.attempts)
+
+    @property
+    def outcome(self) -> str:
+        """``reproduced`` where all attempts agree, else ``reproduced 2/3, passed 1/3``; ``skipped``."""
+        counts = self.counts
+        if len(counts) <= 1:
+            return next(iter(counts), "skipped")
+        return ", ".join(f"{name} {k}/{len(self.attempts)}" for name, k in counts.most_common())
+
+    @property
+    def wall_s(self) -> float | None:
+        """Median seconds of an attempt."""
+        return statistics.median(attempt.wall_s for attempt in self.attempts) if self.attempts else None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The arguments that measure this variant again."""
+        stack = () if self.stack.name == "current" else (f"stack={self.stack.name}",)
+        return ("repro", "run", self.case, *self.axes, *stack, f"variants={self.variant}")
+
+
+@lru_cache(maxsize=1)
+def adapter() -> TypeAdapter[Row]:
+    """Return what reads and writes rows; it raises ValueError naming the wrong keys."""
+    return TypeAdapter(Row)
+
+
+# From a graded document to rows
+
+
+def rows_of(
+    document: Document, cases: Mapping[str, Case], evidence: str = "", state: str = "", graded_by: str = ""
+) -> list[Row]:
+    """Return a row per variant of a graded document, ``unfixed`` first."""
+    hardware, stack, made = document["hardware"], document["stack"], document["provenance"]
+    cell: dict[str, Any] = {
+        **document,
+        **made,
+        "cell_id": document.get("cell_id") or document["case"],
+        "params": document.get("params") or f"{document['model']}/{document['strategy']}",
+        "stack": {"label": "", **stack},
+        "hardware": {
+            "capabilities": {},
+            **hardware,
+            "gpus": [gpu["name"] for gpu in hardware["gpus"]],
+            "kind": kind_of(hardware),
+        },
+        "variant_count": len(document["variants"]),
+        "commit": made["git_commit"],
+        "dirty": made["git_dirty"],
+        "evidence": evidence,
+        "evidence_state": state,
+        "graded_by": graded_by,
+    }
+    rows = [{**cell, **_variant(document, name, cases.get(document["case"]))} for name in document["variants"]]
+    return [compared(adapter().validate_python(row), cases) for row in rows]
+
+
+def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]:
+    variant, first = document["variants"][name], next(iter(document["variants"].values()))
+    graded: Mapping[str, Any] = document["verdicts"].get(name) or {}
+    made = variant["attempts"]
+    evidence = any(each["outcome"]["outcome"] not in verdict.NO_EVIDENCE for each in made)
+    failed = next((each for each in made if each["outcome"]["outcome"] != "passed"), None)
+    shown = failed or (made[0] if made else None)
+    own_stack = variant.get("stack") if variant.get("stack") != document["stack"]["name"] else None
+    settings: Mapping[str, Any] = variant["settings"]
+    return {
+        "variant": name,
+        "help": "",
+        "role": "",
+        "first": variant is first,
+        "own_stack": own_stack,
+        "settings": {key: settings[key] for key in COMPARED if key in settings},
+        "skipped": variant["skipped"],
+        "skip_kind": skip["kind"] if (skip := variant.get("skip")) else None,
+        "torchrun": next((each["observation"]["attempt"].get("torchrun") for each in made), None),
+        "verdict": graded.get("name"),
+        "measured": graded.get("measured", evidence),
+        "no_evidence": bool(graded.get("infra_error")) or (bool(made) and not evidence),
+        "unseen": bool(graded.get("unseen")),
+        "failures": graded.get("failure_ids", ()),
+        "reason": variant["skipped"] or graded.get("reason") or (made[0]["outcome"]["reason"] if made else ""),
+        "state": graded.get("expected", "no_expectation") if graded else None,
+        "expected_verdict": graded.get("expectation"),
+        "note": graded.get("failure_note", ""),
+        "attempts": [_attempt(document["case"], each) for each in made],
+        "checks": _checks(shown["observation"]["ranks"]) if shown else (),
+        "errors": _errors(failed) if failed else (),
+        "stacks": _stacks(shown["observation"]["ranks"]) if shown else {},
+        "error_at": error_at(made),
+    }
+
+
+def compared(row: Row, cases: Mapping[str, Case]) -> Row:
+    """Return the row with what the catalog says of its variant, and how its verdict compares with what is expected."""
+    case = cases.get(row.case)
+    variant = case.variants.get(row.variant) if case else None
+    role = variant.role if variant else "unfixed" if row.first else "probe"
+    row = replace(row, help=variant.help if variant else "", role=role)
+    if row.verdict is None or case is None:
+        return row
+    graded = verdict.Verdict(cast(Any, row.verdict), row.reason, measured=row.measured, failure_ids=row.failures)
+    found = comparison(
+        case, row.params, row.variant, graded, row.stack.versions, row.hardware.kind, row.hardware.capabilities
+    )
+    return replace(row, state=found["expected"], expected_verdict=found["expectation"], note=found["failure_note"])
+
+
+def _attempt(case: str, made: Made) -> dict[str, Any]:
+    outcome, launched = made["outcome"], made["observation"]["attempt"]
+    records = [rank["record"] for rank in made["observation"]["ranks"]]
+    greatest: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    for record in filter(None, records):
+        sizes = {name: record.get(name) for name in ("cpu_s", "peak_rss_mb", "peak_gpu_mb")}
+        for values, most in ((sizes, greatest), (record["metrics"], metrics)):
+            for name, value in values.items():
+                if (measured := number(value)) is not None:
+                    most[name] = max(measured, most.get(name, measured))
+    failures = [str(each) for each in failure_ids(case, Outcome.from_json(outcome))]
+    return {
+        **launched,
+        **outcome,
+        "failures": failures or (["hang"] if outcome["outcome"] == "hang" else []),
+        "finished": bool(records) and all(record is not None and record["done"] for record in records),
+        "retry": bool(launched.get("retry_of")),
+        "rank_cpu_s": greatest.get("cpu_s"),
+        "peak_rss_mb": greatest.get("peak_rss_mb"),
+        "peak_gpu_mb": greatest.get("peak_gpu_mb"),
+        "metrics": metrics,
+    }
+
+
+def _checks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
+    """Return the checks, failed ones first; ranks with the same numbers share an entry."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank in ranks:
+        record = rank["record"] or NO_RECORD
+        for check in record["checks"]:
+            values = {name: _shorten(check.get(name)) for name in ("name", "actual", "expected", "tolerance")}
+            values["state"] = checks.evaluate(check, number(record.get("done_at"))).state
+            entry = {**values, "subject": str(check.get("subject") or "")[:200]}
+            found.setdefault(repr(entry), {**entry, "ranks": []})["ranks"].append(rank["rank"])
+    return sorted(found.values(), key=lambda entry: bool(entry["state"] == "passed"))[:24]
+
+
+def _shorten(value: Any) -> Any:
+    """Return a number or a short value as it is, of any other the beginning of its JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if len(text) <= 200 else text[:200]
+
+
+def _errors(made: Made) -> list[dict[str, Any]]:
+    """Return how ranks failed; ranks with the same error share an entry."""
+    found: dict[str, dict[str, Any]] = {}
+    first = made["outcome"]["primary"]["rank"] if made["outcome"]["primary"] else None
+    for rank in sorted(made["observation"]["ranks"], key=lambda rank: rank["rank"] != first):
+        raised, ended = (rank["record"] or NO_RECORD)["exception"], _ended(rank)
+        if not raised and ended == "finished":
+            continue
+        frames = [
+            f"{'.'.join(filter(None, (frame['module'], frame['function'])))}:{frame['line']}  {frame.get('code') or ''}"
+            for frame in (raised["frames"][-6:] if raised else ())
+        ]
+        error = {"type": raised["type"], "message": raised["message"][:600]} if raised else {"type": "", "message": ""}
+        entry = {"ended": ended, **error, "frames": [frame.strip()[:300] for frame in frames]}
+        log = rank["log_tail"][-800:]
+        found.setdefault(repr(entry), {**entry, "ranks": [], "log": log})["ranks"].append(rank["rank"])
+    return list(found.values())[:4]
+
+
+def _ended(rank: Rank) -> str:
+    record = rank["record"] or NO_RECORD
+    how = "finished" if record["done"] else "did not finish"
+    if rank["terminated_by"] != "self":
+        how = f"ended by the {rank['terminated_by']}"
+    elif rank["signal"]:
+        how = f"died of {rank['signal']}"
+    elif rank["exit_code"]:
+        how = f"exit code {rank['exit_code']}"
+    return f"{how} in {record['phase']}" if record["phase"] and not record["done"] else how
+
+
+def _stacks(ranks: Sequence[Rank]) -> dict[str, list[str]]:
+    """Return the main thread of each rank whose stack was recorded."""
+    threads = {str(rank["rank"]): parse_threads((rank["stack"] or "")[:200_000]) for rank in ranks[:16]}
+    return {rank: list(found[0].lines[:60][::-1]) for rank, found in threads.items() if found}
+
+
+def error_at(attempts: Iterable[Made]) -> str | None:
+    """Return ``file:line`` of the innermost frame of the failure that came first, in the first attempt that has one."""
+    for attempt in attempts:
+        primary = attempt["outcome"]["primary"]
+        for rank in attempt["observation"]["ranks"] if primary else ():
+            raised = (rank["record"] or NO_RECORD)["exception"]
+            if primary and rank["rank"] == primary["rank"] and raised and raised["frames"]:
+                frame = raised["frames"][-1]
+                return f"{frame['file']}:{frame['line']}" if frame["line"] is not None else frame["file"]
+    return None
