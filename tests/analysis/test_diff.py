@@ -128,7 +128,9 @@ def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_t
     """`make gpu-proof`: what the GPU run measured on the CPU itself is no comparison of the two."""
 
     def side(hardware: str, used: float, outcome: str = "passed", key: str = "c/m") -> Rows:
-        return cell({"control": variant(outcome, tolerance_used={"gradient": used})}, hardware=hardware, key=key)
+        machine = {} if hardware == "cpu" else {"GPUs": "NVIDIA H200"}
+        row = variant(outcome, tolerance_used={"gradient": used}, machine=machine)
+        return cell({"control": row}, hardware=hardware, key=key)
 
     cpu = [*side("cpu", 0.1), *side("cpu", 0.2, key="c/n"), *side("cpu", 0.1, key="c/cpu-only")]
     gpu = [
@@ -137,13 +139,13 @@ def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_t
         *side("cpu", 9, key="c/cpu-only"),
     ]
     (there,) = diffs.measure_agreement(cpu, gpu)
-    assert (there.agree, there.both) == (1, 2) and there.tolerance_used == {"gradient": (0.2, 0.3)}
+    assert (there.agree, there.both, there.across) == (1, 2, 2) and there.tolerance_used == {"gradient": (0.2, 0.3)}
     ((first, second),) = there.disagreements
     assert (first.hardware, second.hardware) == ("cpu", "gpu1-shared")
     assert "gradient 0.2 | 0.3" in "\n".join(diffs.describe_agreement([there]))
     assert diffs.agreement_to_json([there])["cases"][0]["tolerance_used"] == {"gradient": [0.2, 0.3]}
     (same,) = diffs.measure_agreement(gpu, gpu)
-    assert (same.agree, same.both) == (3, 3), "the same hardware on both sides stays a pair"
+    assert (same.agree, same.both, same.across) == (3, 3, 0), "the same hardware on both sides stays a pair"
 
 
 def test_tolerance_used_is_of_numbers_only() -> None:
@@ -170,7 +172,8 @@ def test_diff_command_gives_documented_exit_codes(results: Path, capsys: pytest.
     assert [change["kind"] for change in json.loads(capsys.readouterr().out)["changes"]] == ["no_longer_reproduces"]
     write(other, {"unfixed": FIRED})
     write(one, {"unfixed": FIRED}, cell_id="some-case/n-fsdp", model="n")
-    assert diff(one, other) == 3 and diff(one, other, "model=m") == diff(one, other, "--agreement") == 0
+    assert diff(one, other) == 3 and diff(one, other, "model=m") == 0
+    assert diff(one, other, "--agreement") == 3 and "no GPU was compared" in capsys.readouterr().err
     at = {"case": "ddp-ready-once", "cell_id": "ddp-ready-once/qwen1.5-0.5b-ddp"}
     generate = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     subset = write(results / "subset", {"unfixed": FIRED}, **at)

@@ -65,8 +65,9 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
     python = python_that_says(tmp_path, *lines(gpus=3))
     done = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}")
     shown = " ".join(done.out.split())
-    assert done.code == 0, done.out + done.err
+    assert done.code == 3, "the variants for four ranks"
     for part in (
+        "PROBLEM: not measured on GPUs: 1 variant skipped, because GPUs are left out (GPU 2 ",
         "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000", "mode exclusive_process", "3 uncorrected ECC errors",
         "in use by process 99999999 (4321 MiB)", "77599 of 81920 MiB free",
         "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode", "/dev/shm: ", "hangs: ",
@@ -77,6 +78,21 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
     python = python_that_says(tmp_path, *lines(gpus=2))
     two = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").out
     assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more unused), backend nccl;" in two
+
+
+def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(repro: Repro, tmp_path: Path) -> None:
+    gpus = [FakeGpu(), FakeGpu(processes=[Process(99999999, 4321)]), FakeGpu()]
+    devices = devices_of(gpus)
+    devices[2]["touched"] = False
+    words = ("doctor", *ONE, f"stack=python:{python_that_says(tmp_path, *lines(3, devices=devices))}", "--json")
+    found = repro(FakeNvml(gpus), *words)
+    notes = "\n".join(json.loads(found.out)["notes"])
+    assert found.code == 0, "two GPUs are enough for these attempts"
+    assert "GPU 1 is in use by process 99999999 (4321 MiB)" in notes and "End that process" in notes
+    assert "GPU 2 was not tested" in notes and "GPU 0" not in notes
+    gpus[2].processes = gpus[1].processes
+    busy = repro(FakeNvml(gpus), *words)
+    assert busy.code == 3 and "up to 2 GPUs, and 1 of" in json.loads(busy.out)["problems"][0]
 
 
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
@@ -161,7 +177,7 @@ def test_doctor_lets_two_ranks_add_numbers_with_nccl(
     monkeypatch.setattr("repro_matrix.environment.probe.PAIR_S", 1.0)
     gpus = [FakeGpu() for _ in range(2 if hardware == "gpu2" else 1)]
     python = python_that_says(tmp_path, *lines(len(gpus)), pair=pair)
-    words = ("doctor", *ONE[:2], f"stack=python:{python}", f"hardware={hardware}", "--json")
+    words = ("doctor", *ONE[:2], f"stack=python:{python}", f"hardware={hardware}", "min_cells=0", "--json")
     done = repro(FakeNvml(gpus), *words)
     problems = json.loads(done.out)["problems"]
     assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
@@ -294,5 +310,8 @@ def test_matrix_that_launches_nothing_is_never_green(
     monkeypatch.setattr(workplace, "open_launcher", lambda name: Never())
     python = python_that_says(tmp_path, *lines(int(words[-1][-1]), **said))
     gpus = [FakeGpu() for _ in range(int(words[-1][-1]))]
+    for command in (["doctor"], ["matrix", "--dry-run"]):
+        planned = repro(FakeNvml(gpus), *command, *words, f"stack=python:{python}")
+        assert planned.code == 3 and reason in " ".join((planned.out + planned.err).split()), planned.out + planned.err
     done = repro(FakeNvml(gpus), "matrix", *words, f"stack=python:{python}", f"results={tmp_path / 'results'}")
     assert done.code == 3 and reason in " ".join((done.out + done.err).split()), done.out + done.err

@@ -76,11 +76,15 @@ class Run:
         self.launched.append((attempt.settings["variant"], attempt.gpus))
         return self.happens(attempt, stop)
 
-    def __call__(self, gpus: list[FakeGpu]) -> tuple[int, str, list[Any]]:
+    def __call__(
+        self, gpus: list[FakeGpu], usable: int | None = None, visible: str | None = None
+    ) -> tuple[int, str, list[Any]]:
         """Exit code, what was said, and (variant, kind of infrastructure error) of each stored attempt."""
         self.nvml = FakeNvml(gpus)
-        python = python_that_says(self.folder, *lines(len(gpus)))
-        done = self.repro(self.nvml, "run", *ONE, f"stack=python:{python}", f"results={self.folder / 'results'}")
+        python = python_that_says(self.folder, *lines(len(gpus) if usable is None else usable))
+        env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        words = ("run", *ONE, f"stack=python:{python}", f"results={self.folder / 'results'}")
+        done = self.repro(self.nvml, *words, env=env)
         (stored,) = Store(self.folder / "results").documents()
         attempts = [
             (name, each["outcome"].get("infra_error"))
@@ -124,6 +128,25 @@ def test_gpu_that_falls_off_the_bus_ends_its_attempt(run: Run, count: int) -> No
     assert "Xid 79" in said and ("unfixed", "gpu_failure") in attempts
     assert code == (0 if count == 3 else 3) and (("unfixed", None) in attempts) == (count == 3)
     assert sum(uuid_of(1) in gpus for _, gpus in run.launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "code"),
+    [
+        ([FakeGpu(), FakeGpu(lost=True)], None, 3),
+        ([FakeGpu(), FakeGpu(lost=True)], "0", 0),  # one GPU is all that is requested: as on a machine with one
+        ([FakeGpu(), FakeGpu(), FakeGpu(lost=True)], None, 0),  # its cells need two
+        ([FakeGpu()], None, 0),
+    ],
+)
+def test_cells_that_leave_the_gpus_because_one_is_lost_make_the_run_incomplete(
+    gpus: list[FakeGpu], visible: str | None, code: int, run: Run
+) -> None:
+    """With two GPUs the case runs on them, with one on the CPU."""
+    found, said, attempts = run(gpus, sum(not gpu.lost for gpu in gpus), visible)
+    assert found == code and len(attempts) == 2, said
+    assert ("1 cell moved to another profile" in said) == (code == 3)
+    assert {len(used) for _, used in run.launched} == ({2} if len(gpus) == 3 else {0})
 
 
 def test_driver_that_is_updated_meanwhile_ends_the_use_of_gpus(run: Run) -> None:

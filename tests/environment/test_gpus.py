@@ -224,6 +224,7 @@ def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.Monkey
         assert nvml.look(gpus[0].uuid).problem is None, "errors from before the run"
         gpus[1].xids += [31, 79, 94]  # 31 is a program's
         assert nvml.failed_gpus() == nvml.failed_gpus() == {gpus[1].uuid: "Xid 94"}, "asked again, it stays"
+        assert nvml.program_errors == {gpus[1].uuid: ["Xid 31"]}
         gpus[0].ecc_uncorrected, gpus[2].problem = 6, "faulty"
         assert nvml.look(gpus[0].uuid).problem == "ECC: 2 uncorrected memory errors"
         assert nvml.look(gpus[2].uuid).problem
@@ -341,6 +342,7 @@ def answer(**parts: Any) -> dict[str, Any]:
         ({"devices": [OK, BAD]}, r"GPU 1 \(GPU-1\): AcceleratorError.* CUDA_VISIBLE_DEVICES without it", False),
         ({"devices": [OTHER, OK]}, "NVIDIA H200.* GPU 0", False),  # another order
         ({"devices": [OK, NO_KERNEL]}, "GPU 1.* no kernel image", True),
+        ({"devices": [{**OK, "index": 0}, {**OK, "index": 0}]}, r"devices \[0, 0\] instead of 0 to 1", False),
         ({"nccl": False}, "without NCCL", True),
     ],
 )

@@ -210,6 +210,7 @@ class Agreement:
     case: str
     agree: int = 0
     both: int = 0
+    across: int = 0  # of ``both``: measured on a GPU on one side and without one on the other
     one_only: int = 0
     other_settings: int = 0
     disagreements: list[tuple[VariantResult, VariantResult]] = field(default_factory=list)
@@ -237,6 +238,7 @@ def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResul
             result.other_settings += 1
         else:
             result.both += 1
+            result.across += ("GPUs" in first.machine) != ("GPUs" in second.machine)
             for name in first.tolerance_used.keys() & second.tolerance_used.keys():
                 left_most, right_most = result.tolerance_used.get(name, (0.0, 0.0))
                 result.tolerance_used[name] = (
@@ -377,7 +379,7 @@ def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
         "schema": 1,
         "cases": [
             {"case": each.case, "agree": each.agree, "both": each.both, "interval": list(wilson(each.agree, each.both)),
-             "one_only": each.one_only, "other_settings": each.other_settings,
+             "across": each.across, "one_only": each.one_only, "other_settings": each.other_settings,
              "tolerance_used": {name: list(used) for name, used in sorted(each.tolerance_used.items())},
              "disagreements": [
                  {**_place(*pair), "first": _values(pair[0]), "second": _values(pair[1])} for pair in each.disagreements

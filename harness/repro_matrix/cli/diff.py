@@ -11,14 +11,15 @@ from repro_matrix.analysis.nightly import load_requested
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
 from repro_matrix.results import runs
-from repro_matrix.text import counted
+from repro_matrix.text import counted, log
 
 EPILOG = """A, B: a folder of results, one result file, or a stack of the baseline (torch2.2-tf4.39, current). Where
 each side has one stack or one hardware and they differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B
 lacks results of A that its run was asked for, or a file cannot be read; 2 usage, no results, or no cell in common.
-Results that only B has are listed and do not change the exit code. --agreement: 0 or 2."""
+Results that only B has are listed and do not change the exit code.
+--agreement: 0 a GPU was compared with a CPU; 3 no such pair; 2 as above."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("other", metavar="B", help="the results to compare")
     help_text = "compare only these cells: case='fsdp*' model= strategy= stack= hardware="
     add("overrides", nargs="*", default=[], metavar="NAME=VALUE", help=help_text)
-    help_text = "count for each case how many variants have the same result, e.g. how well a CPU predicts a GPU"
+    help_text = "count for each case how many variants have the same result on a CPU and on a GPU"
     add("--agreement", action="store_true", help=help_text)
     add("--all", action="store_true", help="list every change")
     add("--json", action="store_true", help="print JSON with stable keys")
@@ -77,4 +78,10 @@ def _agreement(args: argparse.Namespace, one: Side, other: Side) -> int:
         print_json({"a": args.one, "b": args.other, **diffs.agreement_to_json(cases)})
     else:
         print_wrapped("", *diffs.describe_agreement(cases, args.all))
-    return 0
+    if any(each.across for each in cases):
+        return ExitCode.OK
+    log(
+        f"repro: no GPU was compared with a CPU: {args.one} and {args.other} have no cell that was measured on a GPU "
+        "in one of them and on the CPU in the other. Measure one where `repro doctor` lists a usable GPU."
+    )
+    return ExitCode.INCOMPLETE

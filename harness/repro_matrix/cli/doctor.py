@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.environment import probe
-from repro_matrix.environment.gpus import GpuState, describe_gpu, states
+from repro_matrix.environment.gpus import GpuState, describe_gpu, other_user, states
 from repro_matrix.environment.machine import HardwareError, Machine, Profile, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import Stack, resolve
 from repro_matrix.paths import cache_dir
@@ -17,8 +17,9 @@ from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.runner import session
-from repro_matrix.runner.prerequisites import ask_torch
+from repro_matrix.runner.prerequisites import ask_torch, plan
 from repro_matrix.runner.session import ask
+from repro_matrix.text import counted
 
 _SHOWN = ("python", "transformers", "accelerate", "peft", "deepspeed")
 
@@ -40,7 +41,13 @@ def main(args: argparse.Namespace) -> int:
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()), None) or resolve("current")
     given = prepared.settings.env
     torch = ask_torch(stack, profile, given)
+    if torch.get("imports"):  # what does not import where a GPU is visible cannot run there
+        prepared.stacks[stack.name] = replace(stack, probe=probe.record(torch))
+        plan(prepared, [each.cell for each in prepared.plans], build=False)
     problems += _problems(torch, stack, profile, machine)
+    now = states([gpu.uuid for gpu in machine.gpus])
+    in_use = {gpu.index: user for gpu in profile.gpus if (user := other_user(now[gpu.uuid]))}
+    problems += [*prepared.shortfall(), *_too_few_free(prepared, len(profile.gpus) - len(in_use))]
     shm, untraceable = shm_mb(), no_ptrace()
     notes = [*map(str, machine.left_out), *([machine.hidden] if machine.hidden else [])]
     notes += () if problems else machine.unusable  # on hardware=cpu
@@ -48,9 +55,11 @@ def main(args: argparse.Namespace) -> int:
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
     notes += [f"stack {name} would be built first" for name in prepared.to_build]
     notes += profile.warnings(shm)
-    notes += [*machine.notes(given), *probe.import_notes(torch)] if profile.gpus else []
+    remedy = "attempts use other GPUs, or wait until it is free. End that process, or leave the GPU out of"
+    notes += [f"GPU {index} is in use by {user}: {remedy} CUDA_VISIBLE_DEVICES" for index, user in in_use.items()]
+    if profile.gpus:
+        notes += [*machine.notes(given), *probe.import_notes(torch), *probe.untested(torch, profile)]
     notes += [f"py-spy cannot inspect ranks ({untraceable}): hangs are dumped by faulthandler"] if untraceable else []
-    now = states([gpu.uuid for gpu in machine.gpus])
     rows: list[dict[str, Any]] = [
         {
             **{name: getattr(plan.cell, name) for name in ("case", "model", "strategy")},
@@ -96,6 +105,13 @@ def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Ma
         reason = unwritable(folder)
         problems.append(f"{reason}: set another with {setting}" if reason else None)
     return [text for text in problems if text]
+
+
+def _too_few_free(prepared: session.Session, free: int) -> list[str]:
+    """Return the problem that attempts of this selection find too few GPUs now."""
+    needed = max((v.gpus for plan in prepared.plans for v in plan.variants if not v.skipped), default=0)
+    who = f"attempts need up to {counted(needed, 'GPU')}, and {free} of this machine's are free now"
+    return [f"{who}: they end without a result unless more become free (see the notes)"] if free < needed else []
 
 
 def _print_gpus(machine: Machine, states: dict[str, GpuState]) -> None:

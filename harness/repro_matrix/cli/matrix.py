@@ -121,5 +121,8 @@ def _exit_code(run: session.Session, summary: Summary, rows: Sequence[Row], chan
     missing = used & run.unavailable.keys() | run.unusable  # also of single variants, which declare no requirement
     for name in sorted(missing):
         log(f"repro: stack={name}: {run.unavailable[name]}")
-    code = exit_code(rows, run.settings.min_cells, bool(missing or run.left_out))
+    short = run.shortfall()
+    for text in short:
+        log(f"repro: {text}")
+    code = exit_code(rows, run.settings.min_cells, bool(missing or run.left_out or short))
     return ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code

@@ -92,6 +92,11 @@ def stranger(state: GpuState) -> str | None:
     return ", ".join(map(str, named)) or None
 
 
+def other_user(state: GpuState) -> str | None:
+    """Describe who computes on a GPU beside the runs of this project; None: nobody."""
+    return stranger(replace(state, processes=state.others, used_mb=0 if state.processes else state.used_mb))
+
+
 # -- the driver
 
 
@@ -222,8 +227,7 @@ def _gpu(driver: Pynvml, index: int) -> Gpu:
         reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
     elif not reason and gpu.mode.startswith("exclusive") and state.others:
         reason = f"its compute mode is {gpu.mode} and {state.others[0]} holds it"
-    by_others = replace(state, processes=state.others, used_mb=0 if state.processes else state.used_mb)
-    return replace(gpu, busy=stranger(by_others) is not None, unusable=reason)
+    return replace(gpu, busy=other_user(state) is not None, unusable=reason)
 
 
 def _state(driver: Pynvml, uuid: str) -> GpuState:
@@ -264,6 +268,7 @@ class Nvml:
         self._driver: Pynvml | None = None
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
+        self.program_errors: dict[str, list[str]] = {}  # uuid -> Xids after which the GPU is as good as before
 
     def __enter__(self) -> Nvml:
         if self.gpus:
@@ -293,7 +298,9 @@ class Nvml:
         """Return the GPUs with a hardware error (Xid) since the run began, and the error."""
         try:
             while self._driver is not None and (error := self._driver.next_error()) is not None:
-                if error[1] not in APPLICATION_XIDS:
+                if error[1] in APPLICATION_XIDS:
+                    self.program_errors.setdefault(error[0], []).append(f"Xid {error[1]}")
+                else:
                     self._failed[error[0]] = f"Xid {error[1]}"
         except DriverError:
             return self._failed | {uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)}

@@ -125,7 +125,8 @@ def visible_gpus(text: str | None, gpus: Sequence[Gpu], order: str | None) -> tu
             mig = "; measurements need whole GPUs, not MIG devices" if entry.startswith("MIG-") else ""
             return (), f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}{mig}"
         shown += matches
-    if not by_uuid and order != "PCI_BUS_ID" and len(shown) < len(gpus) and len({gpu.name for gpu in gpus}) > 1:
+    models = {gpu.name for gpu in gpus if gpu.name}  # a lost GPU has no name
+    if not by_uuid and order != "PCI_BUS_ID" and len(shown) < len(gpus) and len(models) > 1:
         return (), (
             f"{VISIBLE_DEVICES}={text} counts devices in CUDA's own order (the fastest first), which NVML does not "
             "know, and this machine's GPUs differ: set CUDA_DEVICE_ORDER=PCI_BUS_ID or name them by UUID"
@@ -286,6 +287,12 @@ def settle_all(names: Sequence[str], known: dict[str, Hardware], machine: Machin
     fitting = [spec for spec in known.values() if spec.shared and _backend(spec) == "gloo"]
     shared = [spec.slug for spec in fitting if len(machine.gpus) == spec.gpus and can_share]
     return [first, *(settle(name, known, machine) for name in (*shared, "cpu"))]
+
+
+def with_every_gpu(machine: Machine) -> Machine:
+    """Return the machine as it would be if the GPUs that are left out could be used."""
+    repaired = (replace(gpu, unusable=None, mode="default") for gpu in machine.left_out)
+    return replace(machine, gpus=(*machine.gpus, *repaired), left_out=())
 
 
 def settle_planned(

@@ -179,6 +179,14 @@ def import_notes(answer: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def untested(answer: Mapping[str, Any], profile: Profile) -> list[str]:
+    """Return a line for each GPU on which nothing was computed: another run has locked it, or its memory is in use."""
+    gpus = zip(profile.gpus, answer.get("devices") or ())
+    names = [gpu.index for gpu, device in gpus if not device.get("touched") and not device.get("error")]
+    why = "another run of this project holds it, or it has less than 1 GiB free: repeat `repro doctor` when it is free"
+    return [f"GPU {index} was not tested: {why}" for index in names]
+
+
 def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine) -> str | None:
     """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can."""
     diagnosis = problem_of_torch(answer, profile)
@@ -216,6 +224,10 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
         fewer = f"it sees {answer.get('gpus')} of {len(profile.gpus)} GPUs"
         remedy = "a container was given fewer than NVML shows: pass all in, or list its own in CUDA_VISIBLE_DEVICES"
         return f"{fewer} ({remedy})", False
+    indices = [device.get("index", number) for number, device in enumerate(devices)]
+    if indices != list(range(len(devices))):
+        program = "a program that wraps python, or a package that prints when it is imported"
+        return f"the probe reports devices {indices} instead of 0 to {len(devices) - 1} (look for {program})", False
     for gpu, device in zip(profile.gpus, devices):
         if device.get("error"):
             more = "; CUDA_VISIBLE_DEVICES without it runs on the others" if len(devices) > 1 else ""

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from repro_matrix.errors import ExitCode
 from repro_matrix.planning.memory import GIB, fullest
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
@@ -20,7 +21,7 @@ from repro_matrix.results.runs import results_folder
 from repro_matrix.runner import session
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.session import Session
-from repro_matrix.text import counted, first_line, one_line, printable, wrap
+from repro_matrix.text import counted, first_line, log, one_line, printable, wrap
 
 MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
 MEMORY_HEADS += ["measured", "fullest moment, or why it is skipped"]
@@ -31,14 +32,18 @@ QUIET_S = 30.0  # without a terminal: after so long without a line, print what r
 
 
 def show_plan(prepared: Session, as_json: bool) -> int:
-    """Print what would be launched."""
+    """Print what would be launched; return the exit code, which is not 0 where a run's could not be 0."""
     variants = [variant for plan in prepared.plans for variant in plan.variants]
     items = [_item(prepared, variant) for variant in variants]
     for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys() | prepared.unusable):
         print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
+    short = prepared.shortfall()
+    for text in short:
+        log(f"repro: {text}")
+    code = ExitCode.INCOMPLETE if short else ExitCode.OK
     if as_json:
         print_json(items)
-        return 0
+        return code
     lines = []
     for item, cell in zip(items, [variant.cell for variant in variants]):
         place = repr((cell.hardware, cell.stack, cell.key))
@@ -48,7 +53,7 @@ def show_plan(prepared: Session, as_json: bool) -> int:
         print(f"stack {name} would be built first")
     for why, count in prepared.elsewhere.items():
         print(f"{counted(count, 'cell')} would be measured elsewhere than on {prepared.profile.name}: {why}")
-    return 0
+    return code
 
 
 def _item(prepared: Session, variant: VariantPlan) -> dict[str, Any]:

@@ -293,6 +293,8 @@ class Engine:
         attempt = observation["attempt"]
         outcome = grade.grade(self._cases[cell.plan.cell.case], task.variant, observation, self._cases).to_json()
         cell.document["variants"][task.variant]["attempts"].append({"observation": observation, "outcome": outcome})
+        passed = f"{cell.plan.cell.key} {task.variant}" if outcome["outcome"] == "passed" else ""
+        self.pool.note_program_errors(gpus, passed)
         self._count(cell, task, observation, outcome)
         if cell.left:
             self.store.save(cell.path, cell.document)

@@ -30,6 +30,7 @@ from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.store import git_state
+from repro_matrix.text import counted
 
 _SHOWN = ("python", "torch", "transformers")  # of a stack, in a run's first line
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -187,6 +188,8 @@ class Session:
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
+    displaced: int = 0  # of these, the cells that would be on GPUs if none was left out
+    usual_gpus: int = 0  # of hardware=auto, if none was left out
     time_limit: float | None = None  # seconds after which no cell starts
 
     @property
@@ -218,6 +221,24 @@ class Session:
             shown = ", ".join(f"{package} {versions[package]}" for package in _SHOWN if package in versions)
             stacks.append(f"{name} ({shown})")
         return f"hardware {' | '.join(hardware)}; stack {', '.join(stacks) or 'none'}"
+
+    def shortfall(self) -> list[str]:
+        """Return why a run of this plan measures less than is requested: its exit code is not 0 then."""
+        texts = []
+        needed = {f"{count} GPUs" for count in range(len(self.profile.gpus) + 1, self.usual_gpus + 1)}
+        skips = [variant.skip for plan in self.plans for variant in plan.variants]
+        lost = sum(bool(skip and skip.kind == "gpus" and needed & set(skip.needs)) for skip in skips)
+        if self.displaced or lost:
+            effects = [f"{counted(self.displaced, 'cell')} moved to another profile"] if self.displaced else []
+            effects += [f"{counted(lost, 'variant')} skipped"] if lost else []
+            why = "; ".join(map(str, self.machine.left_out))
+            remedy = "Make them usable, or list the others in CUDA_VISIBLE_DEVICES"
+            texts.append(f"not measured on GPUs: {' and '.join(effects)}, because GPUs are left out ({why}). {remedy}.")
+        runnable, least = sum(plan.skipped is None for plan in self.plans), self.settings.min_cells
+        if runnable < least:
+            few = f"{runnable} of {len(self.plans)} cells can run here, and min_cells={least}"
+            texts.append(f"{few}: see the reasons. Select others, or other hardware.")
+        return texts
 
     def changed(self) -> list[str]:
         """Return a line for each stack in use that is not what its versions say."""
@@ -260,7 +281,15 @@ def prepare(
         profiles, machine, planned = machine_module.settle_planned(request.hardware, catalogue.hardware, machine)
     else:
         profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
-    cells, elsewhere = matrix.place(catalogue, request.cells, profiles, auto=request.hardware == ["auto"])
+    auto = request.hardware == ["auto"]
+    cells, elsewhere = matrix.place(catalogue, request.cells, profiles, auto)
+    displaced, usual_gpus = set[Cell](), 0
+    if auto and machine.left_out:
+        whole = machine_module.settle_all(["auto"], catalogue.hardware, machine_module.with_every_gpu(machine))
+        usual_gpus = len(whole[0].gpus)
+        kinds = {profile.name: (profile.accelerator, profile.shared) for profile in (*profiles, *whole)}
+        usual, _ = matrix.place(catalogue, request.cells, whole, auto)
+        displaced = {cell for cell, other in zip(cells, usual) if kinds[cell.hardware] != kinds[other.hardware]}
     for slug in sorted({cell.case for cell in cells}):
         check_syntax(catalogue.script(catalogue.cases[slug]))
     if settings.variants:  # of the whole selection: what is right for it is right for each of its shards
@@ -275,7 +304,8 @@ def prepare(
         cells = oldest_first(cells, runs.measured_rows(settings))
     session = Session(
         catalogue, settings, profiles, machine, dict(given or {}), planned=planned, left_out=list(request.left_out),
-        elsewhere=elsewhere, time_limit=time_limit, as_locked=as_locked,
+        elsewhere=elsewhere, displaced=len(displaced.intersection(cells)), usual_gpus=usual_gpus,
+        time_limit=time_limit, as_locked=as_locked,
     )  # fmt: skip
     ask_models = plan_only or settings.scale.value == "full"
     prerequisites.plan(session, cells, build_stacks, build_stacks or probe, ask_models)
