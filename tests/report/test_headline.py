@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from observations import document, observation, ok
 from packaging.version import Version
 from report_cells import rows
-from repro_matrix.analysis.history import against_history, compare_to_last_passing, make_run
+from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
+from repro_matrix.analysis.regressions import against_history, compare_to_last_passing
 from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.report.headline import ATTENTION, Headline, headline, kind_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import comb
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.analysis.inputs import VariantResult
@@ -19,7 +20,7 @@ from repro_matrix.grading.verdict import wilson
 from repro_matrix.text import counted
 
 if TYPE_CHECKING:
-    from repro_matrix.analysis.history import Requested
+    from repro_matrix.analysis.missing import Requested
 
 # In the order of importance to a reader.
 KINDS = {
@@ -39,6 +40,7 @@ KINDS = {
 }
 RESULTS = frozenset(list(KINDS)[:9])  # the other kinds concern coverage
 LESS = frozenset({"not_measured", "cell_removed"})
+RARE = 0.001
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> 
         variants += 1
         if reason := settings_difference(old.settings, new.settings):
             incomparable.append((new, reason))
-        elif kind := _result_change(old, new):
+        elif kind := result_change(old, new):
             changes.append(Change(kind, new.variant, old, new))
     for cell_id, cell in {**one, **other}.items():
         row = next(iter(cell.values()))
@@ -162,10 +164,16 @@ def compare(before: Iterable[VariantResult], after: Iterable[VariantResult]) -> 
     return Diff(tuple(changes), len(one.keys() & other.keys()), variants, tuple(incomparable), across)
 
 
-def _result_change(old: VariantResult, new: VariantResult) -> str | None:
+Pools = Sequence[tuple[Counter[OutcomeName], Counter[OutcomeName]]]  # outcomes before and after
+
+
+def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> str | None:
+    """Return what changed in the result of a variant, one of ``KINDS``; None: nothing. Where attempts disagree, their
+    shares are compared: in each of ``pools``, else of the two results."""
     if not old.measured or not new.measured:
         return None if old.measured == new.measured else "not_measured" if old.measured else "newly_measured"
-    if _within_intervals(old, new) or _both_expected(old, new):
+    pools = pools or [(Counter(old.kinds), Counter(new.kinds))]
+    if all(chance_explains(*pool) for pool in pools) or _both_expected(old, new):
         return None
     before, after = set(old.failure_ids), set(new.failure_ids)
     if before != after:
@@ -178,22 +186,31 @@ def _result_change(old: VariantResult, new: VariantResult) -> str | None:
         elif not after and new.verdict == "FIXED":
             return "fix_works_now"
         return "new_failure" if before < after else "failure_gone" if after < before else "different_failure"
-    if old.steady != new.steady:
-        return "became_flaky" if old.steady else "became_steady"
+    if old.steady != new.steady or any(len(earlier) > 1 for earlier, _ in pools):
+        return "became_steady" if new.steady else "became_flaky"
     return None
 
 
-def _within_intervals(old: VariantResult, new: VariantResult) -> bool:
-    """Whether attempts of a side disagree, the sides share an outcome, and the 95 % Wilson intervals of each outcome's
-    share overlap: then the two show no difference."""
-
-    def interval(row: VariantResult, outcome: OutcomeName) -> tuple[float, float]:
-        return wilson(row.kinds.get(outcome, 0), row.measured)
-
-    if (old.steady and new.steady) or not old.kinds.keys() & new.kinds.keys():
+def chance_explains(before: Counter[OutcomeName], after: Counter[OutcomeName]) -> bool:
+    """Whether attempts of a side disagree, the sides share an outcome, and Fisher's exact test finds no difference
+    between the shares of any outcome (with a chance of less than 1 in 1000 if there is none)."""
+    if not before.keys() & after.keys():
         return False
-    pairs = [(interval(old, outcome), interval(new, outcome)) for outcome in {**old.kinds, **new.kinds}]
-    return all(max(one[0], other[0]) <= min(one[1], other[1]) for one, other in pairs)
+    return len(before + after) > 1 and all(
+        _tail(after[outcome], after.total(), before[outcome], before.total()) > RARE for outcome in before + after
+    )
+
+
+def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> float:
+    """Return the chance of so few, or so many, of all the counted ones among these attempts, whichever is less."""
+    counted_ones, everything = count + other_count, attempts + other_attempts
+
+    def ways(numbers: range) -> int:
+        rest = everything - counted_ones
+        return sum(comb(counted_ones, n) * comb(rest, attempts - n) for n in numbers)
+
+    highest = min(counted_ones, attempts)
+    return min(ways(range(count + 1)), ways(range(count, highest + 1))) / comb(everything, attempts)
 
 
 def _both_expected(old: VariantResult, new: VariantResult) -> bool:

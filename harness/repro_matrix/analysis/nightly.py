@@ -22,8 +22,9 @@ from filelock import FileLock
 
 from repro_matrix.analysis import history
 from repro_matrix.analysis.diff import describe_row
-from repro_matrix.analysis.history import ChangedCase, Requested
 from repro_matrix.analysis.inputs import Side, VariantResult
+from repro_matrix.analysis.missing import SHOWN, Requested, describe_missing, find_missing
+from repro_matrix.analysis.regressions import ChangedCase, compare_to_last_passing, name_files
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsError
 from repro_matrix.planning.cells import variants_of
@@ -105,12 +106,12 @@ def finish(night: Nightly) -> Report:
             target = lock_path(night.folder, stack, run_id)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-        compared = history.compare_to_last_passing(
+        compared = compare_to_last_passing(
             rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active), packages
         )
-        compared = history.name_files(compared, tonight)
+        compared = name_files(compared, tonight)
         requested = [load_requested(folder, side.rows) for folder, side in zip(night.folders, night.sides)]
-        missing = history.find_missing(rows, earlier, requested)
+        missing = find_missing(rows, earlier, requested)
         unexcused = [each for each in missing if not each.excuse]
         changed: dict[str, list[ChangedCase]] = {}
         for each in compared.changed:
@@ -137,9 +138,9 @@ def finish(night: Nightly) -> Report:
     if compared.new:
         cells = counted(len(compared.new), "cell")
         notes.append(f"{cells} measured in no passing run: nothing to compare with yet")
-    notes += history.describe_missing(each for each in missing if each.excuse)
-    same = "nothing changed" if compared.count else NOTHING_COMPARED
-    since = f"{counted(len(changed), 'case')} changed since the last passing run" if compared.count else same
+    notes += describe_missing(each for each in missing if each.excuse)
+    same = "nothing changed" if compared.references else NOTHING_COMPARED
+    since = f"{counted(len(changed), 'case')} changed since the last passing run" if compared.references else same
     messages = [f"run {run_id}: {counted(len({(r.key, r.hardware, r.stack) for r in rows}), 'cell')}; {since}"]
     for entry in active:
         if any(row.measured and entry.covers(row.key, row.variant) for row in rows):
@@ -149,13 +150,13 @@ def finish(night: Nightly) -> Report:
                 if entry.covers(cell, variant)
             ]
             messages.append(f"quarantined: {entry.describe()} ({'; '.join(found) or 'unchanged'})")
-    messages += history.describe_missing(unexcused)
+    messages += describe_missing(unexcused)
     for head, listed in (
         ("Not as expected", [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in unexpected]),
         ("Not measured completely", lacking),
     ):
-        more = f"; and {len(listed) - history.SHOWN} more" if len(listed) > history.SHOWN else ""
-        messages += [f"{head}: {'; '.join(listed[: history.SHOWN])}{more}"] if listed else []
+        more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+        messages += [f"{head}: {'; '.join(listed[:SHOWN])}{more}"] if listed else []
     reasons = differs or (["the exit code of the runs"] if night.run_exit_code else incomplete)
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 

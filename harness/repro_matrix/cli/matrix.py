@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from repro_matrix.analysis import diff as diffs
-from repro_matrix.analysis.history import against_history, since_last_passing
 from repro_matrix.analysis.inputs import from_row, load_side
+from repro_matrix.analysis.regressions import against_history, since_last_passing
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report import run_summary

@@ -12,7 +12,7 @@ from typing import Any
 
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
-from repro_matrix.analysis.history import ChangedCase
+from repro_matrix.analysis.regressions import ChangedCase
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.page_model import Cell, row_label
 from repro_matrix.report.result_lines import detail_lines

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
-from repro_matrix.analysis.history import ChangedCase, Regressions
+from repro_matrix.analysis.regressions import ChangedCase, Regressions
 from repro_matrix.analysis.releases import STATES, Releases, releases_of
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM

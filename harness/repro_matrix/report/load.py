@@ -24,16 +24,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from repro_matrix.analysis.claims import ClaimRow, ledger
-from repro_matrix.analysis.history import (
-    NightlyRun,
+from repro_matrix.analysis.history import NightlyRun, load_history, make_run
+from repro_matrix.analysis.inputs import from_row
+from repro_matrix.analysis.regressions import (
     Regressions,
     against_history,
     compare_to_last_passing,
-    load_history,
-    make_run,
     since_last_passing,
 )
-from repro_matrix.analysis.inputs import from_row
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ReproError, ResultsError

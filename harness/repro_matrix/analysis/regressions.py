@@ -1,0 +1,274 @@
+"""Compare a run with the passing runs before it. Pure, except for git and the runs of a folder.
+
+A change counts until it is acknowledged: the run that has it does not pass, so that the next one is compared with the
+same passing run again. Acknowledged: listed by its digest (its issue was closed). A quarantined change does not count
+while its entry is active, and no later run is compared with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from repro_matrix.analysis.diff import Change, result_change
+from repro_matrix.analysis.history import NightlyRun, Place, by_place, make_run, place_of
+from repro_matrix.analysis.inputs import VariantResult, from_row
+from repro_matrix.analysis.releases import STATES
+from repro_matrix.config.schema import Case
+from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
+from repro_matrix.grading.expectations import as_expected, expected
+from repro_matrix.grading.verdict import DATED, is_older
+from repro_matrix.results.expectations import lacking
+from repro_matrix.results.rows import Row, compared
+from repro_matrix.results.runs import ENDED, LOOK_BACK, listed
+from repro_matrix.results.store import changed_files
+from repro_matrix.results.summary import stored_rows
+
+MOST_FILES = 5  # changed files of the catalog
+
+
+@dataclass(frozen=True)
+class ChangedCase:
+    """A case whose results changed on a stack since ``passing``, the last passing run that measured them.
+
+    ``versions``, ``machine``: package, or part of the machine -> (then, now), where they differ. ``files``: those of
+    the catalog that differ. ``working_fixes``: those that work in every measured cell.
+    """
+
+    case: str
+    stack: str
+    passing: NightlyRun
+    changes: tuple[Change, ...]
+    versions: Mapping[str, tuple[str, str]]
+    working_fixes: tuple[str, ...]
+    machine: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+
+    @property
+    def moved(self) -> list[str]:
+        """Say what else changed since then: packages, the machine, the catalog's own files."""
+        pairs = (*self.versions.items(), *self.machine.items())
+        moved = [f"{name}: {then} -> {now}" for name, (then, now) in pairs]
+        more = f" and {len(self.files) - MOST_FILES} more" if len(self.files) > MOST_FILES else ""
+        moved += [f"the catalog: {', '.join(self.files[:MOST_FILES])}{more}"] if self.files else []
+        return moved + ["the passing run had uncommitted files"] * self.passing.dirty
+
+    @property
+    def digest(self) -> str:
+        """Identify the change: the same in each run that has it; another one after a passing run without it."""
+        changes = sorted(
+            (c.row.key, c.row.hardware, c.row.stack, c.variant, c.kind, c.row.verdict or "", *c.row.failure_ids)
+            for c in self.changes
+        )
+        return hashlib.sha256(json.dumps([self.case, self.passing.run_id, changes]).encode()).hexdigest()[:12]
+
+
+@dataclass
+class Regressions:
+    """``new``: ids of cells that no passing run measured. ``previous``: the newest
+    passing run with one of these variants. ``quarantined``: (cell id, variant) -> its change. ``references``: what each
+    variant was compared with. ``passing``: the runs."""
+
+    changed: list[ChangedCase] = field(default_factory=list)
+    new: set[str] = field(default_factory=set)
+    previous: NightlyRun | None = None
+    quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
+    references: dict[Place, tuple[NightlyRun, VariantResult]] = field(default_factory=dict)
+    passing: Sequence[NightlyRun] = ()
+
+    def unexpected(self, tonight: Iterable[VariantResult], handled: Collection[str] = ()) -> list[VariantResult]:
+        """Return results that differ from their reviewed expectation, without those that are quarantined or handled: of
+        a change with one of these digests, or the same in the passing run."""
+        known = {place_of(c.row) for each in self.changed if each.digest in handled for c in each.changes}
+
+        def passed_before(row: VariantResult) -> bool:
+            before = self.references[place_of(row)][1] if place_of(row) in self.references else None
+            return before is not None and before.expected == row.expected and before.verdict == row.verdict
+
+        return [
+            row
+            for place, row in by_place(tonight).items()
+            if row.expected == "unexpected" and row.measured
+            and not (place in known or (row.key, row.variant) in self.quarantined or passed_before(row))
+        ]  # fmt: skip
+
+
+@dataclass
+class Past:
+    """The passing runs of a variant since it last changed. ``recent``: the attempts of the newest results, as long as
+    they had the same outcomes; ``earlier``: all attempts before. ``reference``: the newest of the earlier results whose
+    attempts agree, else the first."""
+
+    reference: tuple[NightlyRun, VariantResult]
+    newest: tuple[NightlyRun, VariantResult]
+    recent: Counter[OutcomeName]
+    earlier: Counter[OutcomeName] = field(default_factory=Counter)
+
+    def change(self, row: VariantResult) -> tuple[str | None, tuple[NightlyRun, VariantResult]]:
+        """Return the kind of the change or None, and what the result is compared with. Where attempts disagree, all
+        those of the passing runs count, and runs that have the same outcomes as this one count with it: a fix may stop
+        working in two steps."""
+        kinds, again = Counter(row.kinds), row.kinds.keys() == self.recent.keys()
+        pools = [(self.earlier + self.recent, kinds)]
+        pools += [(self.earlier, self.recent + kinds)] if again and self.earlier else []
+        reference = self.newest if self.newest[1].steady and not again else self.reference
+        kind = result_change(reference[1], row, pools)
+        if kind and not row.steady and reference[1].kinds.keys() & row.kinds.keys():
+            kind = "became_flaky"
+        return kind, reference if kind else self.newest
+
+    def add(self, run: NightlyRun, row: VariantResult) -> None:
+        if row.kinds.keys() != self.recent.keys():
+            self.earlier += self.recent
+            self.recent.clear()
+            self.reference = self.newest if self.newest[1].steady else self.reference
+        self.recent += Counter(row.kinds)
+        self.newest = run, row
+
+
+def _pasts(passing: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
+    """Return the past of each of these places that a run measured without a quarantined change."""
+    found: dict[Place, Past] = {}
+    for run in passing:
+        for row in run.rows:
+            place = place_of(row)
+            if row.measured and place in measured and (row.key, row.variant) not in run.quarantined:
+                if place not in found or found[place].change(row)[0]:
+                    found[place] = Past((run, row), (run, row), Counter(row.kinds))
+                else:
+                    found[place].add(run, row)
+    return found
+
+
+def compare_to_last_passing(
+    tonight: Iterable[VariantResult],
+    history: Sequence[NightlyRun],
+    quarantined: Callable[[str, str], bool] = lambda *_: False,
+    packages: Mapping[str, Mapping[str, str]] | None = None,
+) -> Regressions:
+    """Compare each variant with the passing runs that measured it without a quarantined change.
+
+    ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, where they are known.
+    """
+    tonight = list(tonight)
+    now = make_run("", tonight, packages=packages)
+    measured = {place: row for place, row in by_place(tonight).items() if row.measured}
+    result = Regressions(passing=[run for run in history if run.passed])
+    pasts = _pasts(result.passing, measured)
+    found: dict[tuple[str, str, str], tuple[NightlyRun, list[Change]]] = {}
+    for place, past in pasts.items():
+        row = measured[place]
+        kind, (run, before) = past.change(row)
+        result.references[place] = run, before
+        if kind and quarantined(row.key, row.variant):
+            result.quarantined[row.key, row.variant] = f"{kind} since {run.run_id}"
+        elif kind:
+            change = Change(kind, row.variant, before, row)
+            found.setdefault((row.case, row.stack, run.run_id), (run, []))[1].append(change)
+    for (case, stack, _), (run, changes) in found.items():
+        versions = differing_packages(run.stacks.get(stack, {}), now.stacks[stack])
+        hardware = changes[0].row.hardware
+        machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
+        fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
+        result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine))
+    for run in result.passing:
+        if any(row.measured and place_of(row) in measured for row in run.rows):
+            result.previous = run
+    result.new = {row.key for row in measured.values()} - {place[0] for place in pasts}
+    return result
+
+
+def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
+    """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now, nor
+    from the passing runs before it. At most ``LOOK_BACK`` runs are read."""
+    cells, found = {row.cell for row in rows}, list[NightlyRun]()
+    earlier = [run for run in listed(folder.resolve().parent) if run.folder.name < folder.resolve().name]
+    for run in earlier[-LOOK_BACK:]:
+        stored = [compared(row, cases) for each in stored_rows(run.folder, []).values() for row in each]
+        if cells & {row.cell for row in stored}:
+            results = [from_row(row) for row in stored]
+            since = compare_to_last_passing(results, found)
+            differs = any(row.state == "unexpected" for row in against_history(stored, cases, since)) or since.changed
+            made = make_run(run.folder.name, results, int(bool(differs)))
+            found.append(replace(made, partial=run.state != ENDED or bool(lacking(stored))))
+    accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
+    results = [from_row(row) for row in rows]
+    since = compare_to_last_passing(results, found, lambda *place: place in accepted)
+    return name_files(since, make_run("", results))
+
+
+def against_history(rows: Iterable[Row], cases: Mapping[str, Case], since: Regressions) -> list[Row]:
+    """Mark as unexpected what has no expectation and was better: in the last passing run that measured it, or, of a fix
+    that fails, with the newest older release."""
+    changed = {place_of(change.row) for each in since.changed for change in each.changes}
+    upgraded = {(each.case, each.stack) for each in since.changed if DATED & each.versions.keys()}
+
+    def better_before(row: Row) -> tuple[str | None, str] | None:
+        place = row.cell_id, row.hardware.profile, row.stack.name, row.variant
+        now = STATES.get(row.verdict or "")
+        if place not in since.references:
+            failing_fix = row.role == "fix" and now == "reproduces" and row.verdict != "FIXED"
+            return _worked(row, cases.get(row.case), since.passing) if failing_fix else None
+        run, before = since.references[place]
+        works_now = row.verdict == "FIXED" and STATES.get(before.verdict or "") != "absent"
+        upstream = now == "absent" and (row.case, row.stack.name) in upgraded
+        same = before.verdict == as_expected(row.verdict or "") or not changed & {place, (*place[:3], "unfixed")}
+        return None if same or works_now or upstream else (before.verdict, run.run_id)
+
+    marked = []
+    for row in rows:
+        known = better_before(row) if row.state == "no_expectation" and row.measured else None
+        note = f"no expectation; measured in {known[1]}" if known else ""
+        marked.append(replace(row, state="unexpected", expected_verdict=known[0], note=note) if known else row)
+    return marked
+
+
+def _worked(row: Row, case: Case | None, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
+    """Return FIXED and where it was measured, if the newest older release on this hardware shows it."""
+    place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
+    found = [(run.stacks.get(one.stack, {}), one.verdict, run.run_id) for run in passing for one in run.rows
+             if one.measured and (one.key, one.hardware, one.variant) == place]  # fmt: skip
+    if case:
+        for end in (end for entry in case.expect for end in entry.measured_at):
+            listed = expected(case, row.params, row.variant, end, row.hardware.kind, row.hardware.capabilities)
+            release = " + ".join(f"{name} {version}" for name, version in end.items())
+            found += [(end, cast(Any, listed.verdicts[row.variant]), release)] if listed else []
+    older = [each for each in found if is_older(each[0], versions)]
+    newest = next((one for one in older if not any(is_older(one[0], other[0]) for other in older)), None)
+    return (newest[1], newest[2]) if newest and newest[1] == "FIXED" else None
+
+
+def name_files(since: Regressions, now: NightlyRun) -> Regressions:
+    """Add the files of the catalog that differ to each change, as far as git knows."""
+    unknown = ["files that were not committed"] if now.dirty else []
+    changed = [
+        replace(each, files=tuple(changed_files(each.passing.commit, now.commit, now.dirty) or unknown))
+        for each in since.changed
+    ]
+    return replace(since, changed=changed)
+
+
+def differing_packages(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return package -> (then, now); where only one side lists all its packages, only of the usual ones."""
+    if any(not side.keys() - set(RELEVANT) for side in (then, now)):
+        then, now = ({name: each[name] for name in each if name in RELEVANT} for each in (then, now))
+    return _differing(then, now)
+
+
+def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    pairs = {name: (then.get(name, "none"), now.get(name, "none")) for name in sorted({*then, *now})} if then else {}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def working_fixes(case: str, rows: Iterable[VariantResult]) -> tuple[str, ...]:
+    """Return the fixes that work in every cell in which they were measured."""
+    verdicts: dict[str, set[str | None]] = {}
+    for row in rows:
+        if row.case == case and row.role == "fix":
+            verdicts.setdefault(row.variant, set()).add(row.verdict)
+    return tuple(variant for variant, names in verdicts.items() if names == {"FIXED"})
