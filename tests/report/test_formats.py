@@ -41,11 +41,12 @@ def test_junit_has_a_failure_a_skip_and_errors_for_what_is_no_evidence() -> None
 
 
 def test_every_format_reads_hostile_text() -> None:
-    cells = [cell("DIFFERENT_FAILURE", "unexpected", HOSTILE, model=HOSTILE, title=HOSTILE), skipped_cell(HOSTILE)]
+    away = skipped_cell(HOSTILE, case="away")
+    cells = [cell("DIFFERENT_FAILURE", "unexpected", HOSTILE, model=HOSTILE, title=HOSTILE), away]
     remarks = Remarks([HOSTILE], [HOSTILE], [HOSTILE], [HOSTILE])
     assert JUnitXml.fromstring(to_junit(cells, head(cells), remarks).encode())
     assert json.loads(to_json(cells, head(cells), (), (), "now", remarks))["rows"]
-    markdown = to_markdown(head([*cells, skipped_cell("")]), HOSTILE, remarks)
+    markdown = to_markdown(head([*cells, skipped_cell("", case="away")]), HOSTILE, remarks)
     assert "\x1b" not in markdown and "\\<img" in markdown and "NOT MEASURED" in markdown
 
 
@@ -70,6 +71,6 @@ def test_markdown_of_each_kind_of_result() -> None:
 @settings(max_examples=10)
 def test_markdown_stays_under_its_limit_and_keeps_every_section(count: int, text: str) -> None:
     odd = cell("NOT_FIXED", "unexpected", error=text)
-    markdown = to_markdown(head([*[odd] * count, skipped_cell()]), "title", Remarks())
+    markdown = to_markdown(head([*[odd] * count, skipped_cell(case="away")]), "title", Remarks())
     assert len(markdown.encode(errors="replace")) <= MOST and "NOT MEASURED: 2 variants" in markdown
     assert ("STOPPED WORKING" in markdown) == (count > 0)

@@ -20,7 +20,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.schema import Signature
 from repro_matrix.config.vocabulary import OutcomeName, VerdictName
 from repro_matrix.report.load import render_file, render_site
-from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, release_axes
+from repro_matrix.report.page_model import Cell, Page, build_page, cells_of
 from repro_matrix.report.terminal import LABELS
 from repro_matrix.text import block, line
 
@@ -138,9 +138,9 @@ def test_only_what_needs_attention_is_red() -> None:
     ("cells", "texts", "symbol"),
     [
         ((), ["Nothing was measured."], None),
-        ((cell(),), ["1 of 1 reproduces", "1 of 1 works", "0 stopped working", "What to do"], "R"),
+        ((cell(),), ["1 of 1 reproduces", "1 of 1 measured works", "0 stopped working", "What to do"], "R"),
         ((cell(), cell(model="n")), ["1 of 1 reproduces"], "R"),
-        ((CONTROL,), ["1 of 1 passed"], "✓"),
+        ((CONTROL,), ["1 of 1 pass"], "✓"),
         ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 result without an expectation"], "R"),
         ((skipped_cell(),), ["Nothing was measured.", "needs 2 GPUs"], "–"),
     ],
@@ -224,34 +224,13 @@ def test_what_helps_counts_only_where_the_failure_reproduces() -> None:
     assert case.variants["non_fix"][0].name == "fix" and "fix" not in case.variants
 
 
-def test_release_axis_names_the_release_that_changed_the_result() -> None:
-    def at(release: str, verdict: str) -> Cell:
-        versions = {"torch": "2.2.2", "transformers": release}
-        return cell(verdict, stack={"name": f"base+transformers@{release}", "python": "3", "versions": versions})
-
-    (axis,) = release_axes([at("4.44.0", "FIXED"), at("4.9.0", "NOT_FIXED"), at("4.40.0", "NOT_FIXED")])
-    assert axis.columns == ("4.9.0", "4.40.0", "4.44.0") and axis.steady == 1
-    assert axis.title.endswith(": transformers")
-    (strip,) = axis.strips
-    spans = [(label.name, first, last) for label, first, last in strip.spans]
-    assert strip.variants == ("fix",) and spans == [("NOT_FIXED", "4.9.0", "4.40.0"), ("FIXED", "4.44.0", "4.44.0")]
-
-
-def test_history_shows_each_case_and_the_variants_that_changed() -> None:
+def test_earlier_runs_are_a_strip_for_each_case() -> None:
     names = ["FIXED", "INCONCLUSIVE", "NOT_FIXED"]
-    new = [cell(model="new", cell_id="some-case/new")]
-    runs = []
-    for number, name in enumerate(names):
-        cells = [cell(name), *(new if number else [])]
-        runs.append(make_run(f"run {number}", [from_row(row) for one in cells for row in one.rows]))
-    shown_page = page(cell(), runs=runs)
-    past = shown_page.history
-    assert past and past.columns == ("run 0", "run 1", "run 2") and past.steady == 3
-    (strip,) = past.strips
-    assert [label.name for label, *_ in strip.spans] == names
-    assert [state for _, state in shown_page.cases[0].past] == ["reproduces"] * 3
-    parsed = Document(render_file(shown_page))
-    assert "1 variant changed" in " ".join(parsed.find("summary")) and parsed.find("td", class_="more runs") == ["RRR"]
+    runs = [make_run(f"run {n}", [from_row(row) for row in cell(name).rows]) for n, name in enumerate(names)]
+    with_runs = page(cell(), runs=runs)
+    assert [state for _, state in with_runs.cases[0].past] == ["reproduces"] * 3
+    assert Document(render_file(with_runs)).find("td", class_="more runs") == ["RRR"]
+    assert not page(cell(), runs=runs[:1]).runs
 
 
 def test_pictures_show_the_page_of_today() -> None:

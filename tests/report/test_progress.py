@@ -25,12 +25,12 @@ def shown(progress: Progress) -> list[str]:
 def test_running_attempts_are_shown_with_their_device_until_they_end() -> None:
     progress = Progress()
     progress.event(Event("time", text="waiting for GPUs that another run holds"))
-    assert shown(progress) == ["0/0 attempts    waiting for GPUs that another run holds"]
+    assert shown(progress) == ["0/0 attempts, 0/0 cells  waiting for GPUs that another run holds"]
     progress.event(event("cells", "a/b", attempts=2, seconds=10.0))
     progress.event(event("start", "a/b", device="gpu0,gpu1"))
-    assert shown(progress) == ["0/2 attempts", "gpu0,gpu1  a/b unfixed"]
+    assert shown(progress) == ["0/2 attempts, 0/1 cells", "gpu0,gpu1  a/b unfixed"]
     progress.event(event("attempt", "a/b", outcome={"outcome": "passed"}, seconds=10.0))
-    assert shown(progress) == ["1/2 attempts"]
+    assert shown(progress) == ["1/2 attempts, 0/1 cells"]
 
 
 def test_silence_without_a_terminal_is_interrupted_by_what_runs(
@@ -52,12 +52,12 @@ def test_silence_without_a_terminal_is_interrupted_by_what_runs(
 
 
 def test_line_of_a_cell_is_short_and_names_a_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress()
+    progress = Progress(cases={})
     reason = "needs 2 GPUs " + "x" * 900
     skipped = document({"unfixed": reason, "fix": reason}, {})
     for number, stored in enumerate([stored_cell(), skipped, skipped]):
         progress.event(event("cells", str(number)))
         progress.event(event("cell", str(number), document=stored))
     measured, first, second = capsys.readouterr().err.splitlines()
-    assert measured.startswith("[1/1] 0 on ") and measured.endswith(": reproduced, FIXED")
+    assert measured.startswith("[1/1] 0 on ") and measured.endswith(": reproduces")
     assert "needs 2 GPUs" in first and second.endswith("skipped, as above") and len(first) < 300

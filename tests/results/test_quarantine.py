@@ -14,7 +14,8 @@ from observations import document, observation, ok, summary_rows
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError
-from repro_matrix.report.headline import ATTENTION, headline
+from repro_matrix.report.attention import ATTENTION
+from repro_matrix.report.headline import headline
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.results import quarantine
 from repro_matrix.results.expectations import exit_code

@@ -121,5 +121,5 @@ def test_second_run_overwrites_nothing(scratch: Path, capsys: pytest.CaptureFixt
     assert cli.main(["diff", str(found[0]), str(scratch)]) == 0
     capsys.readouterr()
     assert cli.main(["run", *words, "--resume"]) == 0
-    assert "0 attempts (1 more reused)" in capsys.readouterr().out
+    assert "1 attempt of an earlier run used again, 0 launched" in capsys.readouterr().out
     assert runs.of(scratch) == found[1] and [each.state for each in runs.listed(scratch)] == [runs.ENDED] * 2

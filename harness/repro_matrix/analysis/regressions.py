@@ -70,9 +70,10 @@ class ChangedCase:
 
 @dataclass
 class Regressions:
-    """``new``: ids of cells that no passing run measured. ``previous``: the newest
-    passing run with one of these variants. ``quarantined``: (cell id, variant) -> its change. ``references``: what each
-    variant was compared with. ``passing``: the runs."""
+    """``new``: ids of cells that no passing run measured. ``previous``: the newest passing run with one of these
+    variants, preferably a whole one. ``quarantined``: (cell id, variant) -> its change. ``references``: what each
+    variant was compared with. ``passing``: the runs. ``earlier``: whether earlier runs have these cells, passing or
+    not."""
 
     changed: list[ChangedCase] = field(default_factory=list)
     new: set[str] = field(default_factory=set)
@@ -80,6 +81,7 @@ class Regressions:
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
     references: dict[Place, tuple[NightlyRun, VariantResult]] = field(default_factory=dict)
     passing: Sequence[NightlyRun] = ()
+    earlier: bool = False
 
     def unexpected(self, tonight: Iterable[VariantResult], handled: Collection[str] = ()) -> list[VariantResult]:
         """Return results that differ from their reviewed expectation, without those that are quarantined or handled: of
@@ -176,9 +178,8 @@ def compare_to_last_passing(
         machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
         fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
         result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine))
-    for run in result.passing:
-        if any(row.measured and place_of(row) in measured for row in run.rows):
-            result.previous = run
+    shared = [run for run in result.passing if any(row.measured and place_of(row) in measured for row in run.rows)]
+    result.previous = max(shared, key=lambda run: (not run.partial, shared.index(run)), default=None)
     result.new = {row.key for row in measured.values()} - {place[0] for place in pasts}
     return result
 
@@ -199,6 +200,7 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)
+    since.earlier = bool(found)
     return name_files(since, make_run("", results))
 
 

@@ -75,19 +75,12 @@ class Releases:
     def ended(self) -> str:
         """Say when the failure ended: ``in transformers 4.44.0``, or ``between transformers 4.57.6 and 5.0.0`` where
         releases in between were not measured; "" while it reproduces."""
-        return self._boundary(self.ranges.index(self.after)) if self.after else ""
-
-    @property
-    def began(self) -> str:
-        """Say when it began, likewise; "" where the oldest measured release has it."""
-        first = next((index for index, each in enumerate(self.ranges) if each.state == "reproduces"), 0)
-        return self._boundary(first) if first else ""
-
-    def _boundary(self, index: int) -> str:
-        before, after = self.ranges[index - 1], self.ranges[index]
-        if after.follows:
-            return f"in {self.package} {after.first}"
-        return f"between {self.package} {before.last} and {after.first}"
+        if not self.after:
+            return ""
+        before = self.ranges[self.ranges.index(self.after) - 1]
+        if self.after.follows:
+            return f"in {self.package} {self.after.first}"
+        return f"between {self.package} {before.last} and {self.after.first}"
 
     @property
     def sentence(self) -> str:

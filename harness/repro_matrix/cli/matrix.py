@@ -72,7 +72,7 @@ def measure(
     stop = threading.Event()
     with (
         workspace.folder(prepared, texts, resumed) as finish,
-        run_summary.Progress(verbose=live) as progress,
+        run_summary.Progress(live, prepared.catalogue.cases) as progress,
         workspace.interruptible(stop, progress.warn, workspace.RESUMED),
     ):
         summary = workspace.execute(prepared, progress.event, stop, args.resume, progress.warn, with_canary=page)
@@ -99,7 +99,7 @@ def measure(
         if changed and before and not (summary.problem or summary.interrupted or for_git):
             print_wrapped("", f"compared with {diffs.describe_side(before.name, before.rows)}")
             print_wrapped(*diffs.describe_diff(changed), "")
-        print(f"results: {folder}" + (f"\npage: {written}" if written else ""))
+        print(f"page: {written}" if written else f"results: {folder}")
     if summary.problem:
         raise summary.problem
     if summary.interrupted:

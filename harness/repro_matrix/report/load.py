@@ -37,8 +37,10 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE, write_bytes
 from repro_matrix.report import formats
+from repro_matrix.report.attention import ATTENTION
+from repro_matrix.report.case_status import CASE_STATES
 from repro_matrix.report.formats import Remarks
-from repro_matrix.report.headline import ATTENTION, CASE_STATES, NO_PREVIOUS, Headline, headline
+from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.page_model import Cell, Page, build_page, cells_of, row_label
 from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import Label, columns, label
@@ -117,14 +119,12 @@ def load_results(
 
 
 def _no_previous(folders: Sequence[Path], history: Path | None) -> str:
-    """Say why there is no earlier run to compare with, and how to get one."""
+    """Say why these results have no earlier run to compare with; "" of a run."""
     if history is not None:
         return f"Not known yet: {history} has no earlier run that passed. repro nightly adds and compares each night's."
-    if len(folders) > 1:
-        return "Not known: several results are shown, and none is compared. repro diff compares two."
     if folders == [BASELINE]:
-        return "Not known: published results. make repro-matrix compares your run with the last that passed."
-    return NO_PREVIOUS
+        return "None known: published results. make repro-matrix compares your run with the last that passed."
+    return "Not compared: these are several results. repro diff compares two." if len(folders) > 1 else ""
 
 
 def _is_selected(row: Row, selection: Mapping[str, Sequence[str]]) -> bool:

@@ -1,4 +1,4 @@
-"""Summary rows -> what the page shows: a row and a section for each case, results by release and over time. Pure."""
+"""Summary rows -> what the page shows: a row and a section for each case. Pure."""
 
 from __future__ import annotations
 
@@ -8,25 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.config.schema import Case
-from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.grading.expectations import as_expected
-from repro_matrix.report.headline import (
-    ATTENTION,
-    CASE_STATES,
-    Attention,
-    CaseStatus,
-    Headline,
-    age,
-    case_status,
-    kind_of,
-    release,
-)
+from repro_matrix.report.attention import ATTENTION, Attention, kind_of
+from repro_matrix.report.case_status import CASE_STATES, CaseStatus, age, case_status
+from repro_matrix.report.headline import Headline
 from repro_matrix.report.terminal import LABELS, Label, label
 from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.results.rows import Row
@@ -35,11 +23,11 @@ from repro_matrix.text import counted
 if TYPE_CHECKING:
     from repro_matrix.analysis.history import NightlyRun
 
-MOST_RUNS, MOST_STRIPS = 40, 200  # columns and rows of the history
+MOST_RUNS = 14  # earlier runs that are shown
 MOST_ERRORS = 40  # of a case
 MESSAGE = 600  # characters of a message that a summary keeps
-NO_ANSWER = ("skipped", "absent", "infra_error", "INCONCLUSIVE")  # neither a change nor the end of one
-ABSENT = (*NO_ANSWER, "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")  # say nothing of what helps
+# Verdicts that say nothing of what helps.
+ABSENT = ("skipped", "INCONCLUSIVE", "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
@@ -82,94 +70,6 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Strip:
-    """Variants with the same results over an axis. ``spans``: a label, and the first and the last column with it."""
-
-    where: str
-    variants: tuple[str, ...]
-    spans: tuple[tuple[Label, str, str], ...]
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Results over stacks or nightly runs, the oldest first, of the variants that changed. ``steady``: the number of
-    the others."""
-
-    title: str
-    columns: tuple[str, ...]
-    strips: tuple[Strip, ...]
-    steady: int
-
-
-Results = dict[tuple[str, str], list[Label | None]]  # a cell and a variant -> a label for each column
-
-
-def release_axes(cells: Iterable[Cell]) -> Iterator[Axis]:
-    """Yield the axes of one case's cells: for each stack the other releases of its packages, then all stacks."""
-    groups: dict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        stack, hardware = cell.row.stack.name, cell.row.hardware.profile
-        base = stack.partition("+")[0]  # base+package@release
-        groups[f"Releases on stack {base} ({hardware})"].append(cell)
-        if stack == base:
-            groups[f"Stacks ({hardware})"].append(cell)
-    axes = (_axis(title, groups[title]) for title in sorted(groups))
-    return (axis for axis in axes if len(axis.columns) > 1)
-
-
-def _axis(title: str, cells: Sequence[Cell]) -> Axis:
-    """Build an axis. A column is the release of the only package that differs, else a stack."""
-    versions = {cell: [release(cell.row.stack.versions.get(name, "0")) for name in UPSTREAM] for cell in cells}
-    differing = [name for index, name in enumerate(UPSTREAM) if len({found[index] for found in versions.values()}) > 1]
-
-    def column(cell: Cell) -> str:
-        stack = cell.row.stack
-        return stack.versions.get(differing[0], "") if len(differing) == 1 else stack.name
-
-    ordered = sorted(cells, key=lambda cell: versions[cell])
-    columns = list(dict.fromkeys(map(column, ordered)))
-    found: Results = defaultdict(lambda: [None] * len(columns))
-    for cell in ordered:
-        for row in cell.rows:
-            one = row_label(row)
-            if one.name not in NO_ANSWER:
-                found[" ".join(row.axes), row.variant][columns.index(column(cell))] = one
-    return _strips(f"{title}: {differing[0]}" if len(differing) == 1 else title, columns, found)
-
-
-def _strips(title: str, columns: Sequence[str], results: Results) -> Axis:
-    """Build an axis: the variants that changed, those with the same results together, the latest change first."""
-    alike: dict[tuple[str, tuple[Label | None, ...]], list[str]] = defaultdict(list)
-    steady = 0
-    for (where, variant), entries in results.items():
-        names = {as_expected(one.name) for one in entries if one and one.name not in NO_ANSWER}
-        if len(names) > 1:
-            alike[where, tuple(entries)].append(variant)
-        else:
-            steady += bool(names)
-    several = len({where for where, _ in alike}) > 1
-    strips = [
-        Strip(where * several, tuple(names), tuple((one, same[0][1], same[-1][1]) for one, same in spans if one))
-        for (where, entries), names in alike.items()
-        if (spans := [(one, list(same)) for one, same in groupby(zip(entries, columns), key=itemgetter(0))])
-    ]
-    strips.sort(key=lambda strip: columns.index(strip.spans[-1][1]), reverse=True)
-    return Axis(title, tuple(columns), tuple(strips[:MOST_STRIPS]), steady)
-
-
-def history(runs: Sequence[NightlyRun]) -> Axis:
-    """Return the newest runs with the variants that changed, the latest change first."""
-    runs = runs[-MOST_RUNS:]
-    found: Results = defaultdict(lambda: [None] * len(runs))
-    for index, run in enumerate(runs):
-        for row in run.rows:
-            usual = max(row.kinds, key=lambda kind: row.kinds[kind], default="skipped")
-            where = f"{row.case} {' '.join(row.axes)}, {row.hardware}, {row.stack}"
-            found[where, row.variant][index] = label(as_expected(row.verdict or usual))
-    return _strips("History", [run.run_id for run in runs], found)
-
-
-@dataclass(frozen=True)
 class VariantView:
     """One variant over all cells. ``changes``: setting, before and after. ``results``: a label, and the number and the
     places of the cells that have it; where the failure does not reproduce, nothing can help."""
@@ -204,7 +104,6 @@ class CaseView:
     symbols: Mapping[str, str]
     variants: Mapping[str, Sequence[VariantView]]  # by role; a fix that works nowhere is a non_fix
     failures: tuple[Failure, ...]  # that of the newest unfixed variant first
-    axes: tuple[Axis, ...]
     claims: tuple[ClaimRow, ...] = ()
     attention: tuple[Attention, ...] = ()
     past: tuple[tuple[str, str], ...] = ()
@@ -236,7 +135,6 @@ class Page:
     headline: Headline
     cases: tuple[CaseView, ...]
     notes: tuple[str, ...] = ()
-    history: Axis | None = None
     beside: bool = False
 
     @cached_property
@@ -244,6 +142,11 @@ class Page:
         """State -> cases, what needs attention first."""
         found = {state: [case for case in self.cases if case.state == state] for state in CASE_STATES}
         return {state: cases for state, cases in found.items() if cases}
+
+    @cached_property
+    def runs(self) -> bool:
+        """Whether earlier runs are shown."""
+        return any(case.past for case in self.cases)
 
     @cached_property
     def strategies(self) -> list[str]:
@@ -279,7 +182,7 @@ def build_page(
         by_case[cell.row.case].append(cell)
     views = [case_view(by_case[one.case], one, cases.get(one.case), claims, runs, head.attention) for one in head.cases]
     views.sort(key=lambda view: list(CASE_STATES).index(view.state))
-    return Page(title, created, head, tuple(views), tuple(notes), history(runs) if len(runs) > 1 else None, beside)
+    return Page(title, created, head, tuple(views), tuple(notes), beside)
 
 
 def case_view(
@@ -313,7 +216,7 @@ def case_view(
     return CaseView(
         status, case.summary if case else "", symptom(failures[0].row if failures else None, case), references,
         tuple(sorted(ordered, key=lambda cell: -cell.attention)), places, symbols, variants, failures,
-        tuple(release_axes(cells)), tuple(each for each in claims if each.case == status.case), news,
+        tuple(each for each in claims if each.case == status.case), news,
         tuple(_past(status.case, runs)),
     )  # fmt: skip
 
@@ -402,7 +305,7 @@ def _example(pattern: str) -> str:
 
 def _past(case: str, runs: Sequence[NightlyRun]) -> Iterator[tuple[str, str]]:
     """Yield the id and the state of the newest runs: "" where the case was not measured."""
-    for run in runs[-MOST_RUNS:]:
+    for run in runs[-MOST_RUNS:] if len(runs) > 1 else ():
         rows = [row for row in run.rows if row.case == case and row.measured]
         kinds = {kind for row in rows if row.first for kind in row.kinds}
         control = any(row.control for row in rows)

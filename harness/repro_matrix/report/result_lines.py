@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from repro_matrix.report.headline import ATTENTION, CASE_STATES, Attention, CaseStatus, Headline
-from repro_matrix.report.terminal import by_reason, named, print_table
+from repro_matrix.report.attention import ATTENTION, Attention
+from repro_matrix.report.case_status import CASE_STATES, CaseStatus
+from repro_matrix.report.headline import Headline
+from repro_matrix.report.terminal import by_reason, label, named, print_table
 from repro_matrix.results.expectations import uncompared_failures
 from repro_matrix.results.rows import Row
 from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
@@ -20,7 +22,7 @@ LOG_LINES, MOST_REASONS = 4, 8
 MOST_CASES, MOST_OF_STATE = 5, 2  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 LOG_TAIL = 800  # characters of a log that a summary has
-DETAIL, SHORTEST = 38, 20  # columns of what is said of a case, and of its title
+DETAIL, SHORTEST = 37, 20  # columns of what is said of a case, at most, and of its title, at least
 
 
 def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:
@@ -29,8 +31,7 @@ def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -
         yield from wrap(head.measured, width=width)
         yield ""
     names = max(map(len, head.answers))
-    answers = {name: facts for name, facts in head.answers.items() if everything or name != "What to do"}
-    for name, facts in answers.items():
+    for name, facts in head.answers.items():
         yield from wrap(f"{name:<{names}}  {' '.join(fact.text for fact in facts)}", "", names + 2, width)
     yield from detail_lines(head, width, everything, None if everything else MOST_ATTENTION)
 
@@ -45,11 +46,12 @@ def detail_lines(
     if len(shown) < len(head.attention):
         yield f"... and {len(head.attention) - len(shown)} more, on the page"
     yield from _problem_lines(head, width)
-    yield from _case_lines(head, width, everything)
+    yield from _whole_cases(head, width) if everything else _case_lines(head, width)
     if everything:
         yield from _skipped_lines(head, width)
     if head.example:
-        yield from _title(f"What to do about a failure, for example: repro show {head.example.case}", width)
+        every = "" if everything else f"All {len(head.cases)}: repro report --format text. "
+        yield from _title(f"{every}What helps, for example: repro show {head.example.case}", width)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
@@ -94,15 +96,11 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
             reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
             yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     lists: dict[str, list[tuple[str | None, Row]]] = {
-        "NO VERDICT: {} ran without a clear answer": [(row.reason, row) for row in head.unanswered],
-        "FLAKY: the attempts of {} disagree": [
-            (row.outcome, row) for row in head.flaky
-        ],
+        "NO VERDICT: {}": [(row.reason, row) for row in head.unanswered],
+        "FLAKY: {}, whose attempts disagree": [(_outcomes(row), row) for row in head.flaky],
         "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
-        "NEW: {} without an expectation. `repro accept` writes expectations": [
-            (row.verdict, row) for row in head.new
-        ],
-    }  # fmt: skip
+        "NO EXPECTATION: {}. `repro accept` writes expectations": [(row.verdict, row) for row in head.new],
+    }
     several = len({row.stack.name for row in head.rows}) > 1
     for title, items in lists.items():
         if items:
@@ -111,53 +109,58 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
             yield from by_reason(zip((reason for reason, _ in items), names), width)
 
 
+def _outcomes(row: Row) -> str:
+    """Return ``no failure 4/6, another error 2/6``."""
+    return ", ".join(f"{label(name).text} {k}/{len(row.attempts)}" for name, k in row.counts.most_common())
+
+
 def _title(text: str, width: int) -> Iterator[str]:
     yield ""
     yield from wrap(text, "", 2, width)
 
 
-def _case_lines(head: Headline, width: int, everything: bool) -> Iterator[str]:
-    """Yield a line for some cases of each state, or every case with its whole title and what to write."""
-    by_state = {state: [each for each in head.cases if each.state == state] for state in CASE_STATES}
-    if everything:
-        for state, cases in by_state.items():
-            yield from _title(f"{CASE_STATES[state][1].upper()}: {counted(len(cases), 'case')}", width) if cases else ()
-            for each in cases:
-                helps = {row.variant: row.help for row in head.rows if row.case == each.case}
-                yield from wrap(one_line(each.title), "  ", 2, width)
-                yield from wrap(" · ".join(filter(None, (each.case, _case_detail(each, helps)))), "      ", 2, width)
+def _case_lines(head: Headline, width: int) -> Iterator[str]:
+    """Yield a line for some cases of each state."""
+    listed = [each for each in head.cases if each.state not in ("passes", "not_measured")]
+    first = [each for state in CASE_STATES for each in [one for one in listed if one.state == state][:MOST_OF_STATE]]
+    others = [each for each in listed if each not in first][: max(0, MOST_CASES - len(first))]
+    shown = [each for each in listed if each in first or each in others]
+    if not shown:
         return
-    cases = [each for state, some in by_state.items() if state not in ("passes", "not_measured") for each in some]
-    first = [each for each in cases if each in by_state[each.state][:MOST_OF_STATE]]
-    others = [each for each in cases if each not in first][: max(0, MOST_CASES - len(first))]
-    shown = [each for each in cases if each in first or each in others]
-    names = max((len(each.case) for each in shown), default=0)
-    states = max((len(CASE_STATES[each.state][1]) for each in shown), default=0)
-    yield from [""] * bool(shown)
-    for each in shown:
-        start, title = f"  {CASE_STATES[each.state][1]:<{states}}  {each.case:<{names}}  ", one_line(each.title)
-        detail, free = _case_detail(each), width - len(start)
-        if free - len(detail) > SHORTEST:
-            yield f"{start}{first_line(title, free - len(detail) - 2):<{free - len(detail)}}{detail}".rstrip()
-        elif free >= SHORTEST:  # no room for both: the title of what is usual
-            yield f"{start}{first_line(title if each.fixes else detail, free)}"
-        else:
-            yield from wrap(f"{start.rstrip()}  {detail}", "", 4, width)
-    if len(shown) < len(cases):
-        yield from wrap(f"... {len(cases) - len(shown)} more: repro report --format text", "  ", 4, width)
+    starts = [(CASE_STATES[each.state][1], each.case, _detail(each)) for each in shown]
+    states, names, details = (max(map(len, column)) for column in zip(*starts))
+    titles = width - states - names - details - 8  # columns that are left
+    yield ""
+    for each, (state, name, detail) in zip(shown, starts):
+        title = f"{first_line(one_line(each.title), titles):<{titles}}  " if titles >= SHORTEST else ""
+        line = f"  {state:<{states}}  {name:<{names}}  {title}{detail}".rstrip()
+        yield line if len(line) <= width else line[: width - 3] + "..."
 
 
-def _case_detail(each: CaseStatus, helps: Mapping[str, str] | None = None) -> str:
-    """Return the fixes that work and those that do not, or what else there is to say. ``helps``: variant -> what to
-    write, where there is room for all."""
-    if each.state != "reproduces":
-        return first_line(one_line(each.detail), 300 if helps else DETAIL)
-    code = f" ({helps[each.fixes[0]]})" if helps and each.fixes and helps[each.fixes[0]] else ""
-    others = "".join(f", {name}" for name in each.fixes[1:]) if helps else f" (+{len(each.fixes) - 1})"
-    texts = [f"works: {each.fixes[0]}{code}{others if each.fixes[1:] else ''}"] if each.fixes else []
-    if each.failing and (helps or not texts):
-        texts.append(f"does not work: {', '.join(each.failing)}")
-    return "; ".join(filter(None, (*texts, each.detail)))
+def _detail(each: CaseStatus) -> str:
+    """Return the first fix that works, or what else there is to say."""
+    if each.state == "reproduces" and each.fixes:
+        return f"works: {each.fixes[0]}" + f" (+{len(each.fixes) - 1})" * bool(each.fixes[1:])
+    return first_line(one_line(each.detail), DETAIL) or "; ".join(_failing(each))
+
+
+def _failing(each: CaseStatus) -> list[str]:
+    return [f"does not work: {', '.join(each.failing)}"] if each.state == "reproduces" and each.failing else []
+
+
+def _whole_cases(head: Headline, width: int) -> Iterator[str]:
+    """Yield every case with its whole title, the code of its first fix, and the names of the others."""
+    helps = {(row.case, row.variant): row.help for row in head.rows}
+    for state, (_, name) in CASE_STATES.items():
+        cases = [each for each in head.cases if each.state == state]
+        yield from _title(f"{name.upper()}: {counted(len(cases), 'case')}", width) if cases else ()
+        for each in cases:
+            works = list(each.fixes) if state == "reproduces" else []
+            if works and helps[each.case, works[0]]:
+                works[0] += f" ({helps[each.case, works[0]]})"
+            text = "; ".join([*([f"works: {', '.join(works)}"] if works else []), *_failing(each)] or [each.detail])
+            yield from wrap(one_line(each.title), "  ", 2, width)
+            yield from wrap(" · ".join(filter(None, (each.case, text))), "      ", 2, width)
 
 
 def _skipped_lines(head: Headline, width: int) -> Iterator[str]:

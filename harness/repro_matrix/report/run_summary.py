@@ -8,13 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from repro_matrix.config.schema import Case
 from repro_matrix.errors import ExitCode
 from repro_matrix.planning.memory import GIB, fullest
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.result_lines import print_rows, result_lines
-from repro_matrix.report.terminal import axes_of, by_reason, columns, named, print_json, print_lines, print_table
+from repro_matrix.report.terminal import axes_of, by_reason, columns, label, named, print_json, print_lines, print_table
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.runs import results_folder
@@ -151,14 +152,13 @@ def _print_memory(prepared: Session, rows: list[tuple[VariantPlan, dict[str, Any
 class Progress:
     """Use as a context manager; pass ``event`` to the engine. ``bar``: the whole run, then what runs."""
 
-    def __init__(self, verbose: bool = False) -> None:
+    def __init__(self, verbose: bool = False, cases: Mapping[str, Case] | None = None) -> None:
         import rich.progress
         from rich.console import Console
 
         self.out = Console(stderr=True, highlight=False)
-        self.verbose = verbose
-        self.attempts = self.done = self.cells = self.all_cells = 0
-        self.verdicts: Counter[str] = Counter()
+        self.verbose, self.catalog = verbose, cases or {}
+        self.attempts = self.done = self.cells = self.all_cells = self.different = 0
         self.reasons: set[str] = set()  # of skipped cells
         self._printed = time.monotonic()
         # The bar counts expected seconds, so that the time left is that of long attempts, not of their number.
@@ -208,22 +208,28 @@ class Progress:
                 self._cell(event.plan.cell.key, event.document)
         elif event.kind == "time":
             waiting = event.text
-        counts = "  ".join(f"{name} {count}" for name, count in self.verdicts.items())
-        status = f"{self.done}/{self.attempts} attempts  {counts}  {waiting}".rstrip()
+        different = f", {counted(self.different, 'difference')}" if self.different else ""
+        cells = f"{self.cells}/{self.all_cells} cells{different}"
+        status = f"{self.done}/{self.attempts} attempts, {cells}  {waiting}".rstrip()
         self.bar.update(self.run, description=status)
         if not self.out.is_terminal and time.monotonic() - self._printed > QUIET_S:
             tasks = [f"{' '.join(task.description.split())} {task.elapsed or 0:.0f}s" for task in self.bar.tasks]
             self._print("; ".join(tasks))
 
     def _cell(self, key: str, document: Document) -> None:
-        rows = rows_of(document, {})
-        self.verdicts.update(row.verdict for row in rows if row.verdict)
+        rows = rows_of(document, self.catalog)
+        different = [row for row in rows if row.state == "unexpected"]
+        self.different += len(different)
         if self.out.is_terminal or self.verbose:
             return
-        counts = Counter(row.verdict or row.outcome for row in rows if row.attempts)
-        text = ", ".join(f"{name} {count}" if count > 1 else name for name, count in counts.items())
-        reason = first_line(rows[0].reason)
-        text = text or ("skipped, as above" if reason in self.reasons else f"skipped: {reason}")
+        first, reason = rows[0], first_line(rows[0].reason)
+        fixes = [row for row in rows if row.role == "fix" and row.measured]
+        texts = [label(first.verdict or first.outcome).text] if first.attempts else []
+        if first.counts["reproduced"] and fixes:
+            works = sum(row.verdict == "FIXED" for row in fixes)
+            texts.append(f"{works} of {len(fixes)} fixes work" if works < len(fixes) else f"fixes that work: {works}")
+        texts += [f"{row.variant}: {row.verdict} instead of {row.expected_verdict or 'PASSED'}" for row in different]
+        text = "; ".join(texts) or ("skipped, as above" if reason in self.reasons else f"skipped: {reason}")
         self.reasons.add(reason)
         self._print(one_line(f"[{self.cells}/{self.all_cells}] {key} on {document['stack']['name']}: {text}"))
 
@@ -274,9 +280,8 @@ def lines(
     if summary.interrupted:
         complete = len({row.cell for row in head.rows if row.complete})
         texts.append(f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others.")
-    reused = f" ({summary.reused} more reused)" if summary.reused else ""
-    attempts = f"{counted(summary.attempts, 'attempt')}{reused}"
-    texts.append(f"{attempts}, {summary.cpu_s:.0f} CPU-seconds, {summary.wall_s:.0f} s")
+    if summary.reused:
+        texts.append(f"{counted(summary.reused, 'attempt')} of an earlier run used again, {summary.attempts} launched")
     for reason, count in prepared.elsewhere.items():
         texts.append(f"{counted(count, 'cell')} measured on another profile than {prepared.profile.name}: {reason}")
     if summary.not_started:

@@ -1,0 +1,95 @@
+"""What needs attention: results that differ from their expectation, or from what a CPU showed. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from repro_matrix.analysis.regressions import ChangedCase, Regressions
+from repro_matrix.analysis.releases import STATES
+from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.results.rows import Row
+
+Kind = Literal["stopped_working", "came_back", "new_failure", "different", "differs_from_cpu"]
+# The most urgent first.
+ATTENTION: Mapping[Kind, str] = {
+    "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
+    "different": "DIFFERENT", "differs_from_cpu": "DIFFERENT FROM THE CPU",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Variants of one cell that differ for the same reason. ``change``: since the last passing run, where there is
+    one; it names the packages that changed and the fixes that still work."""
+
+    kind: Kind
+    rows: tuple[Row, ...]
+    change: ChangedCase | None = None
+
+    @property
+    def row(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The arguments that measure these variants again."""
+        return replace(self.row, variant=",".join(row.variant for row in self.rows)).command
+
+    @property
+    def since(self) -> str:
+        """Say since which run the result differs and what else changed; "" where that is unknown."""
+        if self.change is None:
+            return ""
+        nothing = ["no package, no part of the machine and no file of the catalog changed"]
+        return f"since {self.change.passing.run_id}: {'; '.join(self.change.moved or nothing)}"
+
+    @property
+    def search(self) -> tuple[str, ...]:
+        """The arguments that find the release, where packages changed since the last passing run."""
+        versions = self.change.versions if self.change else {}
+        before = [f"+{name}@{versions[name][0].partition('+')[0]}" for name in UPSTREAM if name in versions]
+        if not before or any(each.endswith("@none") for each in before):
+            return ()
+        stack = self.row.stack.name
+        variant = () if self.kind == "came_back" else ("--variant", self.row.variant)
+        ends = "--good", stack + "".join(before), "--bad", stack
+        return "repro", "bisect", self.row.case, *ends, *variant, "--any-change", *self.row.axes
+
+
+def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
+    """Return what differs, the most urgent first. ``since``: the comparison with the last passing runs."""
+    changed = {place: each for each in reversed(since.changed) for place in
+               ((each.case, each.stack), *((each.case, each.stack, one.variant) for one in each.changes))}  # fmt: skip
+    found = _attention(rows, changed)
+    return sorted(found, key=lambda each: list(ATTENTION).index(each.kind))
+
+
+def _attention(rows: Iterable[Row], changed: Mapping[tuple[str, ...], ChangedCase]) -> Iterator[Attention]:
+    same: dict[object, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.state in ("unexpected", "differs_from_cpu"):
+            kind = kind_of(row)
+            # A failure that came back changes the verdict of every variant of its cell.
+            detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
+            same[kind, row.cell, detail].append(row)
+    for (kind, *_), members in same.items():  # type: ignore[misc]
+        place = members[0].case, members[0].stack.name
+        yield Attention(kind, tuple(members), changed.get((*place, members[0].variant), changed.get(place)))
+
+
+def kind_of(row: Row) -> Kind:
+    """Say what a row means that differs from its expectation."""
+    if row.state == "differs_from_cpu":
+        return "differs_from_cpu"
+    before, now = STATES.get(row.expected_verdict or ""), STATES.get(row.verdict or "")
+    if before == "absent" and now == "reproduces":
+        return "came_back"
+    fails_now = now == "reproduces" or (row.verdict == "FLAKY" and row.counts["passed"] < len(row.evidence_attempts))
+    if row.role == "fix" and row.expected_verdict == "FIXED" and fails_now:
+        return "stopped_working"
+    if row.verdict in ("SIGNATURE_MISMATCH", "FAILED", "FIX_BREAKS", "DIFFERENT_FAILURE"):
+        return "new_failure"
+    return "different"

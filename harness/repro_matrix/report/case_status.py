@@ -1,0 +1,108 @@
+"""What one case shows on the newest stack that was measured. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from repro_matrix.analysis.releases import STATES, Releases, releases_of
+from repro_matrix.config.schema import Case
+from repro_matrix.results.rows import Row
+from repro_matrix.text import counted
+
+CaseState = Literal["reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"]
+# The state of a case -> its symbol and its name, in the order of a table. Only the first two need somebody to act.
+CASE_STATES: Mapping[str, tuple[str, str]] = {
+    "attention": ("!", "needs attention"), "fails": ("!", "control fails"), "reproduces": ("R", "reproduces"),
+    "fixed": ("f", "fixed upstream"), "absent": ("o", "not reproduced"), "other_failure": ("e", "another error"),
+    "unclear": ("?", "unclear"), "passes": ("✓", "control passes"), "not_measured": ("–", "not measured"),
+}  # fmt: skip
+GONE = "no longer reproduces"
+
+
+@dataclass(frozen=True)
+class CaseStatus:
+    """``fixes``: documented ones that work in every cell in which the failure reproduces; ``failing``: the other
+    documented ones, also those that fail on an older stack where nothing is expected; ``unmeasured``: those without a
+    result, though the failure reproduces."""
+
+    case: str
+    title: str
+    state: CaseState
+    detail: str
+    simulated: bool
+    fixes: tuple[str, ...] = ()
+    failing: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
+    releases: Releases = field(default_factory=Releases)
+
+
+def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
+    """Return what the rows of one case show. ``case``: None if the catalog does not have it."""
+    newest = max(map(age, rows))
+    older = [row for row in rows if age(row) != newest]
+    rows = [row for row in rows if age(row) == newest]
+    releases = releases_of(case) if case else Releases()
+    first = [row for row in rows if row.first and row.attempts]
+    state, detail = _state(first, rows, releases)
+    verdicts: dict[str, set[str]] = defaultdict(set)
+    fixes = [row for row in rows if row.role == "fix"]
+    for row in fixes:
+        if row.verdict and row.measured and STATES.get(row.verdict, "reproduces") == "reproduces":
+            verdicts[row.variant].add(row.verdict)
+    for row in older:
+        if row.state == "no_expectation" and is_failing_fix(row):
+            verdicts[row.variant].add(str(row.verdict))
+    works = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
+    failing = tuple(variant for variant in verdicts if variant not in works)
+    without = (row.variant for row in fixes if not row.measured and row.skip_kind != "same")
+    unmeasured = tuple(dict.fromkeys(name for name in without if state == "reproduces" and name not in verdicts))
+    title = case.title if case else rows[0].title
+    return CaseStatus(rows[0].case, title, state, detail, bool(rows[0].simulated), works, failing, unmeasured, releases)
+
+
+def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tuple[CaseState, str]:
+    """Return the state of a case and the details. ``first``: the unfixed or control variants that were launched."""
+    if not first:
+        return "not_measured", next((row.reason for row in rows if row.reason), "")
+    if first[0].kind == "control":
+        failed = [row for row in first if row.verdict != "PASSED"]
+        return ("fails", failed[0].reason) if failed else ("passes", counted(len(first), "cell"))
+    usual = [row.counts.most_common(1)[0][0] for row in first]
+    reproducing = [row for row in first if row.counts["reproduced"]]
+    if reproducing:
+        flaky = next((row for row in reproducing if len(row.counts) > 1), None)
+        in_cells = "" if len(reproducing) == len(first) else f"in {len(reproducing)} of {len(first)} cells"
+        return "reproduces", f"flaky: {flaky.outcome}" if flaky else in_cells
+    if set(usual) == {"passed"}:
+        upstream = any(row.verdict == "FIXED_UPSTREAM" for row in rows)
+        if any(row.state in ("unexpected", "quarantined") and STATES.get(row.expected_verdict or "") == "reproduces"
+               for row in rows):  # fmt: skip
+            return "absent", GONE  # on a release on which it did
+        ended = releases.ended if releases.after and releases.after.state == "absent" else ""
+        return ("fixed", ended or "upstream") if upstream or ended else ("absent", "")
+    failures = dict.fromkeys(name for row in first for each in row.evidence_attempts for name in each.failures)
+    if not any(row.evidence_attempts for row in first):
+        return "unclear", first[0].reason
+    others = dict.fromkeys(name.partition("/")[0] for name in failures if "/" in name)
+    return "other_failure", f"as in {', '.join(others)}" if others else first[0].reason
+
+
+def is_failing_fix(row: Row) -> bool:
+    return row.role == "fix" and row.measured and row.verdict in ("NOT_FIXED", "DIFFERENT_FAILURE")
+
+
+def age(row: Row) -> tuple[Version, ...]:
+    """Return the releases of torch and transformers, to sort stacks by."""
+    return tuple(release(row.stack.versions.get(name, "0")) for name in ("torch", "transformers"))
+
+
+def release(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0")
