@@ -301,7 +301,8 @@ WATCHDOG = (
     ],
 )  # fmt: skip
 def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank: int | None) -> None:
-    found = answer(["step 1 loss 2.0", *line.split("\n"), "step 2 loss 1.9"])
+    every = kind in rules() and rules()[kind].every_step
+    found = answer(line.split("\n") if every else ["step 1 loss 2.0", *line.split("\n"), "step 2 loss 1.9"])
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
 
@@ -609,6 +610,14 @@ def test_recognize_of_a_public_log_is_right_or_nothing(entry: dict[str, Any]) ->
 def test_recognize_of_a_healthy_log_is_nothing(entry: dict[str, Any]) -> None:
     found = answer(entry["log"].split("\n"))
     assert found.exit_code == 3, (found.failures, found.findings)
+
+
+def test_match_of_losses_that_are_all_zero_is_a_failure_unless_a_gradient_is_not() -> None:
+    steps = [f"{{'loss': 0.0, 'epoch': 0.{number}}}" for number in range(300)]
+    assert answer(steps).kinds == answer(["{'loss': 2.0, 'epoch': 0.0}", *steps, "done"]).kinds == ["zero-loss"]
+    for healthy in (steps[:2], [*steps, "{'loss': 0.01, 'epoch': 0.4}"], [*steps, "loss: 0.0, grad_norm: 1e-3"],
+                    [*steps, "lm loss: 0.2, aux loss: 0.0"]):  # fmt: skip
+        assert answer(healthy).exit_code == 3
 
 
 def outcome(entry: dict[str, Any]) -> str:

@@ -191,15 +191,24 @@ STEPS = 200  # more lines than a process that has crashed still writes from its 
 
 @dataclass
 class Progress:
-    """The last lines that show a step's loss, and the last one that says that training is complete."""
+    """The last lines that show a step's loss, their texts, and the last line that says that training is complete."""
 
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
+    texts: deque[str] = field(default_factory=lambda: deque(maxlen=STEPS))
     done: int = 0
 
     def read(self, batch: list[str], shapes: list[bytes], first: int) -> None:
         """Read the steps of a batch of lines, the last ones only."""
         numbers = (at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at] and _STEP.search(batch[at]))
-        self.steps.extend(reversed([first + at for at in islice(numbers, STEPS)]))
+        last = list(islice(numbers, STEPS))[::-1]
+        self.steps.extend(first + at for at in last)
+        self.texts.extend(batch[at].strip() for at in last)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what each of the last steps shows."""
+        for rule in rules().values():
+            if rule.every_step and len(self.texts) > 2 and all(re.search(rule.text, text) for text in self.texts):
+                yield Finding(self.steps[0], None, rule.name, self.texts[0][:MAX_NOTE], last=self.steps[-1])
 
     @property
     def since(self) -> int:
@@ -281,7 +290,7 @@ class Catalogue:
             if text
         ]
         listed = [words for _, words in self.patterns] + [words for _, words, _ in self.messages]
-        listed += [rule.words or words_of(rule.text) for rule in rules().values()]
+        listed += [rule.words or words_of(rule.text) for rule in rules().values() if not rule.every_step]
         every_word = {word for words in listed for word in words}.union(_TRACEBACKS, WAIT_WORDS)
         # A word that holds another one need not be asked for.
         least = [word for word in every_word if not any(o != word and o in word for o in every_word)]
@@ -356,6 +365,7 @@ def scan(log: Iterable[str], known: Catalogue) -> Scanned:
                     if not _note(found, beside, known, errors, taken) and len(plain) < SHAPES:
                         plain.add(line.text)
     errors.end()
+    found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
     found.errors, found.more = list(errors.found.values()), errors.more
     return found
 
