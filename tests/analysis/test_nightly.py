@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from repro_matrix.analysis.missing import Requested, describe_missing, find_miss
 from repro_matrix.analysis.regressions import compare_to_last_passing
 from repro_matrix.cli import bisect, options
 from repro_matrix.cli import main as cli
+from repro_matrix.config import project
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.formats import to_issue
 from repro_matrix.results import runs
@@ -367,6 +369,18 @@ def test_nightly_first_run_that_is_broken_is_not_green(results: Path, night: Nig
     code, text = night("sat", {"unfixed": "needs 2 GPUs"}, 6.0, cell_id="some-case/other")
     assert code == 3 and "nothing was measured" in text
     assert [code for _, code in codes(results)] == [1, 0, 3, 3, 3]
+
+
+def test_nightly_names_expectations_that_are_not_committed(
+    results: Path, night: Night, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(project.current(), folder=results)
+    monkeypatch.setattr(nightly.project, "current", lambda: own)
+    subprocess.run(["git", "init", "-q", str(results)], check=True)
+    assert "Not reviewed" not in night("mon", {"unfixed": FIRED})[1]
+    (results / "quarantine.yaml").write_text("quarantined: []\n")
+    code, text = night("mon")
+    assert code == 0 and "Not reviewed: 1 file" in text and "quarantine.yaml" in text
 
 
 def test_nightly_two_runs_with_one_id_are_two_runs(results: Path, night: Night) -> None:

@@ -25,10 +25,10 @@ from repro_matrix.analysis.diff import describe_row
 from repro_matrix.analysis.inputs import Side, VariantResult
 from repro_matrix.analysis.missing import SHOWN, Requested, describe_missing, find_missing
 from repro_matrix.analysis.regressions import ChangedCase, compare_to_last_passing, name_files
-from repro_matrix.config import catalog
+from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsError
 from repro_matrix.planning.cells import variants_of
-from repro_matrix.results import runs
+from repro_matrix.results import quarantine, runs, store
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.runs import ShardManifest
 from repro_matrix.runner.session import ask
@@ -157,6 +157,11 @@ def finish(night: Nightly) -> Report:
     ):
         more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
         messages += [f"{head}: {'; '.join(listed[:SHOWN])}{more}"] if listed else []
+    own = project.current()
+    places = own.expected, quarantine.file()
+    if edited := [file for place in places for file in store.uncommitted_files(own.folder, [place])]:
+        files = ", ".join(edited[:SHOWN]) + ", ..." * (len(edited) > SHOWN)
+        messages.append(f"Not reviewed: {counted(len(edited), 'file')} of expectations not committed ({files})")
     reasons = differs or (["the exit code of the runs"] if night.run_exit_code else incomplete)
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 

@@ -319,10 +319,14 @@ def changed_files(before: str | None, now: str | None, uncommitted: bool) -> lis
                 found += (
                     _git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
                 ).splitlines()
-            if uncommitted:
-                changed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *listed) or ""
-                found += [f"{line[3:]} (uncommitted now)" for line in changed.splitlines()]
+            found += [f"{file} (uncommitted now)" for file in uncommitted_files(root, paths)] if uncommitted else []
     return list(dict.fromkeys(found))
+
+
+def uncommitted_files(root: Path, paths: Iterable[Path]) -> list[str]:
+    """Return the files below these paths that are not committed, as far as git knows."""
+    listed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths)) or ""
+    return [line[3:] for line in listed.splitlines()]
 
 
 def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
