@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 _DATA = PACKAGE / "data"  # in a wheel: what a checkout has beside harness/
@@ -41,6 +43,14 @@ def file_state(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; None where it is missing or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def write_text(path: Path, text: str) -> None:

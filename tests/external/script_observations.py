@@ -43,8 +43,8 @@ def of_attempt(observation: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
     """Return a copy that belongs to the attempt."""
     found = copy.deepcopy(observation)
     found["attempt"] |= {"id": attempt.id, "settings": attempt.settings, "world_size": attempt.world_size,
-                         "started": time.time(), "ended": time.time(),
-                         "deadline_s": attempt.deadline_s, "torchrun": attempt.by_hand}  # fmt: skip
+                         "started": time.time(), "ended": time.time(), "deadline_s": attempt.deadline_s,
+                         "torchrun": attempt.command and attempt.command.title}  # fmt: skip
     return found
 
 

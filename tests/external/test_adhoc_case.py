@@ -19,7 +19,7 @@ from repro_matrix.external import adhoc_case
 from repro_matrix.external.adhoc_case import Failure, error, exit_code, hang, known_failures, learned, log, metric
 from repro_matrix.external.scripts import describe
 from repro_matrix.grading.grade import grade
-from repro_matrix.launch.attempt import CUT, UserCommand
+from repro_matrix.launch.attempt import CUT
 from repro_matrix.launch.torchrun import metric_in, printed, tracebacks
 from repro_matrix.records.outcome import Outcome
 from script_observations import FAILED, FINE, UPSTREAM, WHERE, of_attempt, raised, rank, seen
@@ -146,9 +146,8 @@ def test_failure_definition_invalid_is_refused(make: Any, message: str) -> None:
 # -- what is read from logs
 
 
-def user_command(failure: Failure) -> UserCommand:
-    number = (failure.metric.pattern, failure.metric.name) if failure.metric else ("", "")
-    return UserCommand((), False, False, failure.log, *number)
+def user_command(failure: Failure) -> AdhocCase:
+    return AdhocCase.model_construct(log=failure.log, metric=failure.metric)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,8 @@ def test_printed_of_logs_has_lines_and_numbers(
     ],
 )  # fmt: skip
 def test_metric_in_a_line_is_its_number(line: str, value: float | None) -> None:
-    assert metric_in(line, user_command(metric("loss > 3.2"))) == value
+    wanted = metric("loss > 3.2").metric
+    assert wanted and metric_in(line, wanted) == value
 
 
 # -- the command

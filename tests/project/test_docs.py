@@ -80,6 +80,13 @@ def test_make_targets_exist() -> None:
     assert len(named) > 8 and not named - known
 
 
+def test_tests_that_a_page_names_exist() -> None:
+    named = [each for text in TEXTS.values() for each in re.findall(r"`([\w/]+\.py)::(\w+)`", text)]
+    assert len(named) > 30
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (file, name)
+
+
 def test_links_outside_the_site_lead_to_a_file() -> None:
     for name, text in TEXTS.items():  # also those of docs/, which are read on GitHub
         targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)

@@ -108,56 +108,46 @@ def published() -> list[Path]:
 
 
 def _project(here: Path) -> Project:
-    top = here
-    for folder in (here, *here.parents):
-        found = _declared(folder)
-        if found is not None:
-            return found
-        top = folder
-        if (folder / ".git").exists():
-            break
-    else:
-        top = here
-    if CHECKOUT:
+    folder, file = _nearest(here)
+    if file is None and CHECKOUT:
         return Project(ROOT, None, (), (), ROOT / "results", EXPECTED, BASELINE)
-    results = top / "results"
-    return Project(top, None, (), (), results, results / "expected", results / "baseline")
-
-
-def _declared(folder: Path) -> Project | None:
-    own, shared = folder / FILE, folder / "pyproject.toml"
-    files = [file for file in (own, shared) if _keys(file, file_state(file)) is not None]
-    if len(files) == 2:
-        raise ConfigError(f"{own}: {shared} has [tool.repro] as well; keep one of them")
-    if not files:
-        return None
-    declared = _read(files[0], file_state(files[0]))
+    declared = _read(file, file_state(file)) if file else Declared()
     results = folder / declared.results
     return Project(
         folder,
-        files[0],
-        tuple(_folder(folder, name, files[0], "conf") for name in declared.conf),
-        tuple(_folder(folder, name, files[0], "scripts") for name in declared.scripts),
+        file,
+        tuple(_folder(folder, name, file, "conf") for name in declared.conf),
+        tuple(_folder(folder, name, file, "scripts") for name in declared.scripts),
         results,
         folder / declared.expected if declared.expected else results / "expected",
         folder / declared.baseline if declared.baseline else results / "baseline",
     )
 
 
+def _nearest(here: Path) -> tuple[Path, Path | None]:
+    """Return the nearest folder that declares a project, and its file; else the repository's root, or ``here``."""
+    for folder in (here, *here.parents):
+        files = [
+            file for name in (FILE, "pyproject.toml") if _keys(file := folder / name, file_state(file)) is not None
+        ]
+        if len(files) == 2:
+            raise ConfigError(f"{files[0]}: {files[1]} has [tool.repro] as well; keep one of them")
+        if files:
+            return folder, files[0]
+        if (folder / ".git").exists():
+            return folder, None
+    return here, None
+
+
 def make_folders() -> None:
     """Create the folders that the nearest repro.toml names."""
-    for folder in (Path.cwd(), *Path.cwd().parents):
-        for file in (folder / FILE, folder / "pyproject.toml"):
-            if _keys(file, file_state(file)) is not None:
-                declared = _read(file, file_state(file))
-                for name in (*declared.conf, *declared.scripts):
-                    (folder / name).mkdir(parents=True, exist_ok=True)
-                return
-        if (folder / ".git").exists():
-            return
+    folder, file = _nearest(Path.cwd())
+    declared = _read(file, file_state(file)) if file else Declared()
+    for name in (*declared.conf, *declared.scripts):
+        (folder / name).mkdir(parents=True, exist_ok=True)
 
 
-def _folder(base: Path, name: str, file: Path, key: str) -> Path:
+def _folder(base: Path, name: str, file: Path | None, key: str) -> Path:
     if not (base / name).is_dir():
         raise ConfigError(f"{file}: {key}: there is no folder {base / name}; `mkdir` or `repro new` makes it")
     return base / name

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import yaml
 
 from repro_matrix.config import project
+from repro_matrix.config.schema import AdhocCase
 from repro_matrix.config.settings import inherited
 from repro_matrix.environment.gpus import RUN_TOKEN
 
@@ -72,19 +73,6 @@ COSTS = {"cpu": Costs(60, 20, 0, 0), "cuda": Costs(120, 20, 20, 5)}
 
 
 @dataclass(frozen=True)
-class UserCommand:
-    """A user's own command line (launch/torchrun.py), and what to read from its logs."""
-
-    argv: tuple[str, ...]  # what follows the stack's interpreter
-    plain: bool = False  # no launcher: the command's one process is rank 0
-    single: bool = False  # it may be one process without a rank
-    log: str = ""  # regular expression of lines to keep
-    metric: str = ""  # regular expression whose group 1 is the number
-    metric_name: str = ""  # the key in a line of JSON
-    checks: tuple[str, ...] = ()  # what is compared when its ranks end
-
-
-@dataclass(frozen=True)
 class Attempt:
     """One launch of one variant of one cell. ``settings`` come from repro_kit.settings.resolve."""
 
@@ -104,8 +92,7 @@ class Attempt:
     stack_cache: Path | None = None  # caches that belong to the stack: compiled extensions, HF_HOME, remote code
     kit: Path | None = None  # the kit's folder, when that is not beside the script
     files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
-    command: UserCommand | None = None  # instead of the script
-    by_hand: str | None = None  # the command that does the same manually, where the settings do not describe it
+    command: AdhocCase | None = None  # a user's own command line (launch/torchrun.py), instead of the script
     trace: Mapping[str, str] = field(default_factory=dict)  # variables of its trace (worker/tracer); empty: none
     keep: bool = False  # keep records and logs in ``directory`` after the attempt
     references: Path | None = None  # where attempts of this run share their references (repro_kit/reference.py)
@@ -320,8 +307,8 @@ def read_launch(path: Path) -> dict[str, Any]:
 
 def torchrun_line(attempt: Attempt) -> str:
     """Return the exact command, to be run from the root of the checkout or of the user's own repository."""
-    if attempt.by_hand is not None:
-        return attempt.by_hand
+    if attempt.command is not None:
+        return attempt.command.title
     settings, script = attempt.settings, attempt.script
     env = dict(attempt.env)
     if attempt.kit is not None:

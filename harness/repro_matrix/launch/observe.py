@@ -18,7 +18,6 @@ only, and only where torch and NCCL put it. A rank that NCCL's watchdog aborted 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -33,6 +32,7 @@ from repro_matrix.grading.observation import exception_of, is_project_code
 from repro_matrix.grading.root_cause import find_failures, portable_path
 from repro_matrix.launch.attempt import STARTING, Attempt, Json, describe_exit, read_launch, torchrun_line
 from repro_matrix.launch.watch import Watched
+from repro_matrix.paths import read_json
 from repro_matrix.records.attempt import Observation, Record
 from repro_matrix.records.attempt import Rank as RankData
 from repro_matrix.records.document import validate_record
@@ -239,10 +239,7 @@ def read_record(path: Path) -> tuple[Record | None, str]:
 
     A missing or damaged file is no record.
     """
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None, ""
+    data = read_json(path)
     if not (isinstance(data, dict) and "done" in data and "exception" in data):
         return None, ""
     try:

@@ -25,6 +25,7 @@ from repro_matrix.environment.machine import py_spy
 from repro_matrix.grading.hangs import RankCollectives, blocking_call, in_backward, rank_collectives, stable_stack
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Json
+from repro_matrix.paths import read_json
 from repro_matrix.records.attempt import Collectives
 
 ANSWER_S = 1.0  # a rank's monitor thread answers in milliseconds, unless something holds the interpreter's lock
@@ -210,10 +211,7 @@ def _changed(path: Path) -> tuple[int, int]:
 
 
 def _read(path: Path) -> Json | None:
-    try:
-        answer = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+    answer = read_json(path)
     return answer if isinstance(answer, dict) and "error" not in answer else None
 
 

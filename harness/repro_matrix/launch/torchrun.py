@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from repro_matrix.config.schema import INFINITE
+from repro_matrix.config.schema import INFINITE, AdhocCase, Metric
 from repro_matrix.config.settings import set_by_launch
 from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import (
@@ -25,7 +25,6 @@ from repro_matrix.launch.attempt import (
     PARENT_TOKEN,
     Attempt,
     Json,
-    UserCommand,
     clear_directory,
     environment,
     prepare,
@@ -125,7 +124,7 @@ def run_worker(
     return observe.observation(attempt, launcher, command, watched, process.returncode)
 
 
-def user_environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
+def user_environment(attempt: Attempt, command: AdhocCase) -> dict[str, str]:
     """Return the user's own environment, without what a launch sets anew."""
     env = {
         name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES" or not set_by_launch(name)
@@ -145,7 +144,7 @@ def user_environment(attempt: Attempt, command: UserCommand) -> dict[str, str]:
     }  # fmt: skip
 
 
-def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
+def complete(observation: Json, attempt: Attempt, command: AdhocCase) -> Json:
     """Add what only the attempt's files hold, while they are there."""
     code = observation["command_exit"] = read_launch(attempt.launch_file).get("command_exit")
     ranks = observation["ranks"]
@@ -178,14 +177,14 @@ def complete(observation: Json, attempt: Attempt, command: UserCommand) -> Json:
     return observation
 
 
-def printed(logs: list[tuple[int, Path]], command: UserCommand) -> Json:
+def printed(logs: list[tuple[int, Path]], command: AdhocCase) -> Json:
     """Return the lines of all ranks (-1: the launcher's own) that the definition looks for, and if a log was cut."""
     result: Json = {"log": [], "metric": [], "cut": False}
     for rank, path in logs:
         for line in _lines(path, result) if command.log or command.metric else ():
             if command.log and re.search(command.log, line):
                 result["log"].append({"rank": rank, "line": line[:LINE]})
-            value = metric_in(line, command) if command.metric else None
+            value = metric_in(line, command.metric) if command.metric else None
             if value is not None:
                 result["metric"].append({"rank": rank, "value": value, "line": line[:LINE]})
     if result["metric"]:
@@ -207,18 +206,18 @@ def _lines(path: Path, result: Json) -> Iterator[str]:
         return
 
 
-def metric_in(line: str, command: UserCommand) -> float | None:
+def metric_in(line: str, metric: Metric) -> float | None:
     """Return the number in a line: a JSON object's value, or what the expression finds."""
     if line.lstrip().startswith("{"):
         try:
             data = json.loads(line)
         except ValueError:
             data = None
-        if isinstance(data, Mapping) and command.metric_name in data:
-            value = data[command.metric_name]
+        if isinstance(data, Mapping) and metric.name in data:
+            value = data[metric.name]
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             return _storable(float(value)) if number else None
-    matches = list(re.finditer(command.metric, line, re.IGNORECASE))
+    matches = list(re.finditer(metric.pattern, line, re.IGNORECASE))
     try:
         return _storable(float(matches[-1][1])) if matches else None
     except (TypeError, ValueError):

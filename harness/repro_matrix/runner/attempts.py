@@ -25,7 +25,7 @@ from repro_matrix.environment.stacks import Stack
 from repro_matrix.grading import grade
 from repro_matrix.grading.expectations import machine as machine_of
 from repro_matrix.grading.observation import exception_of
-from repro_matrix.launch.attempt import Attempt, Launcher, UserCommand
+from repro_matrix.launch.attempt import Attempt, Launcher
 from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
 from repro_matrix.planning.plan import CellPlan, VariantPlan
@@ -101,11 +101,8 @@ def recipe(
     script = catalogue.script(case)
     identity = f"{run_dir.name}-{uuid.uuid4().hex[:10]}"
     normal_exit = "launch.teardown: how the process ends is tested" if case.launch.normal_exit else None
-    command = None
-    if isinstance(case, AdhocCase):
-        number = (case.metric.pattern, case.metric.name) if case.metric else ("", "")
-        command = UserCommand(case.argv, case.plain, case.single, case.log, *number, case.checks)
-    options = case.trace if isinstance(case, AdhocCase) else plan.settings.get("trace")
+    command = case if isinstance(case, AdhocCase) else None
+    options = command.trace if command else plan.settings.get("trace")
     trace = {} if options is None else tracing.variables(run_dir / tracing.TRACES / identity, options)
     # What the ranks get beyond what they inherit (harness/repro_matrix/config/env_allowlist.py); later ones win.
     env = {**(stack.environment({}) if stack else {}), **case.launch.env, **plan.settings.get("env", {})}
@@ -127,7 +124,6 @@ def recipe(
         cold_start_reason=case.launch.cold_start_reason or normal_exit,
         stack_cache=cache_dir() / "stack-caches" / stack.key if stack and not command else None,
         command=command,
-        by_hand=case.title if command else None,
         trace=trace,
     )
 

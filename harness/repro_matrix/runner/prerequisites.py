@@ -35,7 +35,7 @@ from repro_matrix.environment.stacks import (
 )
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import Attempt, stack_environment
-from repro_matrix.paths import REPROS, cache_dir, write_text
+from repro_matrix.paths import REPROS, cache_dir, read_json, write_text
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import ModelSizes, add_memory
@@ -280,11 +280,7 @@ class ModelFacts:
         sources += sorted((REPROS / "remote_code").rglob("*.py"))
         code = _hash(*(path.read_text(encoding="utf-8") for path in sources))
         self.path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
-        self.models: dict[str, Json] = {}
-        try:
-            self.models = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
-            pass
+        self.models: dict[str, Json] = read_json(self.path) or {}
 
     def ask(self, queries: Iterable[Json]) -> str | None:
         """Ask one process for everything that is not known; return what went wrong, or None.

@@ -109,10 +109,7 @@ def _make(name: str, folder: Path, make: Callable[[Path], Json], log: Log) -> Js
 
 
 def read_marker(folder: Path) -> Json | None:
-    try:
-        marker = json.loads((folder / "done.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    marker = paths.read_json(folder / "done.json")
     return marker if isinstance(marker, dict) and {"python", "versions"} <= marker.keys() else None
 
 
