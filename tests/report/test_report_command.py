@@ -76,6 +76,12 @@ def test_report_of_a_folder_without_results_says_so(tmp_path: Path, capsys: pyte
     assert main(["report", str(tmp_path / "missing")]) == 2
 
 
+def test_report_of_a_run_that_measured_nothing_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.ENDED}))
+    assert main(["report", str(tmp_path)]) == 3
+    assert "Nothing was measured." in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_report_of_damaged_evidence_reports_the_rest_and_is_not_green(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,7 +132,7 @@ def test_invalid_expectations_disable_their_case_only(
     path.parent.mkdir(parents=True)
     write_json(path, stored)
     code, out, _ = said(capsys, "report", str(results), "--format", "junit")
-    assert code == 0 and 'errors="1"' in out
+    assert code == 3 and 'errors="1"' in out
     code, _, err = said(capsys, "nightly", str(results), "--history", str(checkout / "nights"), "--run-exit-code", "0")
     assert code == 3 and "case 'train-step' cannot be graded" in err and "results/expected/train-step.yaml" in err
 

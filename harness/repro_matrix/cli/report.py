@@ -16,7 +16,7 @@ from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
 from repro_matrix.text import counted, one_line
 
-EPILOG = "Exit codes: 0; 2 usage error; 3 some evidence cannot be read, everything else is reported."
+EPILOG = "Exit codes: 0; 2 usage error; 3 nothing was measured, or some evidence cannot be read."
 FORMATS = ("html", "text", "junit", "markdown", "json")
 
 
@@ -68,9 +68,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _exit_code(found: Results) -> int:
     damaged = found.remarks.damaged
-    if not damaged:
-        return 0
-    text = f"{counted(len(damaged), 'file')} of evidence cannot be read, the first: {one_line(damaged[0])}"
+    if damaged:
+        text = f"{counted(len(damaged), 'file')} of evidence cannot be read, the first: {one_line(damaged[0])}"
+    elif any(row.attempts for row in found.headline.rows):
+        return ExitCode.OK
+    else:
+        text = "nothing was measured"
     print(f"exit code {ExitCode.INCOMPLETE}: {text}", file=sys.stderr)
     return ExitCode.INCOMPLETE
 

@@ -38,6 +38,7 @@ from repro_matrix.text import counted
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
 ROLES = "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a condition."
+SYMPTOM = 300  # characters
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
 
@@ -76,16 +77,13 @@ def main(args: argparse.Namespace) -> int:
         print_json({"case": case.slug, **fields, "symptom": text, "releases": reproduced.sentence, "script": place,
                     "variants": variants, "claims": [claim.to_json() for claim in claims]})  # fmt: skip
         return 0
-    advised = " ".join(filter(None, _what_to_do(case, stack.versions if stack else {})))
-    about = {"What to do": advised, "SIMULATED": case.simulated,
-             "Symptom": text, "Cause": case.summary, "Releases": reproduced.sentence}  # fmt: skip
-    print_wrapped(f"{case.slug}: {case.title}", *(f"{name}: {text}" for name, text in about.items() if text), "")
     more = f" (one of {len(request.cells)} combinations; choose with model=, strategy=)" if request.cells[1:] else ""
     title = f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
         title = f"Ways to run it. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
-    heads = ["variant", "what it changes", "role", "expected", "last measured", "help"]
-    table = [[v["variant"], _changes(case.variants[v["variant"]]), v["role"], v["expected"], v["last"], v["help"]]
+    print_wrapped(f"{case.slug}: {case.title}", "")
+    heads = ["variant", "what it changes", "role", "result", "help"]
+    table = [[v["variant"], _changes(case.variants[v["variant"]]), v["role"], _result(v), v["help"]]
              for v in variants]  # fmt: skip
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
     if case.kind == "failure":
@@ -96,10 +94,17 @@ def main(args: argparse.Namespace) -> int:
     if claims:
         print_wrapped("", "Claims of the threads, and what stored measurements show")
         terminal.print_lines(terminal.claim_lines(claims, terminal.columns()))
-    print_wrapped("", *_details(case), f"script: {place}", "", f"Run it: repro run {case.slug}")
-    if not commands:
-        print(f"Commands, to run variants by hand: repro show {case.slug} --commands, or name variants")
+    print_wrapped("", *_details(case), f"script: {place}", "")
+    about = {"SIMULATED": case.simulated, "Symptom": _cut(text), "Cause": case.summary, "Releases": reproduced.sentence,
+             "What to do": " ".join(_what_to_do(case, stack.versions if stack else {}))}  # fmt: skip
+    print_wrapped(*(f"{name}: {text}" for name, text in about.items() if text))
+    print_wrapped(f"Run it: repro run {case.slug}, or by hand: repro show {case.slug} --commands")
     return 0
+
+
+def _cut(text: str) -> str:
+    """Return a text of at most three lines: the advice below it stays in sight."""
+    return text if len(text) <= SYMPTOM else f"{text[:SYMPTOM].rpartition(' ')[0]} ..."
 
 
 def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> str:
@@ -129,6 +134,13 @@ def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
     return f"{last.verdict or last.outcome} {time.strftime('%Y-%m-%d', time.gmtime(last.started))}" if last else ""
 
 
+def _result(variant: Mapping[str, Any]) -> str:
+    """Return the last measured verdict with what is expected, where that differs."""
+    last, expected = variant["last"], variant["expected"]
+    other = expected if expected and not last.startswith(f"{expected} ") else ""
+    return f"{last} (expected {other})" if last and other else last or (f"expected {other}" if other else "")
+
+
 def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
     """Yield what helps on these versions: what to write for the first fix, and the names of the others."""
     found = advice(case, versions)
@@ -140,8 +152,9 @@ def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
         yield "no fix is known to work; see the variants that were tried below."
         return
     first, *others = found.helps
-    yield f"{case.variants[first].help or _changes(case.variants[first])} (fix {first})."
-    yield f"Also: {', '.join(others)}." if others else ""
+    yield f"{case.variants[first].help or _changes(case.variants[first])} ({first})."
+    if others:
+        yield f"Also: {', '.join(others)}."
     yield f"As a script: repro export {case.slug} --variant {first}"
 
 

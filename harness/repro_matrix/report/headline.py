@@ -27,8 +27,6 @@ SKIPS = {
     "stack": "needs a stack that is not built", "build": "needs an extension that cannot be built",
     "memory": "needs more memory", "weights": "needs weights", "same": "equals the unfixed variant here",
 }  # fmt: skip
-FIRST_RUN = "This is the first run here. The next one is compared with it, if it passes."
-NONE_PASSED = "No earlier run here passed. The next one is compared with this one, if this one passes."
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,10 @@ class Fact:
 
 @dataclass(frozen=True)
 class Headline:
-    """``previous``: the last passing run that the results were compared with; "" where there is none, and
-    ``no_previous`` says why and what to do. ``partial``: it measured less than requested. ``removed``: its variants
-    that the catalog no longer has. ``unselected``: known failures of the catalog that are not among the rows."""
+    """``previous``: the last passing run that the results were compared with; "" where there is none, which
+    ``no_previous`` explains of other results than a run's. ``earlier``: there are earlier runs. ``partial``: the
+    previous run measured less than requested. ``removed``: its variants that the catalog no longer has.
+    ``unselected``: known failures of the catalog that are not among the rows."""
 
     rows: Sequence[Row]
     cases: Sequence[CaseStatus]
@@ -53,7 +52,8 @@ class Headline:
     previous: str = ""
     partial: bool = False
     removed: tuple[str, ...] = ()
-    no_previous: str = FIRST_RUN
+    no_previous: str = ""
+    earlier: bool = False
     unselected: int = 0
 
     # What is counted
@@ -222,7 +222,10 @@ class Headline:
     def changed(self) -> str:
         """Say what changed since the last passing run."""
         if not self.previous:
-            return self.no_previous
+            why = "No earlier run here passed." if self.earlier else "This is the first run here."
+            fails = ", which does not pass" if self.differences else ""
+            next_run = f"is {'not ' * bool(fails)}compared with this one{fails}"
+            return self.no_previous or f"{why} The next one {next_run}."
         what = counted(self.changes, "result") if self.changes else "Nothing"
         partial = ", which measured less than requested" * self.partial
         removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
@@ -337,6 +340,5 @@ def headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),
         attention(rows, since), sum(len(each.changes) for each in since.changed),
         previous.run_id if previous else "", bool(previous and previous.partial), tuple(sorted(removed)),
-        no_previous or (NONE_PASSED if since.earlier else FIRST_RUN),
-        sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
+        no_previous, since.earlier, sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
     )  # fmt: skip

@@ -199,9 +199,9 @@ def claim_lines(rows: Sequence[ClaimRow], width: int, simulated: Sequence[str] =
         yield named(case, case in simulated)
         for row in rows:
             if row.case == case:
-                source = f" ({row.source})" if row.source else ""
-                yield from wrap(f"{label(row.status).text:<9}  {row.id}: {row.text}{source}", "  ", 11, width, None)
-                yield from wrap(row.brief or row.detail, " " * 13, 0, width, None)
+                source = f"{row.source}; " if row.source else ""
+                text = f"{label(row.status).text:<9}  {row.id}: {row.text} ({source}{row.brief or row.detail})"
+                yield from wrap(text, "  ", 11, width, None)
         yield ""
     counts = Counter(str(row.status) for row in rows)
     parts = ", ".join(f"{counts[name]} {label(name).text}" for name in STATUSES if counts[name])
