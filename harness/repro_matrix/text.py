@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 WIDTH = 120  # columns of a line where no terminal limits it
@@ -38,6 +38,12 @@ def first_line(text: str, limit: int = 200) -> str:
     """Return the first line that is not blank, cut to ``limit`` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def list_some(items: Sequence[str], most: int, separator: str = ", ", more: str = "more") -> str:
+    """Return the first items, and how many more there are: ``a, b and 3 more``."""
+    rest = f"{separator.strip(' ,')} and {len(items) - most} {more}" if items[most:] else ""
+    return separator.join(items[:most]) + rest
 
 
 def list_ranks(ranks: Iterable[int]) -> str:

@@ -31,6 +31,8 @@ from repro_matrix.results.runs import ShardManifest
 from repro_matrix.results.summary import load_rows
 from results_by_hand import BOOM, FAILED, FIRED, HOLDS, PASSED, REPRODUCED, SIDES, SKIPPED, cell, variant, write
 
+from bench import nights
+
 Rows = list[VariantResult]
 make_run = history.make_run
 A, B = cell({"unfixed": REPRODUCED, "fix": HOLDS}), cell({"unfixed": REPRODUCED}, key="c/n", axes=("model=n",))
@@ -501,3 +503,14 @@ def test_bisections_search_between_locks_within_the_time(results: Path) -> None:
     assert "no time left" in str(nightly.Bisections(results, "tonight", 0.0, run).report(changed))
     data, reason = nightly.run_bisect(["bisect", "no-such-case", "--good", "1.0", "--bad", "2.0"], 120.0)
     assert data is None and "exit code 2" in reason
+
+
+def test_bench_of_nights_counts_changes_of_cut_results(results: Path) -> None:
+    attempts = [*KNOWN, *KNOWN, *KNOWN]
+    write(results / "run", {"unfixed": attempts}, case=CASE, cell_id=KEY)
+    nights.main([str(results / "run"), "--shuffles", "2", "--out", str(results / "out.json")])
+    (row,) = json.loads((results / "out.json").read_text())["rows"]
+    assert (row["nights"], row["variants"], row["changes"], row["nights_with_a_change"]) == (6, 1, [], 0)
+    write(results / "run", {"unfixed": [*KNOWN, *PASSED]}, case=CASE, cell_id=KEY)
+    nights.main([str(results / "run"), "--shuffles", "0", "--out", str(results / "out.json")])
+    assert len(json.loads((results / "out.json").read_text())["rows"][1]["changes"]) == 2

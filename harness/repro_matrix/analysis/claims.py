@@ -21,7 +21,7 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.records.attempt import Settings
 from repro_matrix.results.rows import Row
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 Status = Literal["supported", "refuted", "mixed", "untested"]
 MAX_REASONS = 3  # that are shown
@@ -122,15 +122,12 @@ def _claim(
         return result("mixed", ("simulated: " if decided[0].simulated else "") + _conditions(decided), evidence)
     brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
     shown = list(dict.fromkeys(f"{item.variant} {item.measured}" for item in decided))
-    more = f"; and {len(shown) - 2} more" if len(shown) > 2 else ""
-    detail = f"{brief}: {'; '.join(shown[:2])}{more}" + (f"; not decided: {undecided}" if undecided else "")
+    detail = f"{brief}: {list_some(shown, 2, '; ')}" + (f"; not decided: {undecided}" if undecided else "")
     return result("supported" if decided[0].holds else "refuted", detail, evidence, brief)
 
 
 def _reasons(reasons: list[str]) -> str:
-    shown = list(dict.fromkeys(reasons))
-    more = f"; and {len(shown) - MAX_REASONS} more" if len(shown) > MAX_REASONS else ""
-    return "; ".join(shown[:MAX_REASONS]) + more
+    return list_some(list(dict.fromkeys(reasons)), MAX_REASONS, "; ")
 
 
 def _real_before_simulated(found: list[Evidence]) -> list[Evidence]:
@@ -248,4 +245,4 @@ def _conditions(decided: Sequence[Evidence]) -> str:
 def _list(values: Iterable[str]) -> str:
     """Return the first values, releases in order."""
     listed = sorted(values, key=lambda value: [(part.isdigit(), part.zfill(9)) for part in value.split(".")])
-    return ", ".join(listed[:MAX_VALUES]) + (f", and {len(listed) - MAX_VALUES} more" if listed[MAX_VALUES:] else "")
+    return list_some(listed, MAX_VALUES)

@@ -17,7 +17,7 @@ from repro_matrix.config.vocabulary import OutcomeName
 from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.grading.verdict import wilson
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 if TYPE_CHECKING:
     from repro_matrix.analysis.missing import Requested
@@ -288,9 +288,8 @@ def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
         stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
     commits = sorted({(row.commit or "no commit")[:10] for row in cells})
     hardware = ", ".join(sorted({row.hardware for row in cells}))
-    listed = list(stacks.values())[:3] + ([f"{len(stacks) - 3} more stacks"] if len(stacks) > 3 else [])
     commit = commits[0] if len(commits) == 1 else f"{len(commits)} commits"
-    return f"{name}: {counted(len(cells), 'cell')}; {hardware}; {', '.join(listed)}; {commit}"
+    return f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)}; {commit}"
 
 
 def describe_row(row: VariantResult | None) -> str:
@@ -339,8 +338,7 @@ def _places(changes: Sequence[Change], everything: bool) -> str:
         place = " ".join(change.row.axes) + ("" if change.variant else f" ({change.row.stack}, {change.row.hardware})")
         cells.setdefault(place, []).append(change.variant)
     places = [f"{place}: {', '.join(variants)}" if any(variants) else place for place, variants in cells.items()]
-    few = len(places) if everything else 3
-    return "; ".join(places[:few]) + (f"; and {counted(len(places) - few, 'more cell')}" if len(places) > few else "")
+    return list_some(places, len(places) if everything else 3, "; ")
 
 
 def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from repro_matrix.analysis.history import NightlyRun, Place, by_place, place_of
 from repro_matrix.analysis.inputs import VariantResult
-from repro_matrix.text import counted, line
+from repro_matrix.text import counted, line, list_some
 
 SHOWN = 3  # cells with missing results
 
@@ -102,7 +102,7 @@ def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
             variant = f"{row.variant} ({line(reason)})" if reason else row.variant
             cells.setdefault(f"{row.key} on {row.hardware}, stack {row.stack}", []).append(variant)
         listed = [f"{place}: {', '.join(variants)}" for place, variants in cells.items()]
-        shown = "; ".join(listed[:SHOWN]) + ("; ..." if len(listed) > SHOWN else "")
+        shown = list_some(listed, SHOWN, "; ")
         runs = ", ".join(dict.fromkeys(each.run_id for each in group))
         head = f"{counted(len(group), 'variant')} measured in the last passing run ({runs})"
         if excuse:

@@ -32,7 +32,7 @@ from repro_matrix.results import quarantine, runs, store
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.runs import ShardManifest
 from repro_matrix.runner.session import ask
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 NOTHING_COMPARED = "nothing was compared: no passing run in the history measured any of these results"
 NOT_BISECTED = ("became_flaky", "became_steady")
@@ -155,13 +155,12 @@ def finish(night: Nightly) -> Report:
         ("Not as expected", [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in unexpected]),
         ("Not measured completely", lacking),
     ):
-        more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-        messages += [f"{head}: {'; '.join(listed[:SHOWN])}{more}"] if listed else []
+        messages += [f"{head}: {list_some(listed, SHOWN, '; ')}"] if listed else []
     own = project.current()
     places = own.expected, quarantine.file()
     if edited := [file for place in places for file in store.uncommitted_files(own.folder, [place])]:
-        files = ", ".join(edited[:SHOWN]) + ", ..." * (len(edited) > SHOWN)
-        messages.append(f"Not reviewed: {counted(len(edited), 'file')} of expectations not committed ({files})")
+        what = f"{counted(len(edited), 'file')} of expectations not committed"
+        messages.append(f"Not reviewed: {what} ({list_some(edited, SHOWN)})")
     reasons = differs or (["the exit code of the runs"] if night.run_exit_code else incomplete)
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 

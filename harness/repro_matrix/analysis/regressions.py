@@ -28,6 +28,7 @@ from repro_matrix.results.rows import Row, compared
 from repro_matrix.results.runs import ENDED, LOOK_BACK, listed
 from repro_matrix.results.store import changed_files
 from repro_matrix.results.summary import stored_rows
+from repro_matrix.text import list_some
 
 MOST_FILES = 5  # changed files of the catalog
 
@@ -54,8 +55,7 @@ class ChangedCase:
         """Say what else changed since then: packages, the machine, the catalog's own files."""
         pairs = (*self.versions.items(), *self.machine.items())
         moved = [f"{name}: {then} -> {now}" for name, (then, now) in pairs]
-        more = f" and {len(self.files) - MOST_FILES} more" if len(self.files) > MOST_FILES else ""
-        moved += [f"the catalog: {', '.join(self.files[:MOST_FILES])}{more}"] if self.files else []
+        moved += [f"the catalog: {list_some(self.files, MOST_FILES)}"] if self.files else []
         return moved + ["the passing run had uncommitted files"] * self.passing.dirty
 
     @property

@@ -27,7 +27,7 @@ from repro_matrix.grading.expectations import expected, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
 from repro_matrix.results.rows import Row
 from repro_matrix.runner.schedule import UNKNOWN_S, recorded
-from repro_matrix.text import counted, first_line
+from repro_matrix.text import counted, first_line, list_some
 
 State = Literal["passes", "reproduces", "fails", "flaky"]
 _OF_OUTCOME: Mapping[str, State] = {"passed": "passes", "reproduced": "reproduces"}
@@ -348,16 +348,14 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
             yield f"  from {each.boundary.package} {each.boundary.first}{nearest}"
         else:
             yield f"  the release is not known; search: {each.bisect(source, target)}"
-        more = f"; {len(each.fixes) - FIXES} more" if each.fixes[FIXES:] else ""
-        yield f"  works there: {'; '.join(_fix(each.case, name) for name in each.fixes[:FIXES]) or 'nothing'}{more}"
+        fixes = [_fix(each.case, name) for name in each.fixes]
+        yield f"  works there: {list_some(fixes, FIXES, '; ') or 'nothing'}"
     yield ""
     for head, moved in zip(("Changes", "Changes that are not judged here"), _moved(upgrade).values()):
         listed = [f"{name} {old} -> {new}" for name, (old, new) in moved.items()]
-        more = f"; {len(listed) - CHANGES} more: --json" if listed[CHANGES:] else ""
-        yield from [f"{head}: {', '.join(listed[:CHANGES])}{more}."] if listed else []
+        yield from [f"{head}: {list_some(listed, CHANGES, more='more (--json)')}."] if listed else []
     if upgrade.gone:
-        names = ", ".join(upgrade.gone[:SHOWN]) + (", ..." if len(upgrade.gone) > SHOWN else "")
-        yield f"Fixed by the upgrade: {counted(len(upgrade.gone), 'known failure')} ({names})."
+        yield f"Fixed by the upgrade: {counted(len(upgrade.gone), 'known failure')} ({list_some(upgrade.gone, SHOWN)})."
     other = upgrade.compared - upgrade.same
     yield f"Compared: {counted(upgrade.compared, 'result')}, {upgrade.same} unchanged, {other} changed."
     reasons = Counter(each.reason for each in upgrade.unknown).most_common()

@@ -85,6 +85,6 @@ def _group(refused: Sequence[Refusal]) -> list[str]:
     lines = []
     for reason, members in by_reason.items():
         places = list(dict.fromkeys(f"{each.cell} {each.variant}".strip() for each in members))
-        names = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+        names = list_some(places, 3)
         lines.append(f"{names}: {reason}")
     return lines[:SHOWN] + ([f"and {counted(len(lines) - SHOWN, 'more reason')}"] if len(lines) > SHOWN else [])

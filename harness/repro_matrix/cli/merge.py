@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         made = shlex.join(["repro", "matrix", *selection, f"shard={number}/{count}"])
         print(f"missing: shard {number} of {count}; to measure it: {made}")
     for shard, cells in lacking.items():
-        few = "; ".join(cells[:SHOWN]) + (f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else "")
+        few = list_some(cells, SHOWN, "; ")
         lacks = counted(len(cells), "cell")
         print(f"incomplete: shard {shard} lacks {lacks}: {few} (the same command with --resume goes on)")
     if next(iter(parts.values())).changed:

@@ -12,7 +12,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.external.collectives import Hang
 from repro_matrix.external.log_match import Answer, Failure, memory_of
 from repro_matrix.external.log_scan import Finding, Scanned
-from repro_matrix.text import WIDTH, counted, first_line, list_ranks, wrap
+from repro_matrix.text import WIDTH, counted, first_line, list_ranks, list_some, wrap
 
 MOST_FAILURES = 8  # of a log that are listed; --json has all
 MOST_VARIANTS = 4
@@ -110,8 +110,7 @@ class _Parts:
             yield 2, f"{max(0, len(answer.causes) - MOST_FAILURES) + seen.more} more errors: --json lists them"
         echoes = sorted({f"{each.error.type} (line {each.error.line})" for each in answer.failures if each.echo})
         if echoes:
-            more = f" and {len(echoes) - 4} more" if len(echoes) > 4 else ""
-            yield 2, f"Follow from another process's failure: {', '.join(echoes[:4])}{more}"
+            yield 2, f"Follow from another process's failure: {list_some(echoes, 4)}"
         if ends and (typed or found or answer.hang):
             listed = dict.fromkeys(f"{_place(each)}: {each.kind} (line {each.line})" for each in ends)
             yield 2, f"Then ended: {', '.join(list(listed)[:MOST_FAILURES])}"
@@ -122,8 +121,7 @@ class _Parts:
                 yield 2, self.elsewhere(ends)
         if answer.recovered:
             caught = [_recovered(each) for each in answer.recovered]
-            more = f" and {len(caught) - 4} more" if len(caught) > 4 else ""
-            yield 2, f"Training went on after: {', '.join(caught[:4])}{more}"
+            yield 2, f"Training went on after: {list_some(caught, 4)}"
         if answer.exit_code == 3 and not answer.remarks:
             ended = "" if seen.progress.ended else "; it ends without the end of the training"
             yield 2, f"no failure in this log{ended}" if seen.lines else "this log is empty: it tells nothing"
