@@ -40,7 +40,7 @@ def first_line(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def list_some(items: Sequence[str], most: int, separator: str = ", ", more: str = "more") -> str:
+def list_some(items: Sequence[str], most: int = 3, separator: str = ", ", more: str = "more") -> str:
     """Return the first items, and how many more there are: ``a, b and 3 more``."""
     rest = f"{separator.strip(' ,')} and {len(items) - most} {more}" if items[most:] else ""
     return separator.join(items[:most]) + rest

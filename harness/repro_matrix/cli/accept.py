@@ -19,7 +19,7 @@ from repro_matrix.errors import ConfigError, ResultsError
 from repro_matrix.report.terminal import print_json, print_notes, print_table
 from repro_matrix.results import runs
 from repro_matrix.results.accept import SUSPICIOUS, Publication, Refusal, propose, publish
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 SHOWN = 20  # reasons
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from repro_matrix.errors import ResultsError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results import runs
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
 selections, a shard given twice and a cell in two shards are refused by name.

@@ -20,7 +20,7 @@ from repro_matrix.report.attention import Attention, Kind, attention
 from repro_matrix.report.case_status import CASE_STATES, GONE, CaseState, CaseStatus, age, case_status, is_failing_fix
 from repro_matrix.report.terminal import label
 from repro_matrix.results.rows import Row
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 SKIPS = {
     "gpus": "needs more GPUs", "accelerator": "needs a GPU", "packages": "needs other packages",
@@ -202,7 +202,7 @@ class Headline:
         stopped = _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
         if not measured + unmeasured and not stopped:
             return
-        text = f"{len(stopped)} stopped working{': ' * bool(stopped)}{_some(stopped)}."
+        text = f"{len(stopped)} stopped working{': ' * bool(stopped)}{list_some(stopped)}."
         yield Fact(text, "attention-list" if stopped else "matrix", bool(stopped))
         failing = [row for row in self.rows if is_failing_fix(row)]
         listed = {(each.case, name) for each in self.cases for name in each.failing}
@@ -214,7 +214,7 @@ class Headline:
         parts = [f"All {works} work" if all_work else f"{works} of {measured} measured work{'s' * (measured == 1)}"]
         parts += [f"{unmeasured} not measured"] if unmeasured else []
         for what, names in (("known not to work here", known), ("not working, without an expectation", new)):
-            parts += [f"{len(set(names))} {what}: {_some(list(dict.fromkeys(names)))}"] if names else []
+            parts += [f"{len(set(names))} {what}: {list_some(list(dict.fromkeys(names)))}"] if names else []
         parts += [f"{len(_names(flaky))} flaky on {_stacks(flaky)}"] if flaky else []
         yield Fact(f"{'; '.join(parts)}.")
 
@@ -288,11 +288,7 @@ def _names(rows: Iterable[Row]) -> list[str]:
 
 
 def _stacks(rows: Iterable[Row]) -> str:
-    return _some(list(dict.fromkeys(row.stack.name for row in rows)))
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return list_some(list(dict.fromkeys(row.stack.name for row in rows)))
 
 
 def _name(versions: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from repro_matrix.text import WIDTH, counted, one_line, wrap
+from repro_matrix.text import WIDTH, counted, list_some, one_line, wrap
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,9 +185,7 @@ def by_reason(items: Iterable[tuple[Any, str]], width: int, most: int | None = N
     for reason, name in items:
         found[str(reason)].append(name)
     for reason, members in sorted(found.items(), key=lambda item: -len(item[1]))[:most]:
-        names = list(dict.fromkeys(members))
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        text = f"{len(members):4}  {reason} [{', '.join(names[:MOST_NAMES])}{more}]"
+        text = f"{len(members):4}  {reason} [{list_some(list(dict.fromkeys(members)), MOST_NAMES)}]"
         yield from wrap(text, "", 6, width, most=None)
     if most and len(found) > most:
         yield f"      and {len(found) - most} more reasons"
