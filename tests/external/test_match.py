@@ -28,8 +28,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.external.log_match import Answer, memory_of, recognize
 from repro_matrix.external.log_scan import Catalogue, Scanned, scan
-from repro_matrix.external.tracebacks import Errors, Labels
 from repro_matrix.grading import grade
+from repro_matrix.launch.tracebacks import Errors, Labels
 from repro_matrix.paths import BASELINE
 from repro_matrix.results.store import Store
 

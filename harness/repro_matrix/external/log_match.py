@@ -21,10 +21,10 @@ from repro_matrix.config.schema import AmbiguousWith, Signature
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.external.collectives import Hang, cases_like, hang_of
 from repro_matrix.external.log_scan import Catalogue, Finding, Note, Scanned
-from repro_matrix.external.tracebacks import Error
 from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names, origin_of
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
+from repro_matrix.launch.tracebacks import Error
 from repro_matrix.records.attempt import Attempt as AttemptLeft
 from repro_matrix.records.attempt import Exception_, Frame, Record
 from repro_matrix.records.attempt import Rank as RankLeft

@@ -28,7 +28,7 @@ from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.errors import ReproError
 from repro_matrix.external.collectives import WORDS as WAIT_WORDS
 from repro_matrix.external.collectives import Waits
-from repro_matrix.external.tracebacks import HEADER, Error, Errors, Labels, Line
+from repro_matrix.launch.tracebacks import HEADER, Error, Errors, Labels, Line
 
 MAX_LINE = 1 << 16  # characters of one line that are read
 MAX_NOTES = 1000

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 from repro_matrix.config.schema import INFINITE, AdhocCase, Metric
 from repro_matrix.config.settings import set_by_launch
@@ -32,8 +33,9 @@ from repro_matrix.launch.attempt import (
     read_launch,
 )
 from repro_matrix.launch.script_checks import add_checks
+from repro_matrix.launch.tracebacks import Errors, Labels
 from repro_matrix.launch.watch import Watch
-from repro_matrix.records.attempt import Exception_, Frame
+from repro_matrix.records.attempt import Exception_
 from repro_matrix.text import ESCAPE, counted
 
 WORKER = Path(__file__).resolve().parent / "worker" / "elastic.py"
@@ -229,38 +231,16 @@ def _storable(number: float) -> float:
     return math.copysign(INFINITE, number) if math.isinf(number) else number
 
 
-# --- a traceback that is only there as text, in a log or in another process's error
-
-_PREFIX = re.compile(r"^(?:\[?(?:rank|default)?\s*\d+\]?:\s?)+", re.MULTILINE)  # torchrun's [rank0]: and [default0]:
-_TRACEBACK = re.compile(
-    r"^[ \t]*Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n|\n)+)(?P<type>[A-Za-z_][\w.]*)"
-    # A message ends before an empty line, or one that begins something else.
-    r"(?:: (?P<message>.*(?:\n(?!Traceback |\[|\d|[WIE]\d{4} )[^\S\n]*\S.*){0,20}))?$",
-    re.MULTILINE,
-)
-_FRAME = re.compile(
-    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?(?=\n(?P<code>.*))', re.MULTILINE
-)
-_INSTALLED = re.compile(r"/(?:(?:site|dist)-packages|lib(?:64)?/python3[\d.]*)/")
-
-
 def tracebacks(text: str) -> list[Exception_]:
     """Return each whole traceback of a text, in the shape of repro_kit/record.py's ``describe_exception``."""
-    clean = _PREFIX.sub("", ESCAPE.sub("", text).replace("\r\n", "\n"))
-    errors: list[Exception_] = []
-    for found in _TRACEBACK.finditer(clean):
-        module, _, name = found["type"].rpartition(".")
-        frames = [_frame(each) for each in _FRAME.finditer(found["frames"])]
-        if frames:
-            message = (found["message"] or "").rstrip()
-            error: Exception_ = {"type": name, "module": module, "bases": [], "message": message, "frames": frames,
-                                 "cause": None}  # fmt: skip
-            errors.append(error)
-    return errors
+    labels, errors = Labels(), Errors()
+    for number, line in enumerate(text.splitlines()):
+        errors.read(labels.split(line, number))
+    errors.end()
+    records = [error.record for error in errors.found.values() if error.whole and error.places]
+    for frame in (frame for record in records for frame in record["frames"] if not _INSTALLED.search(frame["file"])):
+        frame["code_location"] = ""  # the user's own; an installed file is placed by its path
+    return [cast(Exception_, {"bases": [], **record}) for record in records]
 
 
-def _frame(found: re.Match[str]) -> Frame:
-    frame: Frame = {"file": found["file"], "line": int(found["line"]), "function": found["function"] or "",
-                    "module": "", "code": found["code"].strip()}  # fmt: skip
-    # An installed file is placed by its path; any other is the user's own, which is no package's.
-    return frame if _INSTALLED.search(found["file"]) else {**frame, "code_location": ""}
+_INSTALLED = re.compile(r"/(?:(?:site|dist)-packages|lib(?:64)?/python3[\d.]*)/")
