@@ -67,7 +67,7 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
     shown = " ".join(done.out.split())
     assert done.code == 3, "the variants for four ranks"
     for part in (
-        "PROBLEM: not measured on GPUs: 1 variant skipped, because GPUs are left out (GPU 2 ",
+        "PROBLEM: 1 variant not measured on GPUs because some are left out (GPU 2 ",
         "GPU 0: NVIDIA A100-SXM4-80GB GPU-00000000", "mode exclusive_process", "3 uncorrected ECC errors",
         "in use by process 99999999 (4321 MiB)", "77599 of 81920 MiB free",
         "GPU 2 (NVIDIA A100-SXM4-80GB): it is in MIG mode", "/dev/shm: ", "hangs: ",

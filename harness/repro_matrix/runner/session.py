@@ -188,7 +188,7 @@ class Session:
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
-    displaced: int = 0  # of these, the cells that would be on GPUs if none was left out
+    displaced: set[Cell] = field(default_factory=set)  # of these, those that would be on GPUs if none was left out
     usual_gpus: int = 0  # of hardware=auto, if none was left out
     time_limit: float | None = None  # seconds after which no cell starts
 
@@ -226,14 +226,14 @@ class Session:
         """Return why a run of this plan measures less than is requested: its exit code is not 0 then."""
         texts = []
         needed = {f"{count} GPUs" for count in range(len(self.profile.gpus) + 1, self.usual_gpus + 1)}
-        skips = [variant.skip for plan in self.plans for variant in plan.variants]
-        lost = sum(bool(skip and skip.kind == "gpus" and needed & set(skip.needs)) for skip in skips)
-        if self.displaced or lost:
-            effects = [f"{counted(self.displaced, 'cell')} moved to another profile"] if self.displaced else []
-            effects += [f"{counted(lost, 'variant')} skipped"] if lost else []
+        variants = [(plan.cell, variant.skip) for plan in self.plans for variant in plan.variants]
+        lost = sum(cell in self.displaced or bool(skip and needed & set(skip.needs)) for cell, skip in variants)
+        if lost:
             why = "; ".join(map(str, self.machine.left_out))
             remedy = "Make them usable, or list the others in CUDA_VISIBLE_DEVICES"
-            texts.append(f"not measured on GPUs: {' and '.join(effects)}, because GPUs are left out ({why}). {remedy}.")
+            texts.append(
+                f"{counted(lost, 'variant')} not measured on GPUs because some are left out ({why}). {remedy}."
+            )
         runnable, least = sum(plan.skipped is None for plan in self.plans), self.settings.min_cells
         if runnable < least:
             few = f"{runnable} of {len(self.plans)} cells can run here, and min_cells={least}"
@@ -304,7 +304,7 @@ def prepare(
         cells = oldest_first(cells, runs.measured_rows(settings))
     session = Session(
         catalogue, settings, profiles, machine, dict(given or {}), planned=planned, left_out=list(request.left_out),
-        elsewhere=elsewhere, displaced=len(displaced.intersection(cells)), usual_gpus=usual_gpus,
+        elsewhere=elsewhere, displaced=displaced, usual_gpus=usual_gpus,
         time_limit=time_limit, as_locked=as_locked,
     )  # fmt: skip
     ask_models = plan_only or settings.scale.value == "full"
