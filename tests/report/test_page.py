@@ -165,7 +165,7 @@ def test_case_shows_symptom_fixes_claims_and_proof() -> None:
     parsed = shown(cell(error=error), cell(error=error, model="n"), claims=[claim])
     (text,) = parsed.find("section", class_="case")
     for part in ("RuntimeError: the same error", "What helps", "flags.call: inner → root",
-                 "works in all 2 cells", "supported: it helps", "logits 0 (as expected, tolerance 0.0001)",
+                 "works in all 2 cells", "supported: it helps", "logits 0 (tolerance 0.0001)",
                  "ranks 0, 1", "cpu/stack/cell.json", "again: repro run some-case", "n"):  # fmt: skip
         assert part in text, part
     assert text.count(error.strip()) == 2  # the symptom and the errors; each cell has its beginning

@@ -294,13 +294,12 @@ def _proof(row: Row, one: Label) -> Iterator[str]:
 
 
 def _check(check: Mapping[str, Any]) -> str:
-    """Return a check with its numbers: ``loss 7.1 (expected 7.2, tolerance 1e-6)``."""
+    """Return a check with its numbers: ``loss 7.1 (expected 7.2, tolerance 1e-6)``; of an exact one the name."""
     actual, expected, tolerance = (format_value(check[name]) for name in ("actual", "expected", "tolerance"))
-    parts = [
-        f"expected {expected}" if expected != actual else "as expected",
-        f"tolerance {tolerance}" if tolerance else "",
-    ]
-    return f"{check['name']} {line(actual, 60)} ({line(', '.join(filter(None, parts)), 80)})"
+    if actual == expected and tolerance in ("", "0"):
+        return str(check["name"])
+    parts = [f"expected {expected}"] * (expected != actual) + [f"tolerance {tolerance}"] * bool(tolerance)
+    return f"{check['name']} {line(actual, 60)} ({line(', '.join(parts), 80)})"
 
 
 def policy(css: str, script: str) -> str:

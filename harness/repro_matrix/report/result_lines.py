@@ -51,7 +51,7 @@ def detail_lines(
         yield from _skipped_lines(head, width)
     if head.example:
         every = "" if everything else f"All {len(head.cases)}: repro report --format text. "
-        yield from _title(f"{every}What helps, for example: repro show {head.example.case}", width)
+        yield from _title(f"{every}What helps: repro show {head.example.case}", width)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:

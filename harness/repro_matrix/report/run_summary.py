@@ -227,7 +227,7 @@ class Progress:
         texts = [label(first.verdict or first.outcome).text] if first.attempts else []
         if first.counts["reproduced"] and fixes:
             works = sum(row.verdict == "FIXED" for row in fixes)
-            texts.append(f"{works} of {len(fixes)} fixes work" if works < len(fixes) else f"fixes that work: {works}")
+            texts.append(f"{works} of {len(fixes)} documented fixes work{'s' * (len(fixes) == 1)}")
         texts += [f"{row.variant}: {row.verdict} instead of {row.expected_verdict or 'PASSED'}" for row in different]
         text = "; ".join(texts) or ("skipped, as above" if reason in self.reasons else f"skipped: {reason}")
         self.reasons.add(reason)
