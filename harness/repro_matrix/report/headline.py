@@ -31,7 +31,7 @@ SKIPS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence of the answer. ``target``: where the page lists what it counts. ``urgent``: somebody has to act."""
+    """A sentence of the answer. ``target``: where the page lists what it counts, if it does. ``urgent``: somebody has to act."""
 
     text: str
     target: str = "matrix"
@@ -189,7 +189,7 @@ class Headline:
             some = f", {simulated} of the {reproduce} simulated" if simulated else ""
             yield Fact(f"{what}{'s' * (self.failures == 1)} {self.stack}{some}.", "reproduces")
         if self.unselected:
-            yield Fact(f"{self.unselected} more are in the catalog.")
+            yield Fact(f"{self.unselected} more are in the catalog.", "")
         for state in ("fixed", "absent", "other_failure", "unclear"):
             if number := self.count(state):
                 before = f", {gone} of them reproduced before" if gone and state == "absent" else ""
