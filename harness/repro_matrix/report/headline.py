@@ -31,7 +31,7 @@ SKIPS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence of the answer. ``target``: where the page lists what it counts, if it does. ``urgent``: somebody has to act."""
+    """A sentence of the answer. ``target``: where the page lists what it counts, or "". ``urgent``: you must act."""
 
     text: str
     target: str = "matrix"
