@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ from repro_matrix.text import counted
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
 ROLES = "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a condition."
-SYMPTOM = 300  # characters
+SYMPTOM = 300  # characters, so that the advice below it stays in sight
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
 
@@ -95,16 +96,13 @@ def main(args: argparse.Namespace) -> int:
         print_wrapped("", "Claims of the threads, and what stored measurements show")
         terminal.print_lines(terminal.claim_lines(claims, terminal.columns()))
     print_wrapped("", *_details(case), f"script: {place}", "")
-    about = {"SIMULATED": case.simulated, "Symptom": _cut(text), "Cause": case.summary, "Releases": reproduced.sentence,
+    symptom_text = textwrap.shorten(text, SYMPTOM, placeholder=" ...")
+    about = {"SIMULATED": case.simulated, "Symptom": symptom_text, "Cause": case.summary,
+             "Releases": reproduced.sentence,
              "What to do": " ".join(_what_to_do(case, stack.versions if stack else {}))}  # fmt: skip
     print_wrapped(*(f"{name}: {text}" for name, text in about.items() if text))
     print_wrapped(f"Run it: repro run {case.slug}, or by hand: repro show {case.slug} --commands")
     return 0
-
-
-def _cut(text: str) -> str:
-    """Return a text of at most three lines: the advice below it stays in sight."""
-    return text if len(text) <= SYMPTOM else f"{text[:SYMPTOM].rpartition(' ')[0]} ..."
 
 
 def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> str:

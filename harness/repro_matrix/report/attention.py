@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,21 +63,19 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
     """Return what differs, the most urgent first. ``since``: the comparison with the last passing runs."""
     changed = {place: each for each in reversed(since.changed) for place in
                ((each.case, each.stack), *((each.case, each.stack, one.variant) for one in each.changes))}  # fmt: skip
-    found = _attention(rows, changed)
-    return sorted(found, key=lambda each: list(ATTENTION).index(each.kind))
-
-
-def _attention(rows: Iterable[Row], changed: Mapping[tuple[str, ...], ChangedCase]) -> Iterator[Attention]:
-    same: dict[object, list[Row]] = defaultdict(list)
+    same: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row.state in ("unexpected", "differs_from_cpu"):
             kind = kind_of(row)
             # A failure that came back changes the verdict of every variant of its cell.
             detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
             same[kind, row.cell, detail].append(row)
-    for (kind, *_), members in same.items():  # type: ignore[misc]
+    found = []
+    for members in same.values():
         place = members[0].case, members[0].stack.name
-        yield Attention(kind, tuple(members), changed.get((*place, members[0].variant), changed.get(place)))
+        change = changed.get((*place, members[0].variant), changed.get(place))
+        found.append(Attention(kind_of(members[0]), tuple(members), change))
+    return sorted(found, key=lambda each: list(ATTENTION).index(each.kind))
 
 
 def kind_of(row: Row) -> Kind:
