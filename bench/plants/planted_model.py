@@ -161,8 +161,8 @@ class RankWeight(Error):
 class LateRankWeight(RankWeight):
     """The same, after the first step."""
 
-    expected = Expected(("forward",), (DOWN,), step=1, ranks=(1,))
-    instead = dict.fromkeys((*SHARDED, "tp"), Expected(("forward",), (DOWN,), step=1))
+    expected = Expected(("update",), (f"{DOWN}.weight",), step=1, ranks=(1,))
+    instead = dict.fromkeys((*SHARDED, "tp"), Expected(("update",), (f"{DOWN}.weight",), step=1))
     after = 0
 
 

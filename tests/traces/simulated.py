@@ -161,12 +161,14 @@ class Simulation:
             self.weights["layers.0.up.weight"][1, 2] += 1e-3
         if run.plant == "buffer":
             self.buffer *= np.float32(1.02)
-        for name, weight in self.weights.items():
-            self.record_parameter("state", name, [weight] * run.world, w="initial")
-        for rank in range(run.world):
-            self.record("buffer", rank, "rotary", self.buffer, w="initial")
         ended = "window"
         for self.step in range(run.steps):
+            if run.plant == "edited weight" and self.step == run.step:
+                self.weights["layers.0.up.weight"][1, 2] *= 1.01
+            for name, weight in self.weights.items():
+                self.record_parameter("state", name, [weight] * run.world)
+            for rank in range(run.world):
+                self.record("buffer", rank, "rotary", self.buffer, w="before")
             if run.plant in ("exception", "killed") and self.step == run.step:
                 self.forward_all(stop=True)
                 ended = "exception" if run.plant == "exception" else ""

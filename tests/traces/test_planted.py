@@ -29,6 +29,7 @@ PLANTS = {
     "not clipped": ("clipping", "factor", (), (), "factor", ANY),
     "stale gradient": ("gradient before the optimizer", "layers.0.up.weight", (), (), "", ANY),
     "eps": ("optimizer setting", "group 0: eps", (), (), "1e-06", ANY),
+    "edited weight": ("update", "layers.0.up.weight", (), (), "between the steps", ANY),
     "not updated": ("update", "layers.0.down.weight", (), (), "zero", ANY),
     "left out": ("update", "layers.0.down.weight", (), (), "optimizer", ANY),
     "skipped step": ("update", "the optimizer", (), (), "made no step", ANY),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from repro_matrix.traces.reader import Event, Trace
+from repro_matrix.traces.reader import Event, K, Trace
 from repro_matrix.traces.tolerance import epsilon
 
 Array = Any  # numpy's, whose type parameters say nothing here
@@ -64,6 +64,9 @@ class Rows:
         return Rows(ids, owners, norms[:, None], norms, dtype=self.dtype)
 
 
+NOTHING = Rows([], [], np.zeros((0, 1)), np.zeros(0))
+
+
 class Step:
     """One step of a training. ``names``: how names of this side are called on the other."""
 
@@ -100,9 +103,8 @@ class Step:
         split = any("TP" in wrapper or wrapper == "none" for wrapper in self.trace.wrappers)
         groups: dict[Hashable, tuple[int, ...]] = {}
         for rank in sorted(self.trace.ranks):
-            seen = tuple(batch[:2] for (owner, _), batch in self.batches.items() if owner == rank)
-            key = seen if split and seen else rank
-            groups[key] = (*groups.get(key, ()), rank)
+            seen = tuple(batch[:2] for (owner, _), batch in self.batches.items() if owner == rank and split)
+            groups[seen or rank] = (*groups.get(seen or rank, ()), rank)
         return list(groups.values())
 
     @cached_property
@@ -115,14 +117,13 @@ class Step:
         seen: Counter[Hashable] = Counter()
         called = list(dict.fromkeys(root for root, _, _ in self.batches.values()))
         found: dict[tuple[int, int], list[Sample]] = {}
-        for group in self.groups:
-            own = sorted(each for each in self.batches.items() if each[0][0] == group[0])
-            for (_, micro), (root, samples, _) in own:
+        for (rank, micro), (root, samples, _) in sorted(self.batches.items()):
+            if rank == self.group_of[rank][0]:
                 ids: list[Sample] = []
                 for sample in samples:
                     ids.append((called.index(root), sample, seen[root, sample]))
                     seen[root, sample] += 1
-                found.update({(rank, micro): ids for rank in group})
+                found |= {(each, micro): ids for each in self.group_of[rank]}
         return found
 
     @cached_property
@@ -139,11 +140,23 @@ class Step:
         """The dtype of each parameter, and whether it is trained."""
         return {self.names.get(name, name): each for name, each in self.trace.parameters.items()}
 
+    def trains(self, name: str) -> bool:
+        return self.parameters.get(name, ("", True))[1]
+
     @cached_property
     def coarsest(self) -> str:
         """The dtype of least precision in which an output was computed."""
         dtypes = {str(events[0][1]["dtype"]) for key, events in self.events.items() if key.kind == "fwd"}
         return max(dtypes, key=epsilon, default="float32")
+
+    @property
+    def shows_updates(self) -> bool:
+        """Whether a parameter without a value after the step has the one from before it."""
+        return not self.stopped and ("param" in self.kinds or not self.optimizers)
+
+    def has(self, key: Key) -> bool:
+        before = key._replace(kind="state")
+        return key in self.events or (key.kind == "param" and before in self.events and self.shows_updates)
 
     @cached_property
     def kinds(self) -> set[str]:
@@ -153,8 +166,9 @@ class Step:
     def rows(self, key: Key) -> Rows:
         """Return a tensor. Slices and addends are added up: within the group that saw a batch, or over all ranks."""
         blocks: dict[Owner, Array] = {}
+        events = self.events.get(key) or self.events[key._replace(kind="state")]  # not changed by the step
         per_batch, everyone = key.kind in PER_BATCH, tuple(self.trace.ranks)
-        for rank, event in self.events[key] if per_batch else dict(self.events[key]).items():  # the last of each rank
+        for rank, event in events if per_batch else dict(events).items():  # the last of each rank
             rows, ranks = event["rows"], tuple([rank])
             if event["p"] != "full":
                 ranks = self.group_of[rank] if per_batch else everyone
@@ -164,7 +178,7 @@ class Step:
             owner = ranks, event["m"] if per_batch else -1
             blocks[owner] = blocks[owner] + rows if owner in blocks and event["p"] != "full" else rows
         ids: list[Sample] = []
-        event = self.events[key][0][1]
+        event = events[0][1]
         for (ranks, micro), rows in blocks.items():
             samples = self.ids.get((ranks[0], micro), []) if per_batch else []
             one_each = key.kind in ACTIVATIONS and len(samples) == len(rows) and event["b"]
@@ -179,7 +193,7 @@ class Step:
     def addends(self, name: str, rank: int) -> tuple[list[Owner], Array]:
         """Return the local gradients whose sum reaches a rank: one of each group and micro-batch."""
         key = Key("lgrad", name)
-        rows = self.rows(key) if key in self.events else Rows([], [], np.zeros((0, 1)), np.zeros(0))
+        rows = self.rows(key) if key in self.events else NOTHING
         chosen: dict[Owner, int] = {}
         for place, (ranks, micro) in enumerate(rows.owners):
             group = self.group_of[ranks[0]], micro
@@ -201,19 +215,16 @@ class Step:
         """By which factor gradients changed before the optimizer: a row per rank. None where no one factor says it."""
         stacks: dict[Owner, list[tuple[Array, Array]]] = {}
         for key in self.events:
-            before = key._replace(kind="rgrad")
-            if key.kind != "ograd" or before not in self.events:
-                continue
-            left, right = dict(self.events[before]), dict(self.events[key])
-            ranks = [rank for rank in right if rank in left and left[rank]["p"] == right[rank]["p"]]
-            for rank in ranks:
-                part = left[rank]["rows"][0, :-1], right[rank]["rows"][0, :-1]
-                stacks.setdefault(((rank,), -1), []).append(part)
-            if not ranks:  # ZeRO: each rank has the whole before, and a slice of it after
-                part = self.rows(before).values[0], self.rows(key).values[0]
-                stacks.setdefault((tuple(self.trace.ranks), -1), []).append(part)
+            if key.kind == "ograd" and (before := key._replace(kind="rgrad")) in self.events:
+                left, right = ({rank: event for rank, event in self.events[each]} for each in (before, key))
+                same = [rank for rank in right if rank in left and left[rank]["p"] == right[rank]["p"]]
+                parts = [(tuple([rank]), left[rank]["rows"], right[rank]["rows"]) for rank in same]
+                # ZeRO: each rank has the whole before, and a slice of it after.
+                parts = parts or [(tuple(self.trace.ranks), self.rows(before).values, self.rows(key).values)]
+                for ranks, one, other in parts:
+                    stacks.setdefault((ranks, -1), []).append((one[0, :K], other[0, :K]))
         factors = [factor(*(np.concatenate(side) for side in zip(*stack))) for stack in stacks.values()]
-        if not factors or not all(rest < UNSCALED for _, rest in factors):
+        if not factors or any(rest > UNSCALED for _, rest in factors):
             return None
         values = np.array([[scale] for scale, _ in factors])
         return Rows([(0,)] * len(factors), list(stacks), values, np.abs(values[:, 0]))

@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import Owner, Rows, Step
+from repro_matrix.traces.alignment import Owner, Step
 from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location, Stage
 from repro_matrix.traces.names import renamed
-from repro_matrix.traces.pair import ROLES, STAGES, THE_STEP, Difference, Pair
+from repro_matrix.traces.pair import ROLES, STAGES, Difference, Pair
 from repro_matrix.traces.reader import Trace
 from repro_matrix.traces.relations import affected, describe
 from repro_matrix.traces.settings import different_setting
 
+OPTIMIZER = "the optimizer"  # the place of a step that was not made
 ALSO = 20  # other places that are listed
 ANOTHER_RUN = (0.02, 0.5)  # what rounding never does to a forward pass in the first step; in low precision
 ABSORBED = 0.01  # what is left of a difference in the output of a module that computes the same in another way
@@ -59,8 +60,7 @@ def grid(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> dict[st
         steps.append(pair.trusted.number)
         for each in pair.differences:
             module = each.key.name if each.key.kind in ("in", "fwd", "bwd") else each.key.name.rpartition(".")[0]
-            known = each.stage not in ("loss weight", "clipping") and each.key != THE_STEP
-            if known and not (each.missing and each.stage == "backward"):
+            if each.stage not in ("loss weight", "clipping") and not each.missing:
                 row = cells.setdefault(module, {})
                 row[steps[-1]] = max(row.get(steps[-1], 0.0), min(each.size / each.tolerance, 1e9))
     order = list(trusted.modules)
@@ -70,48 +70,33 @@ def grid(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> dict[st
 
 def _steps(trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> Iterator[tuple[Pair, list[Pair]]]:
     """Yield each step that both sides have, and the same step of the trusted side and its runs with noise."""
-    names: dict[str, str] | None = None
-    before: dict[int, dict[str, Rows]] = {}
+    names: dict[str, str] = {}
     shown: frozenset[str] = frozenset()
-    for number in trusted.steps:
-        if number not in suspect.steps:
-            continue
+    for number in sorted({*trusted.steps} & {*suspect.steps}):
         main, other = Step(trusted, number), Step(suspect, number, names)
-        if names is None:
-            names = renamed(main, other)
-            other = Step(suspect, number, names) if names else other
-        sides = {0: main, 1: other}
-        sides |= {2 + place: Step(run, number) for place, run in enumerate(noise) if number in run.steps}
-        before = before or {side: _parameters(step, "state") for side, step in sides.items()}
-        pairs = {
-            side: Pair(main, step, (before[0], before.get(side, {})), shown) for side, step in sides.items() if side
-        }
-        pair = pairs.pop(1)
-        pair.judge(list(pairs.values()))
-        yield pair, list(pairs.values())
+        if not names and (names := renamed(main, other)):
+            other = Step(suspect, number, names)
+        pair = Pair(main, other, shown)
+        runs = [Pair(main, Step(run, number), shown) for run in noise if number in run.steps]
+        pair.judge(runs)
+        yield pair, runs
         shown |= other.kinds
-        before = {side: _parameters(step, "param") for side, step in sides.items()}
-
-
-def _parameters(step: Step, kind: str) -> dict[str, Rows]:
-    return {key.name: step.rows(key) for key in step.events if key.kind == kind}
 
 
 def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
     """Two runs of the trusted side that are not one training with other rounding give no tolerance."""
-    reason = ""
     for pair in runs:
+        reason = ""
         if set(pair.trusted.samples) != set(pair.other.samples):
-            reason = "other data on each run: two runs of the trusted side saw other samples"
-        for stage in ("initial weights", "forward") if not reason else ():
+            reason = "data on each run: two runs of the trusted side saw other samples"
+        for stage in ("initial weights", "forward"):
             sizes = [each for each in pair.differences if each.stage == stage]
-            unlike = [each for each in sizes if each.size > ANOTHER_RUN[pair.low]]
-            if len(unlike) > len(sizes) / 10 and np.isfinite(unlike[0].size):
-                reason = f"other random draws on each run: two runs of the trusted side differ by {unlike[0].size:.2g}"
-                reason += f" in the {stage} of {unlike[0].key.name or 'the model'}"
-                break
+            unlike = [each for each in sizes if ANOTHER_RUN[pair.low] < each.size < np.inf]
+            if len(unlike) > len(sizes) / 10 and not reason:
+                reason = f"random draws on each run: two runs of the trusted side differ by {unlike[0].size:.2g}"
+                reason += f" in the {stage} of {unlike[0].name}"
         if reason:
-            step, reason = pair.trusted.number, f"{reason}. Set all seeds."
+            reason, step = f"other {reason}. Set all seeds.", pair.trusted.number
             return Location("inconclusive", stage="random draws", step=step, reason=reason)
     return None
 
@@ -119,31 +104,27 @@ def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
 def _data(pair: Pair, total: Total) -> Location | None:
     """Compare which samples each side saw, and their labels."""
     trusted, suspect, labels = pair.trusted.samples, pair.other.samples, (pair.trusted.labels, pair.other.labels)
-    missing, extra = (
-        [each for each in trusted if each not in suspect],
-        [each for each in suspect if each not in trusted],
-    )
+    missing = [each for each in trusted if each not in suspect]
+    extra = [each for each in suspect if each not in trusted]
     relabelled = [s for s in suspect if s in trusted and labels[0][s] and labels[1][s] and labels[0][s] != labels[1][s]]
     if not extra and not relabelled and (not missing or pair.other.stopped or pair.trusted.stopped):
         return None
-    found = Location("differs", stage="data", step=pair.trusted.number)
+    ranks, micro = affected(pair.other, [suspect[each] for each in extra or relabelled])
+    found = Location("differs", stage="data", step=pair.trusted.number, ranks=ranks, micro=micro)
     trace, number = pair.trusted.trace, pair.trusted.number + 1
     following = {sample[:2] for sample in Step(trace, number).samples} if number in trace.steps else set()
-    if following and not missing and following <= {sample[:2] for sample in extra}:
+    if extra and not missing and {sample[:2] for sample in extra} <= following:
         relation = "no step; the next samples of the trusted side are in the same step"
-        return replace(found, stage="update", place=THE_STEP.name, role="step", relation=relation)
+        return replace(found, stage="update", micro=(), place=OPTIMIZER, role="step", relation=relation)
     seen = sum(sample[:2] in total.samples for sample in extra)
     parts = [f"{len(extra)} of {counted(len(suspect), 'sample')} are not in the trusted side's step"] if extra else []
     parts += [f"{seen} of them are from an earlier step"] if seen else []
     parts += [f"{len(missing)} of the trusted side's {len(trusted)} are missing"] if missing else []
     parts += [f"{len(relabelled)} of {counted(len(suspect), 'sample')} have other labels"] if relabelled else []
-    ranks, micro = affected(pair.other, [suspect[each] for each in extra or relabelled])
     ratios = [each.size / each.tolerance for each in pair.differences if each.stage in ON_SHARED]
     agrees = Location("agrees", coverage=Coverage(aligned=len(ratios)), largest=max(ratios, default=0.0))
-    return replace(
-        found, ranks=ranks, micro=micro, role="samples" if extra or missing else "labels", relation=", ".join(parts),
-        beyond=_first(pair, ON_SHARED) or agrees,
-    )  # fmt: skip
+    role, beyond = "samples" if extra or missing else "labels", _first(pair, ON_SHARED) or agrees
+    return replace(found, role=role, relation=", ".join(parts), beyond=beyond)
 
 
 def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
@@ -153,49 +134,51 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     before = pair.differences[: pair.differences.index(first)] if first else pair.differences
     right = [each for each in before if not each.wrong]
     found = Location("differs", step=pair.trusted.number, agreed=len(right))
-    if first is None or first.stage == "update" or first.key.kind == "buffer end":
+    if first is None or first.stage == "update" or first.key.kind == "buffer after":
         setting = different_setting(pair.trusted, pair.other)
         if setting:
-            place, relation, ranks = setting
-            return replace(
-                found, stage="optimizer setting", place=place, role="setting", relation=relation, ranks=ranks
-            )
+            place, text, ranks = setting
+            return replace(found, stage="optimizer setting", place=place, role="setting", relation=text, ranks=ranks)
     if first is None:
         return None
     same = [each for each in wrong if each.stage == first.stage]
     relation, sources = describe(pair, same)
-    if first.key == THE_STEP:
-        ended = _ended_in(pair)
-        return replace(found, stage="stopped" if ended else "update", place=THE_STEP.name, role="step",
-                       relation=ended or relation, last_agreeing=right[-1].place if right else "")  # fmt: skip
     ranks, micro = affected(pair.other, sources)
-    stage = first.stage
-    if stage == "forward" and _draws_differ(pair, sources):
-        stage, relation = "random draws", relation or "both sides draw random numbers here, and not the same ones"
-    last = [each for each in right if each.stage == first.stage] or right
+    last, role = [each for each in right if each.stage == first.stage] or right, ROLES.get(first.key.kind, "gradient")
+    found = replace(found, stage=first.stage, ranks=ranks, micro=micro, place=first.name, role=role, relation=relation,
+                    last_agreeing=last[-1].place if last else "")  # fmt: skip
+    if first.stage == "update" and pair.no_step:
+        ended = _ended_in(pair)
+        stage: Stage = "stopped" if ended else "update"
+        return replace(found, stage=stage, place=OPTIMIZER, role="step", relation=ended or relation)
+    if first.stage == "initial weights" and "param" in pair.shown:
+        found = replace(found, stage="update")
+    if first.stage == "forward" and _draws_differ(pair, sources):
+        relation = relation or "both sides draw random numbers here, and not the same ones"
+        found = replace(found, stage="random draws", relation=relation)
     return replace(
-        found, stage=stage, ranks=ranks, micro=micro, place=first.name, role=ROLES.get(first.key.kind, "gradient"),
-        size=first.size if np.isfinite(first.size) else None, tolerance=first.tolerance, rounding=first.rounding,
-        relation=relation, last_agreeing=last[-1].place if last else "",
+        found, size=first.size if np.isfinite(first.size) else None, tolerance=first.tolerance, rounding=first.rounding,
         also=tuple(dict.fromkeys(each.place for each in same[1:]))[:ALSO],
     )  # fmt: skip
 
 
 def _wrong(pair: Pair) -> list[Difference]:
     """Return what is wrong, in causal order."""
-    shares: dict[str, float] = {}
+    shares: dict[str, float] = {}  # of each stage that is right
     for stage in STAGES:
         wrong = [each.wrong for each in pair.differences if each.stage == stage]
         shares |= {stage: 1 - sum(wrong) / len(wrong)} if wrong else {}
     received = shares.get("gradient before the optimizer", 0.0)
-    harmless: set[Stage] = {"loss weight"} if shares.get("reduction", received) > 0.5 else set()
-    harmless |= {"local gradient"} if shares.get("reduction") == 1 else set()
-    harmless |= {"clipping"} if received == 1 else set()
+    harmless = {
+        "loss weight": shares.get("reduction", received) > 0.5,
+        "local gradient": shares.get("reduction") == 1,
+        "clipping": received == 1,
+    }
     inner = _absorbed(pair)
     return [
         each for each in pair.differences
-        if each.wrong and each.stage not in harmless and not any(each is other for other in inner)
-        and (not each.missing or each.certain or _confirmed(pair, each))
+        if each.wrong and not harmless.get(each.stage) and not any(each is other for other in inner)
+        and (not each.missing or _confirmed(pair, each))
     ]  # fmt: skip
 
 
@@ -241,24 +224,23 @@ def _ended_in(pair: Pair) -> str:
     step = pair.other if pair.no_step == "suspect" else pair.trusted
     if step.optimizers or step.number != step.trace.steps[-1]:
         return ""
-    reasons = sorted({rank.end for rank in step.trace.ranks.values()})
-    return f"the {pair.no_step} ended ({', '.join(reasons)}) before its optimizer's step; the other goes on"
+    reasons = ", ".join(sorted({rank.end for rank in step.trace.ranks.values()}))
+    return f"the {pair.no_step} ended ({reasons}) before its optimizer's step; the other goes on"
 
 
 def _stopped(trusted: Trace, suspect: Trace) -> Location | None:
     """Say that a side ended early; whether it ended by itself or its trace was cut."""
     for name, trace, other in (("suspect", suspect, trusted), ("trusted side", trusted, suspect)):
         lacking = [step for step in other.complete_steps if step not in trace.complete_steps]
-        if not lacking:
-            continue
-        ranks = trace.stopped_in(lacking[0])
+        ranks = tuple(trace.stopped_in(lacking[0])) if lacking else ()
         ends = {rank: trace.ranks[rank].end if rank in trace.ranks else "" for rank in ranks}
-        cut = [rank for rank, end in ends.items() if not end]
+        cut = tuple(rank for rank in ranks if not ends[rank])
         if cut:
             reason = f"the trace of the {name} has no last line on {list_ranks(cut)} and ends in step {lacking[0]}"
             reason += " (killed, or the disk was full); everything until there agrees"
-            return Location("inconclusive", stage="stopped", step=lacking[0], ranks=tuple(cut), reason=reason)
-        relation = f"the {name} ended ({', '.join(sorted(set(ends.values())))}), the other goes on"
-        affected_ranks = tuple(ranks) if len(ranks) < trace.world else ()
-        return Location("differs", stage="stopped", step=lacking[0], ranks=affected_ranks, relation=relation)
+            return Location("inconclusive", stage="stopped", step=lacking[0], ranks=cut, reason=reason)
+        if ranks:
+            relation = f"the {name} ended ({', '.join(sorted(set(ends.values())))}), the other goes on"
+            ranks = ranks if len(ranks) < trace.world else ()
+            return Location("differs", stage="stopped", step=lacking[0], ranks=ranks, relation=relation)
     return None

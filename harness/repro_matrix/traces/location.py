@@ -12,8 +12,7 @@ Stage = Literal[
     "", "data", "random draws", "initial weights", "buffer", "forward", "loss weight", "backward", "local gradient",
     "reduction", "clipping", "gradient before the optimizer", "optimizer setting", "update", "stopped",
 ]  # fmt: skip
-# What differs, in a sentence. Forward: the output or the input of a module.
-_WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient", "update": "value after the update"}
+_WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient"}  # differs, in a sentence
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Location:
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []
         where += [f"micro-batch {', '.join(map(str, self.micro))}"] if self.micro else []
-        what = self.role if self.stage == "forward" else _WHAT.get(self.stage, self.stage)
+        what = self.role if self.stage in ("forward", "update") else _WHAT.get(self.stage, self.stage)
         text = f"{', '.join([*where, *([self.place] if self.place else [])])}: {what}"
         if self.size is not None:
             text += f", off by {short(self.size)} (rounding explains {short(self.rounding or 0)})"

@@ -15,27 +15,22 @@ def renamed(trusted: Step, suspect: Step) -> dict[str, str]:
     names: dict[str, str] = {}
     listed, known = _parameters(trusted), _parameters(suspect)
     free = {name: content for name, content in listed.items() if name not in known}
-    for name, content in known.items():
-        same = [each for each in free if free[each] == content] if name not in listed else []
-        if not same:
-            continue
-        match = next((each for each in same if _leaf(each) == _leaf(name)), same[0])
-        del free[match]
-        names[name] = match
-        module, counterpart = _parent(name), _parent(match)
-        while module not in ours and counterpart not in theirs and module in theirs and counterpart in ours:
-            names.setdefault(module, counterpart)
-            module, counterpart = _parent(module), _parent(counterpart)
+    for name in (each for each in known if each not in listed):
+        same = sorted((each for each in free if free[each] == known[name]), key=lambda each: _leaf(each) != _leaf(name))
+        if same:
+            names[name], module, counterpart = same[0], _parent(name), _parent(same[0])
+            del free[same[0]]
+            while module not in ours and counterpart not in theirs and module in theirs and counterpart in ours:
+                names.setdefault(module, counterpart)
+                module, counterpart = _parent(module), _parent(counterpart)
     for module, kind in theirs.items():  # without parameters: by the module that they are in
         parent = names.get(_parent(module), _parent(module))
         if module in ours or module in names or parent not in ours:
             continue
         taken = {*theirs, *names.values()}
         beside = [each for each in ours if _parent(each) == parent and each not in taken]
-        same = [each for each in beside if _leaf(each) == _leaf(module)]
-        same += [each for each in beside if ours[each] == kind]
-        if same:
-            names[module] = same[0]
+        same = [each for each in beside if _leaf(each) == _leaf(module)] or [b for b in beside if ours[b] == kind]
+        names |= {module: same[0]} if same else {}
     return names
 
 

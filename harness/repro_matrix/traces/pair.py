@@ -8,29 +8,38 @@ from functools import cached_property
 
 import numpy as np
 
-from repro_matrix.traces.alignment import ACTIVATIONS, Array, Key, Owner, Rows, Step, differences, factor, paired
+from repro_matrix.traces.alignment import (
+    ACTIVATIONS,
+    NOTHING,
+    Array,
+    Key,
+    Owner,
+    Rows,
+    Step,
+    differences,
+    factor,
+    paired,
+)
 from repro_matrix.traces.location import Stage
 from repro_matrix.traces.tolerance import LOW, Tolerance
 
 # The events of each stage, in causal order; the stages without events of their own are in between.
 STAGES: dict[Stage, tuple[str, ...]] = {
-    "initial weights": ("state",), "buffer": ("buffer initial", "buffer end"), "forward": ("in", "fwd"),
+    "initial weights": ("state",), "buffer": ("buffer before", "buffer after"), "forward": ("in", "fwd"),
     "loss weight": (), "backward": ("bwd",), "local gradient": ("lgrad",), "reduction": ("rgrad",),
     "clipping": ("clip",), "gradient before the optimizer": ("ograd",), "optimizer setting": (), "update": ("param",),
 }  # fmt: skip
 STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
-ORDER = [*(kind for kind in STAGE_OF if kind not in ("in", "buffer end")), "buffer end"]
-ROLES = {"in": "input", "fwd": "output", "bwd": "gradient", "state": "value", "param": "value",
-         "buffer initial": "value", "buffer end": "value"}  # fmt: skip
+ORDER = [*(kind for kind in STAGE_OF if kind not in ("in", "buffer after")), "buffer after"]
+ROLES = {"in": "input", "fwd": "output", "bwd": "gradient", "state": "value before the step",
+         "param": "value after the step", "buffer before": "value", "buffer after": "value"}  # fmt: skip
 ALIKE = 1e-5  # rounding, for tensors that few operations made
-GRADIENTS = ("lgrad", "rgrad", "ograd")  # of parameters
-OPTIMIZER = ("clip", "ograd", "param")  # what an optimizer's step shows
-THE_STEP = Key("param", "the optimizer")
+COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad")  # a gradient that is not there
 
 
 @dataclass
 class Difference:
-    """By how much one tensor differs: a relative size per row. ``missing``: it is not there at all."""
+    """By how much one tensor differs: a relative size per row. ``missing``: the other side does not have it."""
 
     stage: Stage
     key: Key
@@ -41,7 +50,6 @@ class Difference:
     dtype: str = "float32"
     floor: float = 1.0  # times the least tolerance
     missing: bool = False
-    certain: bool = False  # missing, and nothing else needs to show it
     rounding: float = 0.0
     tolerance: float = 0.0
 
@@ -65,12 +73,11 @@ class Difference:
 
 @dataclass
 class Pair:
-    """A step of the trusted side and the same step of another. ``before``: their parameters before the step; ``shown``:
-    the kinds of events that the other side showed in earlier steps."""
+    """A step of the trusted side and the same step of another. ``shown``: the kinds of the other side's events in
+    earlier steps."""
 
     trusted: Step
     other: Step
-    before: tuple[dict[str, Rows], dict[str, Rows]]
     shown: frozenset[str] = frozenset()
     differences: list[Difference] = field(default_factory=list)
     not_aligned: list[Key] = field(default_factory=list)
@@ -81,26 +88,16 @@ class Pair:
         keys: dict[str, list[Key]] = {}
         for key in self.trusted.events:  # a module's input comes before its output, and after the outputs before it
             keys.setdefault("fwd" if key.kind == "in" else key.kind, []).append(key)
+        if self.trusted.shows_updates and self.other.shows_updates:
+            keys["param"] = [key._replace(kind="param") for key in keys.get("state", ())]
         self._weigh(keys.get("bwd", ()))
         for kind in ORDER:
-            if self.no_step and kind in OPTIMIZER:
-                continue
             if kind == "bwd":
                 self._compare_weights()
             if kind == "ograd":
                 self._compare_factors()
-            for key in keys.get("param", ()) if kind == "rgrad" else ():
-                if self._is_left_out(key.name):  # what follows from that comes later
-                    self._add_missing("update", key, [], certain=True)
             for key in keys.get(kind, ()):
-                if kind in ("rgrad", "ograd", "param") and self._is_left_out(key.name):
-                    continue
-                if key in self.other.events and not (kind == "lgrad" and self._is_frozen(key.name)):
-                    self._compare(STAGE_OF[kind], key)
-                else:
-                    self._miss(STAGE_OF[kind], key)
-        if self.no_step:
-            self._add_missing("update", THE_STEP, [], certain=True)
+                self._compare(STAGE_OF[kind], key)
 
     @cached_property
     def expected_weight(self) -> float:
@@ -117,16 +114,9 @@ class Pair:
     @cached_property
     def no_step(self) -> str:
         """Which side's optimizer made no step: "suspect" or "trusted side", if the other's did."""
-        for name, step, other, before in (
-            ("suspect", self.other, self.trusted, self.before[1]),
-            ("trusted side", self.trusted, self.other, self.before[0]),
-        ):
-            values = [(step.rows(key).values, before[key.name].values) for key in step.events
-                      if key.kind == "param" and key.name in before]  # fmt: skip
-            unchanged = bool(values) and all(np.array_equal(new, old) for new, old in values)
-            if "ograd" in other.kinds - step.kinds and not step.stopped and unchanged:
-                return name
-        return ""
+        updates = [each for each in self.differences if each.stage == "update"]
+        sides = {"suspect": [each.suspect for each in updates], "trusted side": [each.trusted for each in updates]}
+        return next((name for name, changes in sides.items() if changes and not any(map(np.any, changes))), "")
 
     @property
     def low(self) -> bool:
@@ -141,7 +131,7 @@ class Pair:
             each.rounding, each.tolerance = tolerance.of(each.stage, each.key, each.dtype, each.floor)
 
     def add(self, stage: Stage, key: Key, trusted: Rows, suspect: Array, owners: Sequence[Owner],
-            floor: float = 1.0) -> None:  # fmt: skip
+            floor: float = 1.0, missing: bool = False) -> None:  # fmt: skip
         """Record by how much rows differ, relative to the trusted side's norms."""
         keep = np.isfinite(trusted.values).all(axis=1) | np.isfinite(suspect).all(axis=1)
         if not keep.all():
@@ -151,9 +141,8 @@ class Pair:
             kept = [owner for owner, each in zip(owners, keep) if each]
             usual = self.trusted.coarsest if stage == "clipping" else "float32"
             dtype = trusted.dtype or self.trusted.parameters.get(key.name, (usual,))[0]
-            self.differences.append(
-                Difference(stage, key, sizes, kept, trusted.values[keep], suspect[keep], dtype, floor)
-            )
+            rows = trusted.values[keep], suspect[keep]
+            self.differences.append(Difference(stage, key, sizes, kept, *rows, dtype, floor, missing))
 
     def _match(self, key: Key) -> tuple[Rows, Rows] | None:
         """Return the rows of both sides that belong together; None where nothing does."""
@@ -172,23 +161,26 @@ class Pair:
         return (trusted.select(pair[0] for pair in pairs), other.select(pair[1] for pair in pairs)) if pairs else None
 
     def _compare(self, stage: Stage, key: Key) -> None:
-        found = self._match(key)
-        if found is None:
+        shown = self.other.has(key) and not (key.kind == "lgrad" and not self.other.trains(key.name))
+        rows, other = (self._match(key) if shown else None) or (NOTHING, NOTHING)
+        lacking, owners = self._lacking(key, other, shown) if key.kind in COUNTS_AS_ZERO else (NOTHING, [])
+        if owners:
+            self.add(stage, key, lacking, np.zeros_like(lacking.values), owners, missing=True)
+        elif not shown:
+            self.not_aligned.append(key)
+        if not rows.ids:
             return
-        rows, other = found
         values, floor = other.values, 1.0
         if stage == "backward":
             weights = [self._weight(sample, owner[0][0]) for sample, owner in zip(other.ids, other.owners)]
             values = values / np.array(weights)[:, None]
-            self._compare_arrival(key, set(rows.ids))
         if stage == "local gradient":
             values = values / (self.common_weight * self.expected_weight)
-        if stage == "update" and all(key.name in side for side in self.before):
-            old, new = (side[key.name] for side in self.before)
-            pairs = paired(old, rows), paired(new, other)
-            if len(pairs[0]) == len(rows.ids) and len(pairs[1]) == len(other.ids):
-                values = values - new.values[[pair[0] for pair in pairs[1]]]
-                changes = rows.values - old.values[[pair[0] for pair in pairs[0]]]
+        before = key._replace(kind="state")
+        if key.kind == "param" and before in self.trusted.events and before in self.other.events:
+            old, new = self._match(before) or (NOTHING, NOTHING)
+            if len(old.ids) == len(rows.ids):
+                values, changes = values - new.values, rows.values - old.values
                 if not changes.any() and not values.any():
                     return  # no update
                 norms = np.linalg.norm(changes, axis=1) / np.sqrt(changes.shape[1])
@@ -197,44 +189,19 @@ class Pair:
                 rows = Rows(rows.ids, rows.owners, changes, norms, rows.shape, rows.dtype)
         self.add(stage, key, rows, values, other.owners, floor)
 
-    def _is_frozen(self, name: str) -> bool:
-        return not self.other.parameters.get(name, ("", True))[1]
-
-    def _is_left_out(self, name: str) -> bool:
-        """Return whether the other side's optimizer does not get the gradient of this parameter, but others'."""
-        received = Key("ograd", name)
-        missing = received in self.trusted.events and received not in self.other.events
-        return missing and "ograd" in self.other.kinds and Key("rgrad", name) in self.other.events
-
-    def _miss(self, stage: Stage, key: Key) -> None:
-        """Note a tensor that the other side does not have; where it should have it, as a difference."""
-        shown = key.kind in self.other.kinds | self.shown
-        if key.kind in GRADIENTS and self._is_frozen(key.name):
-            self._add_missing(stage, key, [], certain=True)
-        elif key.kind == "bwd" and key._replace(kind="fwd") in self.other.events and shown:
-            self._compare_arrival(key, set())
-        elif key.kind in GRADIENTS and shown:
-            self._add_missing(stage, key, [])
-        else:
-            self.not_aligned.append(key)
-
-    def _compare_arrival(self, key: Key, arrived: set[Hashable]) -> None:
-        """Note the samples for which no gradient arrives at an output of the other side."""
-        forward = key._replace(kind="fwd")
-        if forward not in self.other.events or not self.other.batches:
-            return
-        rows, theirs = self.trusted.rows(key), self.other.rows(forward)
-        wanted = {sample for sample, norm in zip(rows.ids, rows.norms) if norm > 0} - arrived
-        owners = [owner for sample, owner in zip(theirs.ids, theirs.owners) if sample in wanted]
-        if owners:
-            self._add_missing("backward", key, owners)
-
-    def _add_missing(self, stage: Stage, key: Key, owners: Sequence[Owner], certain: bool = False) -> None:
-        if self.other.stopped or (stage != "backward" and key.name not in {*self.other.parameters, THE_STEP.name}):
-            self.not_aligned.append(key)
-        else:
-            none, size = np.zeros((0, 1)), np.array([np.inf])
-            self.differences.append(Difference(stage, key, size, owners, none, none, missing=True, certain=certain))
+    def _lacking(self, key: Key, arrived: Rows, shown: bool) -> tuple[Rows, list[Owner]]:
+        """Return the rows of a gradient that the other side should have and does not, and where."""
+        rows, owners = self.trusted.rows(key), dict[Hashable, Owner]()
+        if self.other.stopped or key.kind not in self.other.kinds | self.shown:
+            return NOTHING, []
+        if key.kind == "bwd" and (forward := key._replace(kind="fwd")) in self.other.events:
+            outputs = self.other.rows(forward)
+            owners = dict(zip(outputs.ids, outputs.owners))
+        elif key.name in self.other.parameters and not shown:
+            owners = dict.fromkeys(rows.ids, (tuple(self.other.trace.ranks), -1))
+        lacking = [row for row, (id_, norm) in enumerate(zip(rows.ids, rows.norms))
+                   if norm > 0 and id_ in owners and id_ not in arrived.ids]  # fmt: skip
+        return rows.select(lacking), [owners[rows.ids[row]] for row in lacking]
 
     def _weigh(self, keys: Iterable[Key]) -> None:
         """Find how the loss of each sample is weighed: the scale of its gradient where the backward pass begins."""
@@ -242,21 +209,16 @@ class Pair:
         for key in keys:
             if len(self.weights) >= sum(map(len, self.other.ids.values())):
                 break
-            found = self._match(key) if key in self.other.events else None
-            if found is None:
-                continue
-            trusted, other = found
+            trusted, other = (self._match(key) if key in self.other.events else None) or (NOTHING, NOTHING)
             for row, (sample, (ranks, micro)) in enumerate(zip(other.ids, other.owners)):
-                known = all((sample, rank) in self.weights for rank in ranks)
+                scale, rest = factor(trusted.values[row], other.values[row])
                 whole = sample in self.other.samples and trusted.values.shape[1] > 1
-                if whole and not known and trusted.norms[row] > 0:
-                    scale, rest = factor(trusted.values[row], other.values[row])
-                    if np.isfinite(scale):
-                        # A zero gradient is left out altogether; one of another direction is another, not a scaled one.
-                        rest = rest if scale else 0.0
-                        scale = scale if rest < 0.1 else self.expected_weight
-                        for rank in ranks:
-                            self.weights.setdefault((sample, rank), (scale, rest, ((rank,), micro)))
+                if whole and trusted.norms[row] > 0 and np.isfinite(scale):
+                    # A zero gradient is left out altogether; one of another direction is another, not a scaled one.
+                    rest = rest if scale else 0.0
+                    scale = scale if rest < 0.1 else self.expected_weight
+                    for rank in ranks:
+                        self.weights.setdefault((sample, rank), (scale, rest, ((rank,), micro)))
         self.shapes_differ.clear()  # they are counted where tensors are compared
 
     def _weight(self, sample: Hashable, rank: int) -> float:

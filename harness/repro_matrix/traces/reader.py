@@ -1,8 +1,7 @@
 """Read the traces that the ranks of one training wrote. Pure but for reading files.
 
 A trace is a file of JSON lines per rank. Reading never fails: a line that is cut or is no event is left out and
-counted, and a rank without a file, or whose trace has no last line, counts as stopped. The events of a step are parsed
-when they are asked for: memory holds one step at a time.
+counted, and a rank without a file, or whose trace has no last line, counts as stopped.
 """
 
 from __future__ import annotations
@@ -24,37 +23,63 @@ K = 8  # inner products of a sketch; the sum of squares follows them
 Event = dict[str, Any]
 
 _FILE = re.compile(r"trace-(\d+)(?:\.(.+))?\.jsonl")
-_KIND, _STEP = re.compile(rb'"k": ?"(\w+)"'), re.compile(rb'"s": ?(\d{1,9})\b')
-_TENSOR = {"n": str, "v": str, "p": str, "shape": list}
-_ROWS = {**_TENSOR, "m": int, "i": int, "t": int, "b": int, "dtype": str}
+_TENSOR = ("s", "n", "v", "p", "shape")
+_ROWS = (*_TENSOR, "m", "i", "t", "b", "dtype")
 # What an event of each kind must have; events of other kinds are left out.
-_FIELDS: dict[str, dict[str, Any]] = {
-    "start": {"rank": int, "world": int},
-    "model": {"root": int, "names": list, "parameters": list, "strategy": dict},
-    "note": {"text": str}, "end": {"reason": str}, "step": {"s": int},
-    "batch": {"m": int, "samples": list, "root": int}, "random": {"s": int, "m": int},
-    "in": _ROWS, "fwd": _ROWS, "bwd": _ROWS,
-    "state": _TENSOR, "buffer": {**_TENSOR, "w": str}, "param": _TENSOR, "ograd": _TENSOR, "rgrad": _TENSOR,
-    "lgrad": {**_TENSOR, "m": int}, "slice": _TENSOR, "clip": {"norm": (int, float)},
-    "opt": {"class": str, "groups": list},
+_FIELDS = {
+    "start": ("rank", "world"), "model": ("root", "names", "parameters", "strategy"), "note": ("text",),
+    "end": ("reason",), "step": ("s",), "batch": ("s", "m", "samples", "root"), "random": ("s", "m"),
+    "in": _ROWS, "fwd": _ROWS, "bwd": _ROWS, "buffer": (*_TENSOR, "w"), "opt": ("s", "groups"),
+    "clip": ("s", "norm"), "lgrad": (*_TENSOR, "m"),
+    **dict.fromkeys(("state", "param", "ograd", "rgrad"), _TENSOR),
 }  # fmt: skip
-_WHOLE = (b"start", b"model", b"note", b"end", b"step", b"random")  # read in the first pass
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("s", "m", "i", "t", "b", "c", "rank", "world", "root"), int), "norm": (int, float),
+    **dict.fromkeys(("n", "p", "w", "dtype", "text", "reason"), str), "strategy": dict, "v": (str, int),
+    **dict.fromkeys(("shape", "names", "parameters", "samples", "labels", "groups"), list),
+}  # fmt: skip
+_ITEMS = {"names": list, "parameters": list, "groups": dict}
 
 
 @dataclass
 class RankTrace:
-    """What one rank wrote, without the events of its steps."""
+    """What one rank wrote."""
 
-    path: Path
+    name: str
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unseen: str = ""  # which parameters are trained and not traced
     random: dict[tuple[int, int], Any] = field(default_factory=dict)  # state of random numbers by step and micro-batch
-    steps: set[int] = field(default_factory=set)  # of which anything was recorded
+    events: dict[int, list[Event]] = field(default_factory=dict)  # by step; ``rows`` is the decoded sketch
     complete: set[int] = field(default_factory=set)
     end: str = ""  # the reason; empty where the trace was cut
-    unreadable: dict[int, int] = field(default_factory=dict)  # lines, by step
+
+    def read(self, path: Path) -> None:
+        """Read the file's events; raises OSError."""
+        unreadable = 0
+        with path.open("rb") as file:
+            for event in map(_parse, file):
+                if event is None:
+                    unreadable += 1
+                    continue
+                kind = event["k"]
+                if kind == "start":
+                    self.start = event
+                elif kind == "model":
+                    self.models.append(event)
+                elif kind == "note":
+                    self.notes.append(event["text"])
+                    self.unseen = self.unseen or event["text"] * bool(event.get("unseen"))
+                elif kind == "random":
+                    self.random[event["s"], event["m"]] = event.get("v")
+                elif kind == "end":
+                    self.end = event["reason"] or "unknown"
+                else:
+                    self.events.setdefault(event["s"], []).append(event)
+                    self.complete |= {event["s"]} if kind == "step" else set()
+        if unreadable:
+            self.notes.append(f"{counted(unreadable, 'line')} of {self.name} could not be read")
 
 
 @dataclass(frozen=True)
@@ -71,7 +96,7 @@ class Trace:
     @property
     def steps(self) -> list[int]:
         """Steps of which anything was recorded."""
-        return sorted({step for each in self.ranks.values() for step in each.steps})
+        return sorted({step for each in self.ranks.values() for step in each.events})
 
     @property
     def complete_steps(self) -> list[int]:
@@ -109,21 +134,16 @@ class Trace:
     @property
     def notes(self) -> list[str]:
         """What the tracer could not see, and what could not be read."""
-        unreadable = sum(sum(each.unreadable.values()) for each in self.ranks.values())
-        lines = [f"{unreadable} lines of {self.folder.name} could not be read"] if unreadable else []
-        return list(dict.fromkeys([note for each in self.ranks.values() for note in each.notes] + lines))
+        return list(dict.fromkeys(note for each in self.ranks.values() for note in each.notes))
 
     def stopped_in(self, step: int) -> list[int]:
         """Return the ranks that did not complete a step."""
         return [rank for rank in range(self.world) if rank not in self.ranks or step not in self.ranks[rank].complete]
 
     def events(self, step: int) -> Iterator[tuple[int, Event]]:
-        """Yield rank and event, in the order in which each rank wrote them; ``rows`` is the decoded sketch."""
+        """Yield rank and event, in the order in which each rank wrote them."""
         for rank, each in sorted(self.ranks.items()):
-            own = (line for line, kind, number in _lines(each.path) if number == step and kind not in _WHOLE)
-            parsed = [_parse(line) for line in own]
-            each.unreadable[step] = parsed.count(None)
-            yield from ((rank, event) for event in parsed if event is not None)
+            yield from ((rank, event) for event in each.events.get(step, ()))
 
 
 def read(folder: Path, side: str = "") -> Trace:
@@ -132,66 +152,32 @@ def read(folder: Path, side: str = "") -> Trace:
     for path in sorted(trace.folder.iterdir()) if trace.folder.is_dir() else ():
         match = _FILE.fullmatch(path.name)
         if match and (match[2] or "") == side:
-            rank = _rank(path)
+            rank = RankTrace(path.name)
+            try:
+                rank.read(path)
+            except OSError as error:
+                rank.notes.append(f"{path.name} could not be read: {error.strerror}")
             if 0 <= rank.start.get("rank", -1) < rank.start["world"] <= MOST_RANKS:
                 trace.ranks[rank.start["rank"]] = rank
     return trace
-
-
-def _rank(path: Path) -> RankTrace:
-    """Read what belongs to no step, and which steps there are."""
-    trace = RankTrace(path)
-    try:
-        for line, kind, step in _lines(path):
-            event: Event | None = _parse(line) if kind in _WHOLE or not kind else {}
-            if event is None:
-                trace.unreadable[-1] = trace.unreadable.get(-1, 0) + 1
-                continue
-            if kind == b"start":
-                trace.start = event
-            elif kind == b"model":
-                trace.models.append(event)
-            elif kind == b"note":
-                trace.notes.append(event["text"])
-                trace.unseen = trace.unseen or event["text"] * bool(event.get("unseen"))
-            elif kind == b"random":
-                trace.random[event["s"], event["m"]] = event.get("v")
-            elif kind == b"end":
-                trace.end = event["reason"] or "unknown"
-            elif step is not None:
-                trace.steps.add(step)
-                trace.complete |= {step} if kind == b"step" else set()
-    except OSError as error:
-        trace.notes.append(f"{path.name} could not be read: {error.strerror}")
-    return trace
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, bytes, int | None]]:
-    """Yield the lines of a file, with kind and step as far as they can be seen in them."""
-    with path.open("rb") as file:
-        for line in file:
-            kind, step = _KIND.search(line), _STEP.search(line)
-            yield line, kind[1] if kind else b"", int(step[1]) if step else None
 
 
 def _parse(line: bytes) -> Event | None:
     """Return the event of a line; None for what is none."""
     try:
         event: Event = json.loads(line)
-        fields = _FIELDS[event["k"]]
-        if not all(isinstance(event[name], kind) for name, kind in fields.items()):
+        names = _FIELDS[event["k"]]
+        typed = all(isinstance(event[name], _TYPES[name]) for name in {*names, *(_TYPES.keys() & event)})
+        if not typed or not all(
+            isinstance(each, _ITEMS[name]) for name in _ITEMS.keys() & names for each in event[name]
+        ):
             return None
-        if "v" in fields:
+        if "v" in names:
             event["rows"] = np.frombuffer(base64.b64decode(event.pop("v"), validate=True), "<f8").reshape(-1, K + 1)
-            valid = len(event["rows"]) == max(event.get("b", 1), 1)
-        elif event["k"] == "clip":  # a number is a tensor of one element
+            return event if len(event["rows"]) == max(event.get("b", 1), 1) else None
+        if event["k"] == "clip":  # a number is a tensor of one element
             norm = float(event["norm"])
-            event |= {"n": "total norm", "rows": np.array([[norm, norm * norm]]), "shape": [], "b": 0}
-            valid = event.setdefault("p", "full") == "full"
-        else:
-            lists = {"opt": ["groups"], "model": ["names", "parameters"]}.get(event["k"], [])
-            kind = dict if event["k"] == "opt" else list
-            valid = all(isinstance(each, kind) for name in lists for each in event[name])
-        return event if valid else None
+            event |= {"n": "total norm", "rows": np.array([[norm, norm * norm]]), "shape": [], "b": 0, "p": "full"}
+        return event
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

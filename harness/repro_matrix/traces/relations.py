@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import Array, Key, Owner, Step, factor
-from repro_matrix.traces.pair import THE_STEP, Difference, Pair
+from repro_matrix.traces.alignment import Array, Owner, Step, factor
+from repro_matrix.traces.pair import Difference, Pair
 
 MOST_PARAMETERS = 40  # that are stacked into one system of equations
 RESIDUE = 1e-2  # of what a relation leaves unexplained, relative
@@ -30,10 +30,17 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
     """Say what holds instead, and where that comes from. ``wrong``: the differences of one stage, in order."""
     first = wrong[0]
     if first.missing:
-        return _describe_missing(pair, first), first.owners
+        frozen = "the suspect does not train this parameter (requires_grad is False)"
+        return "no gradient arrives" if pair.other.trains(first.key.name) else frozen, first.owners
+    if first.stage == "update" and pair.no_step:
+        return f"the {pair.no_step}'s optimizer made no step; the other side's did", []
+    if first.key.kind == "param" and first.key not in pair.other.events:
+        return "the suspect's optimizer does not have this parameter", first.owners
     bad = first.sizes > first.tolerance
     trusted, suspect = first.trusted[bad], first.suspect[bad]
     owners = [owner for owner, each in zip(first.owners, bad) if each]
+    if first.stage == "initial weights" and "param" in pair.shown:
+        return "changed between the steps", owners
     if first.stage == "loss weight":
         low, high = float(suspect.min()), float(suspect.max())
         equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
@@ -49,17 +56,6 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
         text, sources = _describe_reduction(pair, wrong, owners[0][0][0], alike=bool(bad.all()) and _alike(suspect))
         return text or describe_factor(trusted, suspect), sources or owners
     return describe_factor(trusted, suspect), owners
-
-
-def _describe_missing(pair: Pair, first: Difference) -> str:
-    if first.key == THE_STEP:
-        later = "; the other side's did" if pair.no_step == "suspect" else "; the suspect's did"
-        return f"the {pair.no_step}'s optimizer made no step{later}"
-    if first.stage == "update":
-        return "the suspect's optimizer does not have this parameter"
-    if first.certain:
-        return "the suspect does not train this parameter (requires_grad is False)"
-    return "no gradient arrives" if first.stage in ("backward", "local gradient") else "there is none"
 
 
 def _alike(values: Array) -> bool:
@@ -125,7 +121,7 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
     weights, _, independent, _ = np.linalg.lstsq(matrix, reduced, rcond=1e-9)
     rest = np.linalg.norm(reduced - matrix @ weights) / (np.linalg.norm(reduced) or 1.0)
     if independent < len(sources) or rest > RESIDUE:
-        return _describe_slices(pair, wrong) or "no sum of the local gradients", []
+        return "no sum of the local gradients", []
     several = len({micro for _, micro in sources}) > 1
     names = [f"rank {ranks[0]}'s" + (f" micro-batch {micro}'s" if several else "") for ranks, micro in sources]
     terms = [f"{f'{weight:.3g}' if abs(weight) > 5e-4 else '0'} x {name}" for weight, name in zip(weights, names)]
@@ -133,17 +129,6 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
     name, odd = _name(weights, sources, 1 / len(pair.other.groups), None if alike else rank)
     odd = [(pair.other.group_of[ranks[0]], micro) for ranks, micro in odd]
     return f"{' + '.join(terms[:SHOWN])}{more} local gradient: {name}", odd
-
-
-def _describe_slices(pair: Pair, wrong: Sequence[Difference]) -> str:
-    """Say that each rank has its slice of its own gradient, not of the sum."""
-    stacks: list[tuple[Array, Array]] = []
-    for each in wrong[:MOST_PARAMETERS]:
-        slices = [event["rows"][0, :-1] for _, event in pair.other.events.get(Key("slice", each.key.name), ())]
-        if slices and not each.missing:
-            stacks.append((sum(slices), each.suspect[0]))
-    scale, rest = factor(*(np.concatenate(side) for side in zip(*stacks))) if stacks else (1.0, 1.0)
-    return f"{times(scale)} x each rank's own local gradient: not reduced" if rest < RESIDUE else ""
 
 
 def _name(weights: Array, sources: Sequence[Owner], share: float, rank: int | None) -> tuple[str, list[Owner]]:

@@ -5,15 +5,12 @@ Standard library and torch; Python 3.9, torch 2.2 and later. Import after torch.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import sys
 from typing import Any, Dict, Optional
 
 from . import hooks
 from .events import Tracer
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
 place: Dict[str, Any] = {}
 
 
@@ -21,6 +18,7 @@ def install(folder: str, rank: int, world: int) -> None:
     """Begin to trace this process, which is a rank."""
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     place.update(folder=folder, rank=rank, world=world)
+    os.register_at_fork(after_in_child=hooks.remove)  # a child does not write into its parent's trace
     side("", _integer("REPRO_TRACE_NOISE"))
 
 
@@ -29,39 +27,15 @@ def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) ->
     ranks train it, if not all."""
     close("side")
     path = os.path.join(place["folder"], f"trace-{place['rank']}{'.' if name else ''}{name}.jsonl")
-    start = {
-        "version": 1,
-        "rank": place["rank"],
-        "world": world or place["world"],
-        "argv": sys.argv,
-        "versions": versions(),
-    }
-    start.update(noise=noise, side=name)
+    start = {"version": 2, "rank": place["rank"], "world": world or place["world"], "noise": noise, "side": name}
     hooks.tracer = Tracer(path, start, noise, _integer("REPRO_TRACE_FROM") or 0, _integer("REPRO_TRACE_STEPS") or 3)
     hooks.install()
-
-
-def next_step() -> None:
-    """End a step that no optimizer of torch ends."""
-    if hooks.tracer is not None and hooks.tracer.open:
-        hooks.tracer.end_step()
 
 
 def close(reason: str) -> None:
     if hooks.tracer is not None:
         hooks.tracer.close(reason)
-        hooks.tracer = None
     hooks.remove()
-
-
-def versions() -> Dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return found
 
 
 def _integer(name: str) -> Optional[int]:

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 
 from .layout import dtype_name, located
-from .sketch import crc, sketch
+from .sketch import crc, sketch, unwrapped
 
 DEPTH = 4  # of nested lists and mappings
 
@@ -16,7 +16,7 @@ DEPTH = 4  # of nested lists and mappings
 def tensors(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[Tuple[str, torch.Tensor]]:
     """Yield the tensors in nested sequences, mappings and outputs of models, with their names."""
     if isinstance(value, torch.Tensor):
-        yield name, value
+        yield name, unwrapped(value)
     elif depth and isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
             yield from tensors(each, f"{name}.{number}" if name else str(number), depth - 1)
@@ -38,11 +38,13 @@ def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
 
 @dataclasses.dataclass
 class Batch:
-    """The samples of one root call. length: elements of a sample that models may merge with the first dimension."""
+    """The samples of one root call. length: elements of a sample that models may merge with the first dimension.
+    rounded: they are known by numbers that may come from another model, with rounding."""
 
     samples: List[int] = dataclasses.field(default_factory=list)
     labels: List[int] = dataclasses.field(default_factory=list)
     length: int = 0
+    rounded: bool = False
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Dict[str, Any]) -> Batch:
@@ -64,7 +66,7 @@ class Batch:
         marks: List[int] = []
         if labels is not None and labels.dim() and labels.shape[0] == len(samples):
             marks = [crc(row[row != -100]) for row in labels.detach().cpu()]
-        return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
+        return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0, ids.is_floating_point())
 
     def fields(self) -> Dict[str, Any]:
         return {"samples": self.samples, **({"labels": self.labels} if self.labels else {})}

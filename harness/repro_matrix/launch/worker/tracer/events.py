@@ -16,7 +16,6 @@ from .ending import leave
 from .sketch import Noise, aside, crc
 from .writer import Writer
 
-SMALL_BUFFER = 1 << 16  # elements; a larger buffer is recorded again only when its version counter has moved
 QUIET_CALLS = 64  # root calls of a step without gradients that are recorded: generation makes thousands
 
 
@@ -53,24 +52,29 @@ class Tracer:
         self.writer = Writer(path)
         self.noise = None if noise is None else Noise(noise)
         self.rank, self.world, self.first, self.stop = start["rank"], start["world"], first, first + steps
-        self.step, self.micro, self.backward_micro, self.quiet_calls = 0, -1, -1, 0
+        self.step, self.micro, self.backward_micro, self.quiet_calls, self.root = 0, -1, -1, 0, 0
         self.open, self.recording, self.stepped = True, first == 0, False
+        self.reduced = False  # the gradients of this step are recorded
         self.zero, self.engine = False, None  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
+        self.hooked: Dict[int, Any] = {}  # parameters whose gradients are seen
+        self.forget()
+        self.writer.add("start", **start)
+        self.writer.flush()
+
+    def forget(self) -> None:
+        """Forget the script's models and tensors."""
         self.roots: Dict[torch.nn.Module, int] = {}
         self.places: Dict[torch.nn.Module, Tuple[int, str]] = {}  # module -> number of its root, name
         self.parameters: Dict[str, layout.Parameter] = {}
         self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}  # module -> its attributes and their parameters
-        self.batch = Batch()
+        self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}  # gradients of this backward
+        self._begin_batch(Batch())
+
+    def _begin_batch(self, batch: Batch) -> None:
+        self.batch = batch
         self.calls: Dict[str, int] = {}
         self.recalls: Dict[str, int] = {}
         self.known: Dict[int, Tuple[Any, int]] = {}  # tensors that are recorded, in their version
-        self.hooked: Dict[int, Any] = {}
-        self.handles: List[Any] = []
-        # Local gradients of this backward, and this rank's slices of them, by kind and name.
-        self.local: Dict[Tuple[str, str], List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}
-        self.buffers: Dict[str, Tuple[int, int]] = {}
-        self.writer.add("start", **start)
-        self.writer.flush()
 
     def add(
         self, kind: str, values: Optional[torch.Tensor] = None, micro: Optional[int] = None, /, **fields: Any
@@ -99,10 +103,7 @@ class Tracer:
         except (OSError, RuntimeError, ValueError):
             pass
         self.recording = False
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.roots, self.places, self.parameters, self.owned = [], {}, {}, {}, {}
-        self.known, self.hooked, self.local = {}, {}, {}
+        self.forget()
 
     # A root call is the outermost call of a module with parameters: a micro-batch.
 
@@ -112,23 +113,28 @@ class Tracer:
         if next(module.parameters(), None) is None:
             return
         if self.stepped:
-            self.step, self.micro, self.quiet_calls, self.stepped = self.step + 1, -1, 0, False
+            self.step, self.micro, self.quiet_calls, self.stepped, self.reduced = self.step + 1, -1, 0, False, False
         if self.step >= self.stop:
             self.close("window")
             leave(self.writer.file.name, self.world)
             return
         if self.step == self.first and self.micro < 0:  # the window begins: models are described in it
-            self.roots, self.places, self.parameters, self.owned = {}, {}, {}, {}
+            self.forget()
         self.micro += 1
         self.quiet_calls += not grad
         self.recording = self.step >= self.first
-        self.calls, self.recalls, self.known = {}, {}, {}
-        self.batch = Batch.of(args, kwargs)
+        if not self.micro:
+            self._add_values("before", self.parameters, self.places)
         root = self._register(module)
         if not grad and self.quiet_calls > QUIET_CALLS:
             if self.quiet_calls == QUIET_CALLS + 1 and self.recording:
                 self.note(f"there are more calls of models without gradients in this step than {QUIET_CALLS}")
             self.recording = False
+        batch = Batch.of(args, kwargs)
+        if batch.rounded and self.micro and root != self.root and len(batch.samples) == len(self.batch.samples):
+            batch.samples = self.batch.samples  # features that another model made of them
+        self.root = root
+        self._begin_batch(batch)
         self.add("batch", root=root, **self.batch.fields())
         self.add("random", v=random_state())
 
@@ -157,8 +163,7 @@ class Tracer:
         )  # fmt: skip
         for each in found:
             self._add_parameter(each)
-        self._add_parts("state", methodcaller("value"), [each.name for each in found], w="initial")
-        self._add_buffers("initial", root)
+        self._add_values("before", [each.name for each in found], names)
         return root
 
     def _add_parameter(self, parameter: layout.Parameter) -> None:
@@ -174,34 +179,31 @@ class Tracer:
 
     def _add_parts(
         self, kind: str, part_of: Callable[[layout.Parameter], Optional[layout.Part]],
-        names: Optional[Iterable[str]] = None, micro: Optional[int] = None, **fields: Any,
+        names: Optional[Iterable[str]] = None, micro: Optional[int] = None,
     ) -> None:  # fmt: skip
         """Record this rank's part of a tensor of each trained parameter. names: which, if not all."""
         for name in (self.parameters if names is None else names) if self.recording else ():
             parameter = self.parameters[name]
             part = part_of(parameter) if parameter.trained or kind == "state" else None
             if part is not None:
-                self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=parameter.shape, **fields)
+                self.add(kind, part.sketch(), micro, n=name, **part.fields(), shape=parameter.shape)
 
     def _watch(self, tensor: torch.Tensor, name: str) -> None:
         """See each gradient that arrives at a parameter, or at what stands for it in a forward (FSDP)."""
         known = self.hooked.get(id(tensor))
         if tensor.requires_grad and (known is None or known() is not tensor):
             self.hooked[id(tensor)] = weakref.ref(tensor)
-            handle = tensor.register_hook(functools.partial(self.on_parameter_gradient, name))
-            if tensor.is_leaf:
-                self.handles.append(handle)
+            tensor.register_hook(functools.partial(self.on_parameter_gradient, name))
 
-    def _add_buffers(self, when: str, only: Optional[int] = None) -> None:
-        for module, (root, name) in self.places.items():
+    def _add_values(self, when: str, names: Iterable[str], modules: Iterable[torch.nn.Module]) -> None:
+        """Record parameters and buffers before a step, or after it."""
+        self._add_parts("state" if when == "before" else "param", methodcaller("value"), names)
+        for module in modules:
+            root, name = self.places[module]
             for attribute, tensor in module._buffers.items():
-                if tensor is None or tensor.device.type == "meta" or only not in (None, root):
-                    continue
-                full, state = prefixed(root, layout.joined(name, attribute)), (id(tensor), version(tensor))
-                if when == "initial" or tensor.numel() <= SMALL_BUFFER or self.buffers.get(full) != state:
-                    part = layout.located(tensor)
+                if tensor is not None and tensor.device.type != "meta":
+                    full, part = prefixed(root, layout.joined(name, attribute)), layout.located(tensor)
                     self.add("buffer", part.sketch(), w=when, n=full, **part.fields(), shape=list(tensor.shape))
-                self.buffers[full] = state
 
     # Forward and backward of modules.
 
@@ -267,11 +269,9 @@ class Tracer:
     @guarded
     def on_parameter_gradient(self, name: str, gradient: torch.Tensor) -> Optional[torch.Tensor]:
         if self.recording:
-            own = None if layout.is_dtensor(gradient) else self.parameters[name].own(gradient)
-            for kind, part in (("lgrad", layout.located(gradient)), ("slice", own)):
-                if part is not None:
-                    fields = {**part.fields(), "shape": list(gradient.shape), "dtype": layout.dtype_name(gradient)}
-                    self.local.setdefault((kind, name), []).append((part.sketch(), fields))
+            part = layout.located(gradient)
+            fields = {**part.fields(), "shape": list(gradient.shape), "dtype": layout.dtype_name(gradient)}
+            self.local.setdefault(name, []).append((part.sketch(), fields))
         if not self.noise or layout.is_dtensor(gradient):
             return None
         return gradient + self.noise.delta(gradient, f"{name}/{self.rank}/{self.step}/{self.micro}/gradient")
@@ -281,19 +281,26 @@ class Tracer:
         """Record what a backward left: local gradients, then the reduced ones. ZeRO's are recorded at its step."""
         micro = self.backward_micro if self.backward_micro >= 0 else self.micro
         self._add_local_gradients(micro)
+        self.reduced = True
         if not self.zero:
             self._add_parts("rgrad", methodcaller("gradient"), micro=micro)
         self.backward_micro = -1
 
     def _add_local_gradients(self, micro: int) -> None:
-        for (kind, name), gradients in self.local.items():
+        for name, gradients in self.local.items():
             values = torch.stack([each for each, _ in gradients]).sum(0)
             if len(gradients) > 1:
                 values[-1] = float("nan")  # the sum of squares of a sum is not known
-            self.add(kind, values, micro, n=name, **gradients[0][1])
+            self.add("lgrad", values, micro, n=name, **gradients[0][1])
         self.local = {}
 
     # The optimizer.
+
+    @guarded
+    def before_clip(self) -> None:
+        """Record the gradients that torch.autograd.grad computed."""
+        if not self.reduced:
+            self.after_backward()
 
     @guarded
     def on_clip(self, norm: Any) -> None:
@@ -312,10 +319,10 @@ class Tracer:
     def before_step(self, optimizer: Any) -> None:
         if self.micro < 0:
             return
+        self.before_clip()
         if self.engine is not None:
             self._add_parts("ograd", methodcaller("received", self.engine.optimizer, optimizer))
             return
-        self._add_local_gradients(self.micro)  # of torch.autograd.grad
         self._add_settings(optimizer, optimizer.param_groups)
         names = self._stepped_names(optimizer)
         if not names:
@@ -343,9 +350,8 @@ class Tracer:
 
     def end_step(self, names: Optional[Sequence[str]] = None) -> None:
         """Record the parameters after the step, and that it is complete. A second optimizer's step is part of it."""
-        self._add_parts("param", methodcaller("value"), names)
+        self._add_values("after", self.parameters if names is None else names, () if self.stepped else self.places)
         if not self.stepped:
-            self._add_buffers("end")
             self.add("step")
             self.stepped = True
         self.writer.flush()

@@ -50,6 +50,9 @@ def install_late() -> None:
 
 
 def remove() -> None:
+    """Take the hooks away, and forget the tracer."""
+    global tracer
+    tracer = None
     for handle in handles:
         handle.remove()
     for owner, attribute, original, ours in reversed(patched):
@@ -65,19 +68,17 @@ def calling(original: Callable) -> Callable:
         own = tracer
         if own is None or not own.open:
             return original(self, *args, **kwargs)
-        outermost = depth == 0 and not recomputing()
-        if outermost:
+        if depth == 0 and not recomputing():
             install_late()
             own.begin_root(self, args, kwargs, torch.is_grad_enabled())
         own.on_inputs(self, args, kwargs)
         depth += 1
         try:
-            output = original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             depth -= 1
-        if outermost and not own.open:
-            remove()
-        return output
+            if depth == 0 and not own.open:
+                remove()
 
     return __call__
 
@@ -101,6 +102,8 @@ def backward(original: Callable) -> Callable:
 
 def clipping(original: Callable) -> Callable:
     def clip(*args: Any, **kwargs: Any) -> Any:
+        if tracer is not None:
+            tracer.before_clip()
         norm = original(*args, **kwargs)
         if tracer is not None and norm is not None:  # clip_grad_value_ returns none
             tracer.on_clip(norm)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
 from .sketch import counting, sketch
 
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # their only child is `module`
+LABELS = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP",
+          "FSDPModule": "FSDP2", "FSDP": "FSDP2"}  # fmt: skip
 INNER = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 Owner = Tuple[torch.nn.Module, str]  # a module, and the attribute that is the parameter during its forward
 
@@ -127,17 +129,6 @@ class Parameter:
     def gradient(self) -> Optional[Part]:
         return None if self.held.grad is None else located(self.held.grad)
 
-    def span(self) -> Optional[Tuple[int, int]]:
-        """Return where the slice begins that this rank's optimizer steps on, and its size; None: it has no slice."""
-        return None
-
-    def own(self, whole: torch.Tensor) -> Optional[Part]:
-        """Return this rank's slice of a whole gradient, where ranks have slices."""
-        flat, span, index = whole.detach().reshape(-1), self.span(), located(self.held).index
-        if span is None:
-            return None if index is None else Part(flat[index], "shard", index=index)
-        return Part(flat[span[0] : sum(span)], "shard", span[0])
-
     def line(self) -> List[Any]:
         return [self.name, self.shape, self.dtype, self.trained]
 
@@ -167,9 +158,6 @@ class FlatParameter(Parameter):
     def gradient(self) -> Optional[Part]:
         return self._part(self.held.grad)
 
-    def span(self) -> Optional[Tuple[int, int]]:
-        return (self.start, self.count) if self.kind == "shard" else None
-
 
 class ZeroParameter(Parameter):
     """A parameter of DeepSpeed: ZeRO-3 keeps a flat part of it per rank; the gradients are the engine's."""
@@ -185,6 +173,7 @@ class ZeroParameter(Parameter):
         return None if found is None else Part(found)
 
     def span(self) -> Optional[Tuple[int, int]]:
+        """Return where the slice begins that this rank's optimizer steps on, and its size."""
         own, mapping = getattr(self.held, "ds_tensor", None), getattr(self.held, "_hp_mapping", None)
         if own is not None:
             start = torch.distributed.get_rank(self.held.ds_process_group) * own.numel()
@@ -200,19 +189,19 @@ class ZeroParameter(Parameter):
         elif hasattr(self.held, "ds_tensor"):
             flats = getattr(zero, "fp32_partitioned_groups_flat", None)
             group, first, _ = zero.grad_position.get(self.held.ds_id, (None, 0, 0))
-        if span is None or group is None or flats is None or flats[group].grad is None:
+        flat = None if group is None or flats is None else flats[group]
+        stepped = any(each is flat for own in inner.param_groups for each in own["params"])
+        if span is None or flat is None or flat.grad is None or not stepped:
             return None
-        stepped = any(each is flats[group] for group_ in inner.param_groups for each in group_["params"])
-        return (
-            Part(flats[group].grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0]) if stepped else None
-        )
+        return Part(flat.grad.detach().reshape(-1)[first : first + span[1]], "shard", span[0])
 
 
 def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: bool) -> List[Parameter]:
     """Return the parameters of a model in order of registration; tied ones under their first name."""
     found: Dict[Any, Parameter] = {}
     for module in root.modules():
-        for handle in _handles(module):
+        handle = getattr(module, "_handle", None) if "FullyShardedDataParallel" in type_names(module) else None
+        if handle is not None:
             _add_flat(handle, names, found)
     flat = set(found)
     for module, name in names.items():
@@ -222,23 +211,12 @@ def parameters(root: torch.nn.Module, names: Dict[torch.nn.Module, str], zero: b
             if id(tensor) in found:
                 found[id(tensor)].owners.append((module, attribute))
                 continue
-            shape = list(getattr(tensor, "ds_shape", tensor.shape))
-            plain = ZeroParameter if zero else Parameter
-            owners = [(module, attribute)]
-            found[id(tensor)] = plain(
-                joined(name, attribute), shape, dtype_name(tensor), tensor.requires_grad, tensor, owners
-            )
+            shape, kind = list(getattr(tensor, "ds_shape", tensor.shape)), ZeroParameter if zero else Parameter
+            plain = joined(name, attribute), shape, dtype_name(tensor), tensor.requires_grad, tensor
+            found[id(tensor)] = kind(*plain, [(module, attribute)])
     unique = {id(each): each for each in found.values()}
     order = {module: number for number, module in enumerate(names)}
     return sorted(unique.values(), key=lambda each: order[each.owners[0][0]])
-
-
-def _handles(module: torch.nn.Module) -> Iterator[Any]:
-    """Return the handle of a module that FSDP wraps (`_handle`; a list before torch 2.1)."""
-    if "FullyShardedDataParallel" in type_names(module):
-        handle = getattr(module, "_handle", None)
-        if handle is not None:
-            yield handle
 
 
 def _add_flat(handle: Any, names: Dict[torch.nn.Module, str], found: Dict[Any, Parameter]) -> None:
@@ -272,12 +250,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def strategy(root: torch.nn.Module, found: List[Parameter], chain: List[torch.nn.Module]) -> Dict[str, Any]:
     """Return what really splits the model: the wrappers that are there, and how many parameters are split."""
-    wrappers = []
-    kinds = [type_names(each) for each in [*chain, *root.modules()]]
-    for name, label in (("DistributedDataParallel", "DDP"), ("DataParallel", "DataParallel"),
-                        ("FullyShardedDataParallel", "FSDP"), ("FSDPModule", "FSDP2"), ("FSDP", "FSDP2")):  # fmt: skip
-        if any(name in kind for kind in kinds) and label not in wrappers:
-            wrappers.append(label)
+    kinds = {name for each in [*chain, *root.modules()] for name in type_names(each)}
+    wrappers = list(dict.fromkeys(label for name, label in LABELS.items() if name in kinds))
     for module in chain:
         if "DeepSpeedEngine" in type_names(module):
             wrappers.append(f"ZeRO-{module.zero_optimization_stage()}")
