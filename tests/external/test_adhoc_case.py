@@ -331,3 +331,26 @@ def test_known_failure_of_the_catalogue_is_recognized() -> None:
     assert slugs(("RuntimeError", message, ddp)) == ["ddp-unfinished-reduction"]
     assert slugs(("RuntimeError", message, WHERE)) == [], "raised by the script"
     assert slugs(("ValueError", message, ddp)) == slugs() == []
+
+
+def test_the_key_follows_what_the_script_imports_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import os\nfrom helpers import data\nimport model.layers as layers\n")
+    Path("helpers.py").write_text("import deeper\n")
+    Path("deeper.py").write_text("for")  # no Python
+    Path("model").mkdir()
+    Path("model/layers.py").write_text("x = 1\n")
+
+    def key() -> str:
+        command = adhoc_case.Command(("train.py",), 2, False, "train", "train.py", script=Path("train.py"))
+        return adhoc_case.Script(command, ANY, Path("results"), 60.0).request().cells[0].key
+
+    before = key()
+    Path("other.py").write_text("print(1)\n")
+    assert key() == before
+    for name in ("train.py", "helpers.py", "deeper.py", "model/layers.py"):
+        Path(name).write_text(Path(name).read_text() + "# changed\n")
+        before, changed = key(), before
+        assert before != changed

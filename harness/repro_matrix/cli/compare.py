@@ -67,14 +67,14 @@ def main(args: argparse.Namespace) -> int:
     runner = CellRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
-            found = compare.compare(runner, good, bad, options.window(args), log)
+            found = compare.compare(runner, good, bad, options.window(args))
         except Stopped as stopped:
             return options.stopped(stopped)
     command = shlex.join(["repro", "compare", *args.words])
     data = {**found.to_json(), "notes": notes, "command": command}
     lines = [one_line(text) for text in (*compare.describe(found), *(f"  note: {text}" for text in notes))]
     if args.html:
-        write(Path(args.html).expanduser(), comparison.render(data, found.grid(), lines, command))
+        write(Path(args.html).expanduser(), comparison.render(data, found.good.grid(found.bad.trace), lines, command))
     if args.json:
         print_json(data)
     else:

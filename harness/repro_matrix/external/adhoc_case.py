@@ -7,7 +7,7 @@ that the same command runs on any stack.
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import hashlib
 import json
 import math
@@ -40,7 +40,6 @@ from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.runner.session import Request
 
 DEADLINE_S = 300.0
-MAX_IMPORTS = 1000  # files in the script's folder that are hashed
 SIGNATURE = "failure"
 # --check -> the check's name, and its failure in words
 CHECKS = {"replicas": ("replicas_equal", "parameters differ between ranks"),
@@ -48,7 +47,6 @@ CHECKS = {"replicas": ("replicas_equal", "parameters differ between ranks"),
 STRATEGY = "script"
 TRACER = WORKER.with_name("tracer") / "__init__.py"
 MODEL = "own"  # slug of the model axis: the script brings its own
-_OUTPUT = re.compile(r"^\.|\.reduced\d*\.py$")  # of `repro reduce`, never imported
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 # program -> module that is its command line
@@ -370,18 +368,28 @@ class AdhocRequest(Request):
 
 
 def _code(script: Path | None) -> str:
-    """Hash the script and what it can import from its folder: modules, and packages with all of their modules."""
-    if script is None:
-        return ""
-    folder = script.resolve().parent
-    files = [path for path in folder.glob("*.py") if path != script and not _OUTPUT.search(path.name)]
-    for package in folder.glob("*/__init__.py"):
-        files += package.parent.rglob("*.py")
-    digest = hashlib.sha256(script.read_bytes())
-    for path in sorted(files)[:MAX_IMPORTS]:
-        with contextlib.suppress(OSError):
-            digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
-    return digest.hexdigest()[:16]
+    """Hash the script and what it imports from its folder: modules and packages, and what those import."""
+    digest, seen, waiting = hashlib.sha256(), set[Path](), [script.resolve()] if script else []
+    for path in waiting:
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        digest.update(f"{path.relative_to(waiting[0].parent)} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+        for name in sorted(_imported(path)):
+            module = waiting[0].parent / name
+            waiting += [module.with_suffix(".py"), *sorted(module.rglob("*.py"))]
+    return digest.hexdigest()[:16] if script else ""
+
+
+def _imported(path: Path) -> set[str]:
+    """Return the first parts of the names of the modules that a file imports."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.partition(".")[0] for name in names} - {"*"}
 
 
 def in_shell(stack: Stack) -> Stack:

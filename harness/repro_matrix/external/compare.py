@@ -9,7 +9,7 @@ each probe of a bisection.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,10 @@ class Traced:
 def traced(runner: CellRunner, script: Script, stack: Stack, window: Window, noise: int | None = None) -> Traced:
     """Launch a script with a trace, or read what is stored. Raises Stopped, and MeasureError where nothing ran."""
     script = replace(script, trace=window.variables(noise))
-    request = script.request()
+    request, kind = script.request(), "" if noise is None else f", rounding noise {noise}"
+    starting = f"running {script.command.shown} on stack {stack.name}{kind}"
     while True:
-        document, path, launched = runner.measure(request, stack, [VARIANT], 1)
+        document, path, launched = runner.measure(request, stack, [VARIANT], 1, starting)
         made = document["variants"][VARIANT]["attempts"][0]
         stored = made["observation"].get("trace")
         if stored is None:
@@ -89,54 +90,54 @@ def traced(runner: CellRunner, script: Script, stack: Stack, window: Window, noi
         path.unlink()  # its trace was removed: measure it again
 
 
+class Trusted:
+    """The good side, and its runs with noise. Raises Stopped, and MeasureError where it did not train."""
+
+    def __init__(self, runner: CellRunner, script: Script, stack: Stack, window: Window) -> None:
+        self.run = traced(runner, script, stack, window)
+        if not self.run.trace.steps:
+            problem = self.run.problem or "it ended by itself. Does it train? Is --from-step beyond its last step?"
+            raise MeasureError(f"{script.command.shown} on stack {stack.name} made no traced step: {problem}")
+        self.noise = [traced(runner, script, stack, window, seed) for seed in range(1, window.noise + 1)]
+
+    def locate(self, suspect: Trace) -> Location:
+        return locate(self.run.trace, suspect, [each.trace for each in self.noise])
+
+    def grid(self, suspect: Trace) -> dict[str, Any]:
+        """Return steps across, modules down (traces.comparison.grid)."""
+        return grid(self.run.trace, suspect, [each.trace for each in self.noise])
+
+
 @dataclass(frozen=True)
 class Comparison:
     location: Location
-    good: Traced
+    good: Trusted
     bad: Traced
-    noise: Sequence[Traced]
 
     @property
     def exit_code(self) -> int:
         return {"agrees": 0, "differs": 1}.get(self.location.verdict, 3)
 
-    def grid(self) -> dict[str, Any]:
-        """Return steps across, modules down (traces.comparison.grid)."""
-        return grid(self.good.trace, self.bad.trace, [each.trace for each in self.noise])
-
     def to_json(self) -> dict[str, Any]:
-        location = self.location
+        location, good = self.location, self.good
         return {
             "schema": 1, "verdict": location.verdict, "sentence": location.sentence(), "location": location.to_json(),
-            "good": self.good.to_json(), "bad": self.bad.to_json(), "noise": [each.to_json() for each in self.noise],
-            "versions": {name: list(pair) for name, pair in changed_versions(self.good.stack, self.bad.stack).items()},
+            "good": good.run.to_json(), "bad": self.bad.to_json(), "noise": [each.to_json() for each in good.noise],
+            "versions": {name: list(pair) for name, pair in changed_versions(good.run.stack, self.bad.stack).items()},
         }  # fmt: skip
 
 
-def compare(
-    runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, Stack], window: Window, say: Say
-) -> Comparison:
-    """Launch both sides and the noise runs of the good one. Raises Stopped, and MeasureError where the good side did
-    not train."""
-    before = traced(runner, *good, window)
-    check_trained(before)
+def compare(runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, Stack], window: Window) -> Comparison:
+    """Launch both sides and the noise runs of the good one."""
+    trusted = Trusted(runner, *good, window)
     after = traced(runner, *bad, window)
-    noise = [traced(runner, *good, window, seed) for seed in range(1, window.noise + 1)]
-    location = locate(before.trace, after.trace, [each.trace for each in noise])
-    return Comparison(location, before, after, noise)
+    return Comparison(trusted.locate(after.trace), trusted, after)
 
 
 def changed_versions(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
     """Return the packages that differ, the usual causes of failures first."""
     pairs = differences(good.versions, bad.versions)
     return {name: pairs[name] for name in dict.fromkeys([*RELEVANT, *sorted(pairs)]) if name in pairs}
-
-
-def check_trained(found: Traced) -> None:
-    """Raise MeasureError where the trusted side made no step: there is nothing to compare with."""
-    if not found.trace.steps:
-        problem = found.problem or "it ended by itself. Does it train? Is --from-step beyond its last step?"
-        raise MeasureError(f"{found.script.command.shown} on stack {found.stack.name} made no traced step: {problem}")
 
 
 # -- as lines for a terminal
@@ -159,16 +160,20 @@ def describe(found: Comparison) -> Iterator[str]:
     yield f"  samples: {coverage.shared} on both sides" + "".join(
         f", {count} only on the {name} side" for name, count in alone.items() if count
     )
-    for name, side, strategy in (("good", found.good, coverage.trusted), ("bad", found.bad, coverage.suspect)):
+    for name, side, strategy in (("good", found.good.run, coverage.trusted), ("bad", found.bad, coverage.suspect)):
         yield f"  {name}: {side.script.command.shown} on stack {side.stack.name}; what ran: {strategy or 'unknown'}"
         models = len({model["root"] for model in side.trace.models})
         if models > 1:
             yield f"    it calls {models} models: one was replaced, or it has several"
         if side.problem:
             yield f"    it did not end well: {side.problem}"
-    changed = changed_versions(found.good.stack, found.bad.stack)
-    pairs = [f"{name} {one or 'absent'} -> {other or 'absent'}" for name, (one, other) in changed.items()]
-    yield "  versions: " + (", ".join(pairs) or "the same on both sides")
+    changed = changed_versions(found.good.run.stack, found.bad.stack)
+    pairs = [f"{name} {one or 'absent'} -> {other or 'absent'}" for name, (one, other) in changed.items()
+             if name in RELEVANT or (one and other)]  # fmt: skip
+    rest = (
+        f"; {counted(len(changed) - len(pairs), 'other package')} on one side only" if len(changed) > len(pairs) else ""
+    )
+    yield "  versions: " + (", ".join(pairs) or "the same on both sides") + rest
     yield from (f"  note: {text}" for text in coverage.notes)
 
 
@@ -185,12 +190,8 @@ class NumbersProber(ScriptProber):
 
     def learn(self, good: Target, bad: Target) -> None:
         """Trace the good end, also with noise, and define the failure by the bad end."""
-        stack = self.resolve(good)
-        self.good = traced(self, self.script, stack, self.window)
-        check_trained(self.good)
-        seeds = range(1, self.window.noise + 1)
-        self.noise = [traced(self, self.script, stack, self.window, seed).trace for seed in seeds]
-        found = self.locate(traced(self, self.script, self.resolve(bad), self.window).trace)
+        self.good = Trusted(self, self.script, self.resolve(good), self.window)
+        found = self.good.locate(traced(self, self.script, self.resolve(bad), self.window).trace)
         if found.verdict != "differs":
             raise ConfigError(f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}. "
                               f"{found.sentence()}")  # fmt: skip
@@ -201,23 +202,20 @@ class NumbersProber(ScriptProber):
 
     def command(self, spec: str, variant: str) -> list[str]:
         """Return the `repro compare` command of the good end and a stack."""
-        good = self.good.stack.name
+        good = self.good.run.stack.name
         if spec == good:
             return super().command(spec, variant)
         return ["repro", "compare", "--good", good, "--bad", spec, *self.window.words(), "--", *self.words()]
-
-    def locate(self, suspect: Trace) -> Location:
-        return locate(self.good.trace, suspect, self.noise)
 
     def answer(self, document: Document, variant: str) -> Answer:
         answer = super().answer(document, variant)
         stored = document["variants"][variant]["attempts"][0]["observation"].get("trace")
         if stored is None:
             return answer
-        found = self.locate(read(runs.results_folder(self.settings) / stored["folder"]))
-        if found.verdict == "differs" and (found.stage, found.place) == self.wanted:
-            return replace(answer, label=REPRODUCED, detail=found.sentence(), reproductions=1, counted=1)
-        if found.verdict == "agrees":
-            return answer if answer.label != PASSED else replace(answer, detail=found.sentence())
+        found = self.good.locate(read(runs.results_folder(self.settings) / stored["folder"]))
         detail = found.sentence()
-        return replace(answer, label=None, detail=detail) if answer.label == PASSED else answer
+        if found.verdict == "differs" and (found.stage, found.place) == self.wanted:
+            return replace(answer, label=REPRODUCED, detail=detail, reproductions=1, counted=1)
+        if answer.label != PASSED:
+            return answer
+        return replace(answer, label=PASSED if found.verdict == "agrees" else None, detail=detail)

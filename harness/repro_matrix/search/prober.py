@@ -182,10 +182,11 @@ class CellRunner(ExitStack):
         self._place: workspace.Workplace | None = None
 
     def measure(
-        self, request: Request, stack: Stack, variants: Sequence[str], repeat: int
+        self, request: Request, stack: Stack, variants: Sequence[str], repeat: int, starting: str = ""
     ) -> tuple[Document, Path, int]:
         """Return the result of the request's one cell, its file, and how many attempts were launched for it.
 
+        ``starting``: what to say at each launch.
         Raises Stopped, and ConfigError where there is no such cell.
         """
         if self.stop.is_set():
@@ -196,7 +197,12 @@ class CellRunner(ExitStack):
             shared = workspace.workplace(prepared.settings.launcher.value, gpus, self.say)
             self._place = self.enter_context(shared)
         summary = workspace.execute(
-            prepared, lambda event: None, self.stop, resume=True, on_warning=self.say, shared=self._place
+            prepared,
+            lambda event: self.say(starting) if starting and event.kind == "start" else None,
+            self.stop,
+            resume=True,
+            on_warning=self.say,
+            shared=self._place,
         )
         if summary.problem or summary.interrupted:
             raise Stopped(str(summary.problem or "interrupted"), summary.problem.exit_code if summary.problem else 130)
