@@ -25,6 +25,7 @@ from repro_matrix.analysis.nightly import Nightly, finish
 from repro_matrix.analysis.regressions import compare_to_last_passing
 from repro_matrix.config import catalog
 from repro_matrix.grading.regrade import regrade
+from repro_matrix.records.document import Document
 from repro_matrix.results.rows import rows_of
 from repro_matrix.results.store import Store
 
@@ -35,9 +36,8 @@ Json = dict[str, Any]
 
 def cut(folder: Path, attempts: int) -> Iterator[Side]:
     """Yield the nights of a run's results, as far as every variant has attempts for them."""
-    cases, documents = catalog.load().cases, list(Store(folder).documents())
-    counts = [len(variant["attempts"]) for each in documents for variant in each["variants"].values()]
-    for night in range(min(filter(None, counts)) // attempts):
+    cases, documents = catalog.load().cases, [each for each in Store(folder).documents() if _attempts(each)]
+    for night in range(min(map(_attempts, documents)) // attempts):
         part = slice(night * attempts, (night + 1) * attempts)
         cells: list[Any] = [
             {**each, "variants": {name: {**one, "attempts": one["attempts"][part]}
@@ -47,6 +47,11 @@ def cut(folder: Path, attempts: int) -> Iterator[Side]:
         graded = regrade(cells, cases).documents
         rows = [from_row(row) for each in graded for row in rows_of(each, cases)]
         yield Side(f"{folder.name}-{night}", [replace(row, started=row.started + night) for row in rows])
+
+
+def _attempts(document: Document) -> int:
+    """Return how many attempts every variant of a document has."""
+    return min(len(each["attempts"]) for each in document["variants"].values() if not each["skipped"])
 
 
 def replay_nights(nights: Sequence[Side], folder: Path) -> Json:
