@@ -18,7 +18,8 @@ errors in a training script (`bench/plants/train.py`: torch and transformers, Ad
 two ranks with each strategy, and compares it with the same training in one process. It generates this page.
 
 - An error is a bug as training code has it: a wrong eps, a missing reduction, a skipped backward pass. Where it begins
-  was written down before the first comparison ran (`bench/plants/planted.py`).
+  was written down before the first comparison ran (`bench/plants/planted.py`); only that of `late-rank-weight` was
+  written anew, when traces began to record weights before each step.
 - An error counts only where a run without a trace shows that it changes the training.
 - *right*: the comparison names the stage, the step, the module or parameter, and the rank where one alone is wrong.
 - The models are tiny and run on a CPU. The errors were written by people of this project: expect less of yours.

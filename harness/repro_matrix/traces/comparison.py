@@ -22,6 +22,7 @@ from repro_matrix.traces.reader import Trace
 from repro_matrix.traces.relations import affected, describe
 from repro_matrix.traces.settings import different_setting
 
+LATE = ("rgrad", "clip", "ograd", "param", "buffer after")  # kinds of events after the backward pass
 OPTIMIZER = "the optimizer"  # the place of a step that was not made
 ALSO = 20  # other places that are listed
 ANOTHER_RUN = (0.02, 0.5)  # what rounding never does to a forward pass in the first step; in low precision
@@ -172,14 +173,21 @@ def _wrong(pair: Pair) -> list[Difference]:
     harmless = {
         "loss weight": shares.get("reduction", received) > 0.5,
         "local gradient": shares.get("reduction") == 1,
-        "clipping": received == 1,
+        "clipping": received == 1 or bool(pair.no_step),
+        "gradient before the optimizer": bool(pair.no_step),
     }
     inner = _absorbed(pair)
-    return [
+    every = [
         each for each in pair.differences
         if each.wrong and not harmless.get(each.stage) and not any(each is other for other in inner)
         and (not each.missing or _confirmed(pair, each))
     ]  # fmt: skip
+    # A parameter that the optimizer does not have comes first: the rest may be reduced and clipped without it.
+    return sorted(every, key=lambda each: (each.key.kind in LATE) * (1 if _left_out(pair, each) else 2))
+
+
+def _left_out(pair: Pair, each: Difference) -> bool:
+    return each.stage == "update" and pair.left_out(each.key.name)
 
 
 def _absorbed(pair: Pair) -> list[Difference]:

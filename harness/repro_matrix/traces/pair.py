@@ -118,6 +118,12 @@ class Pair:
         sides = {"suspect": [each.suspect for each in updates], "trusted side": [each.trusted for each in updates]}
         return next((name for name, changes in sides.items() if changes and not any(map(np.any, changes))), "")
 
+    def left_out(self, name: str) -> bool:
+        """Return whether the other side's optimizer does not get the gradient of this parameter, but others'."""
+        received, reduced = Key("ograd", name), Key("rgrad", name)
+        missing = received in self.trusted.events and received not in self.other.events
+        return missing and "ograd" in self.other.kinds and reduced in self.other.events
+
     @property
     def low(self) -> bool:
         """Return whether outputs are computed in half precision."""
