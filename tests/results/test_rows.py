@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from repro_matrix.cli.main import main
@@ -89,6 +90,26 @@ def test_load_rows_grades_only_stale_cells(
         assert again[0].title == "another title"
     else:
         assert again == rows
+
+
+@pytest.mark.parametrize("through", ["report", "show"])
+def test_evidence_that_a_run_adds_while_it_is_read_is_graded_by_the_next_reader(
+    through: str, folder: Path, cases: Mapping[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, path = summary.regrade, sorted(folder.rglob("*.json"))[0]
+
+    def regrade_while_the_run_goes_on(*args: Any) -> Any:
+        document = json.loads(path.read_text())
+        document["title"] = "measured to its end"
+        write_json(path, document)
+        return real(*args)
+
+    monkeypatch.setattr(summary, "regrade", regrade_while_the_run_goes_on)
+    load_rows(folder, cases, write=True)
+    monkeypatch.setattr(summary, "regrade", real)
+    monkeypatch.setattr(runs, "scratch", lambda: folder)
+    rows = load_rows(folder, cases) if through == "report" else runs.rows_of_cases([CASE])
+    assert {row.title for row in rows if folder / row.evidence == path} == {"measured to its end"}
 
 
 def test_load_rows_takes_roles_from_the_catalog_without_grading_again(

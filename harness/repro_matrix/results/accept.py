@@ -133,9 +133,10 @@ def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = F
     rows: list[Row] = []
     found: Findings = {kind: [] for kind in ("damaged", "edited", "differences", "unsupported")}
     stored, results = summary.stored_rows(folder, found["damaged"]), Store(folder)
+    states = summary.evidence_states(folder)
     documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
     found["damaged"] += results.damaged
-    cells = summary.grade_cells(folder, documents, cases)
+    cells = summary.grade_cells(folder, documents, cases, states)
     for path in stored.keys() - cells.keys():
         found["differences"].append(f"{folder / path}: in the summary, and its evidence is missing")
     for path, graded in cells.items():

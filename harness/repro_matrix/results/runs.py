@@ -29,8 +29,8 @@ from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.records.document import Document
 from repro_matrix.results.rows import Row, adapter
-from repro_matrix.results.store import LATEST, LOCK, SUMMARY, Store, cannot_write, files
-from repro_matrix.results.summary import load_rows, stored_rows
+from repro_matrix.results.store import LATEST, LOCK, SUMMARY, Store, cannot_write
+from repro_matrix.results.summary import evidence_states, load_rows, stored_rows
 
 SEARCHES = "searches"
 MANIFEST = "run.manifest"  # no .json: these are cells
@@ -217,14 +217,14 @@ def _rows(folders: Iterable[Path], wanted: Callable[[bytes], bool]) -> list[Row]
 
 
 def _is_behind(folder: Path) -> bool:
-    """Whether evidence of a run is newer than its summary, or not in it."""
-    summary, evidence = folder / SUMMARY, list(files(folder))
+    """Whether evidence of a run is not in its summary, or changed since. A reader of a run that has not ended may have
+    written the summary, so times do not tell."""
+    states = evidence_states(folder)
     try:
-        written, text = summary.stat().st_mtime_ns, summary.read_bytes()
+        listed = set(re.findall(r'"evidence_state":"(\w+)"', (folder / SUMMARY).read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return bool(evidence)
-    listed = {name.decode() for name in re.findall(rb'"evidence":"([^":]+)', text)}
-    return any(os.path.relpath(file, folder) not in listed or os.stat(file).st_mtime_ns > written for file in evidence)
+        listed = set()
+    return not listed.issuperset(states.values())
 
 
 def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:

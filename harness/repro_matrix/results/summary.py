@@ -31,7 +31,6 @@ from repro_matrix.results.store import SUMMARY, Store, document_at, documents_in
 
 COMPRESSED = f"{SUMMARY}.zst"  # of the baseline
 DIGEST = b',"digest":"'
-ROW_CODE = ("results/rows.py", "results/summary.py")
 
 
 def load_rows(
@@ -50,11 +49,11 @@ def load_rows(
     for path in stored:
         by_file[DocumentPath.parse(path).file].append(path)
     cells: dict[str, list[Row]] = {}  # evidence -> its fresh rows; none: to be graded
-    for file in files(folder):
-        state = evidence_state(Path(file))
-        evidence = by_file.get(os.path.relpath(file, folder), [])
+    states = evidence_states(folder)
+    for file, state in states.items():
+        evidence = by_file.get(file, [])
         if not evidence or any(stored[path][0].evidence_state != state for path in evidence):
-            evidence = [os.path.relpath(found.path, folder) for found in documents_in(file)]
+            evidence = [os.path.relpath(found.path, folder) for found in documents_in(str(folder / file))]
         for path in evidence:
             rows = stored.get(path, [])
             now = (state, keys.get(rows[0].case, ""), len(rows)) if rows else ()
@@ -62,7 +61,7 @@ def load_rows(
             cells[path] = rows if fresh else []
     results = Store(folder)
     stale = {path: results.read(folder / path) for path, rows in cells.items() if not rows}
-    cells |= grade_cells(folder, {path: document for path, document in stale.items() if document}, cases)
+    cells |= grade_cells(folder, {path: document for path, document in stale.items() if document}, cases, states)
     notes += [f"{text}. The cell is left out." for text in results.damaged]
     result = [compared(row, cases) for rows in cells.values() for row in rows]
     missing = {path: rows for path, rows in stored.items() if not (folder / DocumentPath.parse(path).file).exists()}
@@ -143,6 +142,12 @@ def evidence_state(file: Path) -> str:
     return _hash(file.read_bytes())
 
 
+def evidence_states(folder: Path) -> dict[str, str]:
+    """Return file of evidence -> its state. Take them before the documents are read: then what a run adds meanwhile is
+    graded by the next reader."""
+    return {os.path.relpath(file, folder): evidence_state(Path(file)) for file in files(folder)}
+
+
 def grading_keys(cases: Mapping[str, Case]) -> dict[str, str]:
     """Return case -> hash of the grader, of the case's definition, and of all signatures: failures of other cases are
     recognized, too."""
@@ -156,7 +161,7 @@ def grading_keys(cases: Mapping[str, Case]) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def grader_hash() -> str:
     """Return the hash of the code that rows are computed by."""
-    files = [*(PACKAGE / "grading").rglob("*"), *(PACKAGE / "records").glob("*.py"), *map(PACKAGE.joinpath, ROW_CODE)]
+    files = [*(PACKAGE / "grading").rglob("*"), *(PACKAGE / "records").glob("*.py"), PACKAGE / "results" / "rows.py"]
     used = sorted(
         path for path in [*files, PACKAGE / "config" / DEVICE_ERRORS] if path.suffix in (".py", ".txt", ".yaml")
     )
@@ -167,9 +172,11 @@ def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
-def grade_cells(folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case]) -> dict[str, list[Row]]:
+def grade_cells(
+    folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case], states: Mapping[str, str]
+) -> dict[str, list[Row]]:
     """Grade cells from their evidence: path -> rows. What else is stored of their cases, here and in the baseline,
-    tells a failure that was fixed upstream from one that was never reproduced."""
+    tells a failure that was fixed upstream from one that was never reproduced. ``states``: of ``evidence_states``."""
     documents = {path: {**document, "path": path} for path, document in documents.items()}
     slugs = {document["case"] for document in documents.values()}
     known = {str(folder.resolve() / path) for path in documents}
@@ -183,6 +190,6 @@ def grade_cells(folder: Path, documents: Mapping[str, Document], cases: Mapping[
     keys = grading_keys(cases)
     rows = {}
     for path, document in documents.items():
-        state = evidence_state(folder / DocumentPath.parse(path).file)
-        rows[path] = rows_of(graded.get(path, document), cases, path, state, keys.get(document["case"], ""))
+        state, key = states[DocumentPath.parse(path).file], keys.get(document["case"], "")
+        rows[path] = rows_of(graded.get(path, document), cases, path, state, key)
     return rows
