@@ -52,8 +52,7 @@ def digests(page: str) -> dict[str, str]:
 def answer() -> str:
     """Return README's block: what a run on the current releases ends with."""
     head = load.load_results([BASELINE], {"stack": ["current"]}).headline
-    lines = list(result_lines(head, width=116))
-    return "\n".join(f"    {line}".rstrip() for line in lines[lines.index("") + 1 :])
+    return "\n".join(f"    {line}".rstrip() for line in result_lines(head, width=116))
 
 
 def main() -> None:

@@ -119,8 +119,9 @@ class Headline:
     @cached_property
     def unconfirmed(self) -> list[str]:
         """What no expectation confirms: ``1 result different from the CPU``."""
+        fixes = sum(row.role == "fix" for row in self.flaky)
         numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
-                   (len(self.flaky), "flaky result", f"on {_stacks(self.flaky)}"),
+                   (len(self.flaky), "flaky result", f"on {_stacks(self.flaky)}" + f", {fixes} of fixes" * bool(fixes)),
                    (len(self.new), "result", "without an expectation"),
                    (len(self.unanswered), "variant", "without a verdict"))  # fmt: skip
         return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
@@ -153,7 +154,7 @@ class Headline:
     def stack(self) -> str:
         """Where the failures reproduce: ``on torch 2.13.0 + transformers 5.23.0 (CPU)``."""
         if len({row.stack.name for row in self.rows}) > 1:
-            return "on the newest stack of each"
+            return "on the newest stack of each case"
         devices = dict.fromkeys(device(row) for row in self.rows if row.attempts)
         return f"on {_name(self.rows[0].stack.versions) or self.rows[0].stack.name} ({', '.join(devices)})"
 
@@ -209,13 +210,14 @@ class Headline:
         known = [f"{row.case}/{row.variant} ({label(row.verdict or '').text})" for row in failing
                  if row.state in ("expected", "matches_cpu") and (row.case, row.variant) in listed]  # fmt: skip
         new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
-        flaky = [row for row in self.flaky if row.role == "fix"]
         all_work = works == measured > 1 and not unmeasured
         parts = [f"All {works} work" if all_work else f"{works} of {measured} measured work{'s' * (measured == 1)}"]
-        parts += [f"{unmeasured} not measured"] if unmeasured else []
-        for what, names in (("known not to work here", known), ("not working, without an expectation", new)):
+        for what, names in (
+            ("known not to work on these releases", known),
+            ("not working, without an expectation", new),
+        ):
             parts += [f"{len(set(names))} {what}: {list_some(list(dict.fromkeys(names)))}"] if names else []
-        parts += [f"{len(_names(flaky))} flaky on {_stacks(flaky)}"] if flaky else []
+        parts += [f"{unmeasured} not measured"] if unmeasured else []
         yield Fact(f"{'; '.join(parts)}.")
 
     @property

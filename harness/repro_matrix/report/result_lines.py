@@ -27,12 +27,12 @@ DETAIL, SHORTEST = 37, 20  # columns of what is said of a case, at most, and of 
 
 def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:
     """Yield all about the results. ``everything``: every case and every reason."""
+    answers = {name: " ".join(fact.text for fact in facts) for name, facts in head.answers.items()}
     if head.measured:
-        yield from wrap(head.measured, width=width)
-        yield ""
-    names = max(map(len, head.answers))
-    for name, facts in head.answers.items():
-        yield from wrap(f"{name:<{names}}  {' '.join(fact.text for fact in facts)}", "", names + 2, width)
+        answers["Measured on"] = head.measured
+    names = max(map(len, answers))
+    for name, text in answers.items():
+        yield from wrap(f"{name:<{names}}  {text}", "", names + 2, width)
     yield from detail_lines(head, width, everything, None if everything else MOST_ATTENTION)
 
 
@@ -50,8 +50,8 @@ def detail_lines(
     if everything:
         yield from _skipped_lines(head, width)
     if head.example:
-        every = "" if everything else f"All {len(head.cases)}: repro report --format text. "
-        yield from _title(f"{every}What helps: repro show {head.example.case}", width)
+        every = "" if everything else f". All {len(head.cases)} cases: repro report --format text"
+        yield from _title(f"What to do about one: repro show {head.example.case}{every}", width)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
