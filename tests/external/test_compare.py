@@ -111,6 +111,14 @@ def test_script_that_trains_nothing_is_no_comparison(lab: Lab, capsys: Capsys) -
     assert data["verdict"] == "inconclusive" and "ValueError" in data["bad"]["problem"]
 
 
+def test_tracer_that_does_not_start_is_named_and_the_script_is_not_blamed(lab: Lab, capsys: Capsys) -> None:
+    log = "repro: no trace of this process: ImportError: cannot import name 'x'\nloss 4.6"
+    lab.observation = seen(rank(0, log_tail=log), rank(1, log_tail=log))
+    lab.plant = lambda versions, attempt: None
+    error = result(lab.repro, capsys, "compare", "./train.py", "stack=base", "--bad-nproc", "1", code=3)["err"]
+    assert "ImportError: cannot import name 'x'" in error and "Does it train?" not in error
+
+
 def test_other_random_draws_on_each_run_are_inconclusive(lab: Lab, capsys: Capsys) -> None:
     lab.plant = lambda versions, attempt: "other draws"
     data = result(lab.repro, capsys, *RANKS, code=3)

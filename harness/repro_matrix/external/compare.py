@@ -8,6 +8,7 @@ each probe of a bisection.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -61,9 +62,11 @@ class Traced:
 
     @property
     def problem(self) -> str:
-        """Return how the script failed, or nothing."""
-        outcome = self.made["outcome"]
-        return "" if outcome["outcome"] == "passed" else first_line(outcome["reason"])
+        """Return how the script failed, why it has no trace, or nothing."""
+        outcome, logs = self.made["outcome"], (rank["log_tail"] for rank in self.made["observation"]["ranks"])
+        if outcome["outcome"] != "passed":
+            return first_line(outcome["reason"])
+        return next((found[0] for log in logs if (found := re.search(r"no trace of this process: .*", log))), "")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ from typing import Iterator, Optional
 
 import torch
 from torch._C import _functorch as functorch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 PRODUCTS = 8
@@ -56,8 +56,8 @@ def aside() -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
-        if functorch.peek_interpreter_stack() is not None:
-            stack.enter_context(temporarily_clear_interpreter_stack())
+        while functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_pop_interpreter_stack())
         yield
 
 
