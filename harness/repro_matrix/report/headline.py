@@ -18,7 +18,6 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.report.attention import Attention, Kind, attention
 from repro_matrix.report.case_status import CASE_STATES, GONE, CaseState, CaseStatus, age, case_status, is_failing_fix
-from repro_matrix.report.terminal import label
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, list_some
 
@@ -198,7 +197,7 @@ class Headline:
                 yield Fact(f"{number} {verb}{CASE_STATES[state][1]}{before}.", state)
 
     def _fixes(self) -> Iterator[Fact]:
-        """Yield how many stopped working, then how many work, and the name of every other one, with what it shows."""
+        """Yield how many stopped working, then how many work, and the name of every other one."""
         (works, measured), unmeasured = self.fixes, self.unmeasured_fixes
         stopped = _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
         if not measured + unmeasured and not stopped:
@@ -207,13 +206,13 @@ class Headline:
         yield Fact(text, "attention-list" if stopped else "matrix", bool(stopped))
         failing = [row for row in self.rows if is_failing_fix(row)]
         listed = {(each.case, name) for each in self.cases for name in each.failing}
-        known = [f"{row.case}/{row.variant} ({label(row.verdict or '').text})" for row in failing
+        known = [f"{row.case}/{row.variant}" for row in failing
                  if row.state in ("expected", "matches_cpu") and (row.case, row.variant) in listed]  # fmt: skip
         new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
         all_work = works == measured > 1 and not unmeasured
         parts = [f"All {works} work" if all_work else f"{works} of {measured} measured work{'s' * (measured == 1)}"]
         for what, names in (
-            ("known not to work on these releases", known),
+            ("not on these releases", known),
             ("not working, without an expectation", new),
         ):
             parts += [f"{len(set(names))} {what}: {list_some(list(dict.fromkeys(names)))}"] if names else []

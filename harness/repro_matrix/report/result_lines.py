@@ -19,7 +19,7 @@ from repro_matrix.results.rows import Row
 from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
 
 LOG_LINES, MOST_REASONS = 4, 8
-MOST_CASES, MOST_OF_STATE = 5, 2  # so that the end of a run without surprises fits on a screen of 24 lines
+MOST_CASES, MOST_OF_STATE = 4, 1  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 LOG_TAIL = 800  # characters of a log that a summary has
 DETAIL, SHORTEST = 37, 20  # columns of what is said of a case, at most, and of its title, at least
@@ -49,9 +49,11 @@ def detail_lines(
     yield from _whole_cases(head, width) if everything else _case_lines(head, width)
     if everything:
         yield from _skipped_lines(head, width)
-    if head.example:
+    if case := head.example:
+        helps = next((row.help for row in head.rows if (row.case, row.variant) == (case.case, *case.fixes[:1])), "")
         every = "" if everything else f". All {len(head.cases)} cases: repro report --format text"
-        yield from _title(f"What to do about one: repro show {head.example.case}{every}", width)
+        answer = f"What to do about {case.case}: {helps}" if helps else "What to do about one"
+        yield from _title(f"{answer}{'. More' * bool(helps)}: repro show {case.case}{every}", width)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
