@@ -231,7 +231,7 @@ def test_match_of_a_failure_gives_its_exit_code(match: Match) -> None:
     assert code == 0
     for part in ("(fsdp-uniform-dtype)", "rank 1, line 11: ", "huggingface/trl#1723", "repro show fsdp-uniform-dtype"):
         assert part in out
-    assert "get_peft_model(autocast_adapter_dtype=False): adapters stay bf16 (no-autocast)" in out
+    assert "get_peft_model(model, config, autocast_adapter_dtype=False): adapters stay bf16 (no-autocast)" in out
     (found,) = json.loads(match(lines, "--json")[1])
     assert found["recognized"] == ["fsdp-uniform-dtype"] and found["failures"][0]["ranks"] == [1]
     assert found["advice"]["fsdp-uniform-dtype"]["fits"] and found["versions_source"] == "the log"
