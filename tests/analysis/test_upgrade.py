@@ -184,6 +184,7 @@ def test_upgrade_from_lock_files_needs_no_index(tmp_path: Path, monkeypatch: Any
         "".join(f'[[package]]\nname = "{name}"\nversion = "{v}"\n' for name, v in NEW.items() if name != "python")
     )
     (tmp_path / "loose.txt").write_text("torch>=2.4\n")
+    (tmp_path / "r").mkdir()
 
     def run(source: str, target: str) -> tuple[int, str]:
         ends = [str(tmp_path / name) if name.endswith((".txt", ".lock")) else name for name in (source, target)]

@@ -113,7 +113,7 @@ def test_report_names_unknown_cases_and_how_to_continue_an_interrupted_run(
     path.parent.mkdir()
     write_json(path, stored_cell(case="of-another-team") | {"cell_id": "of-another-team/cell"})
     (folder / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.UNFINISHED}))
-    assert main(["report", str(folder), "--format", "markdown"]) == 0
+    assert main(["report", str(folder), "--format", "markdown"]) == 3
     out = capsys.readouterr().out.replace("\\", "")
     assert out.count("of-another-team") == 1 and "repro matrix --resume results=" in out
 

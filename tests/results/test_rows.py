@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repro_matrix.analysis.regressions import since_last_passing
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
 from repro_matrix.results import runs, summary
 from repro_matrix.results.accept import regrade
+from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, adapter, compared
 from repro_matrix.results.store import Store, write_json
 from repro_matrix.results.summary import SUMMARY, load_rows, write_rows
@@ -193,7 +199,7 @@ def test_rows_of_stacks_does_not_trust_a_summary_that_is_behind_its_evidence(
     monkeypatch.setattr(runs, "scratch", lambda: tmp_path / "none")
     rows = load_rows(folder, cases, write=True)
     stacks = [{"torch": row.stack.versions["torch"]} for row in rows]
-    assert shown(runs.rows_of_stacks(stacks, folder)) == shown(rows)
+    assert shown(runs.rows_of_stacks(stacks, folder, [])) == shown(rows)
     path, file = folder / SUMMARY, folder / rows[0].evidence
     fix = next(row.variant for row in rows if row.evidence == rows[0].evidence and row.verdict == "FIXED")
     document = json.loads(file.read_bytes())
@@ -207,5 +213,46 @@ def test_rows_of_stacks_does_not_trust_a_summary_that_is_behind_its_evidence(
         path.unlink()
     elif how != "older":
         os.utime(path, (time.time() + 9, time.time() + 9))
-    found = runs.rows_of_stacks(stacks, folder)
+    found = runs.rows_of_stacks(stacks, folder, [])
     assert [row.verdict for row in found if (row.evidence, row.variant) == (rows[0].evidence, fix)] == ["NOT_FIXED"]
+
+
+@pytest.mark.parametrize("how", ["removed", "truncated"])
+def test_evidence_that_is_lost_is_no_row_and_stops_an_upgrade(
+    how: str, folder: Path, cases: Mapping[str, Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    evidence = load_rows(folder, cases, write=True)[0].evidence
+    if how == "removed":
+        (folder / evidence).unlink()
+    else:
+        (folder / evidence).write_bytes((folder / evidence).read_bytes()[:1000])
+    notes: list[str] = []
+    assert evidence not in {row.evidence for row in runs.current_rows(folder, notes)} and evidence in notes[0]
+    ends = ("--from", "torch2.6-tf4.51", "--to", "current", f"case={CASE}")
+    assert main(["upgrade", *ends, f"results={folder}"]) == 3 and evidence in capsys.readouterr().err
+    main(["upgrade", *ends, f"results={folder}-mistyped"])
+    assert f"{folder}-mistyped" in capsys.readouterr().err
+
+
+def test_cell_that_did_not_end_is_reported_as_less_than_requested(folder: Path, cases: Mapping[str, Case]) -> None:
+    assert not lacking(load_rows(folder, cases)) and main(["report", str(folder), "--format", "json"]) == 0
+    file = sorted(folder.rglob("*.json"))[0]
+    write_json(file, {**json.loads(file.read_bytes()), "complete": False})
+    assert lacking(load_rows(folder, cases)) and main(["report", str(folder), "--format", "json"]) == 3
+
+
+def test_run_whose_evidence_is_lost_is_no_passing_run(folder: Path, tmp_path: Path, cases: Mapping[str, Case]) -> None:
+    earlier, later = tmp_path / "runs" / "1", tmp_path / "runs" / "2"
+    rows = load_rows(folder, cases, write=True)
+    for place in (earlier, later):
+        shutil.copytree(folder, place, ignore=shutil.ignore_patterns("runs"))
+        (place / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.ENDED}))
+    assert since_last_passing(later, rows, cases).passing
+    for file in earlier.rglob("*.json"):
+        file.unlink()
+    assert not since_last_passing(later, rows, cases).passing
+
+
+def test_closed_pipe_is_no_success() -> None:
+    command = f"{shlex.quote(sys.executable)} -m repro_matrix list --json | true"
+    assert subprocess.run(["bash", "-o", "pipefail", "-c", command]).returncode != 0

@@ -25,9 +25,9 @@ from repro_matrix.grading.expectations import as_expected, expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
-from repro_matrix.results.runs import ENDED, LOOK_BACK, listed
+from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, listed
 from repro_matrix.results.store import changed_files
-from repro_matrix.results.summary import stored_rows
+from repro_matrix.results.summary import lost
 from repro_matrix.text import list_some
 
 MOST_FILES = 5  # changed files of the catalog
@@ -190,13 +190,14 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
     cells, found = {row.cell for row in rows}, list[NightlyRun]()
     earlier = [run for run in listed(folder.resolve().parent) if run.folder.name < folder.resolve().name]
     for run in earlier[-LOOK_BACK:]:
-        stored = [compared(row, cases) for each in stored_rows(run.folder, []).values() for row in each]
+        notes: list[str] = []
+        stored = [compared(row, cases) for row in current_rows(run.folder, notes)]
         if cells & {row.cell for row in stored}:
             results = [from_row(row) for row in stored]
             since = compare_to_last_passing(results, found)
             differs = any(row.state == "unexpected" for row in against_history(stored, cases, since)) or since.changed
             made = make_run(run.folder.name, results, int(bool(differs)))
-            found.append(replace(made, partial=run.state != ENDED or bool(lacking(stored))))
+            found.append(replace(made, partial=run.state != ENDED or bool(lost(notes) or lacking(stored))))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)

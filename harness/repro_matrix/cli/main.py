@@ -11,6 +11,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -137,9 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"repro: {error}", file=sys.stderr)
         # `git bisect run` reads 2 and 3 as "bad" and stops from 128 on.
         return error.exit_code + (128 if "--bisect-exit" in arguments else 0)
-    except BrokenPipeError:  # `repro list | head`
+    except BrokenPipeError:  # `repro list | head`: as the signal would end it, since 0 would be an answer
         _discard_output()
-        return 0
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except OSError as error:

@@ -16,7 +16,7 @@ from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
 from repro_matrix.text import counted, one_line
 
-EPILOG = "Exit codes: 0; 2 usage error; 3 nothing was measured, or some evidence cannot be read."
+EPILOG = "Exit codes: 0; 2 usage error; 3 less was measured than requested, or evidence cannot be read."
 FORMATS = ("html", "text", "junit", "markdown", "json")
 
 
@@ -70,10 +70,12 @@ def _exit_code(found: Results) -> int:
     damaged = found.remarks.damaged
     if damaged:
         text = f"{counted(len(damaged), 'file')} of evidence cannot be read, the first: {one_line(damaged[0])}"
-    elif any(row.attempts for row in found.headline.rows):
-        return ExitCode.OK
-    else:
+    elif not any(row.attempts for row in found.headline.rows):
         text = "nothing was measured"
+    elif found.remarks.incomplete or not all(row.complete for row in found.headline.rows):
+        text = "less was measured than requested"
+    else:
+        return ExitCode.OK
     print(f"exit code {ExitCode.INCOMPLETE}: {text}", file=sys.stderr)
     return ExitCode.INCOMPLETE
 

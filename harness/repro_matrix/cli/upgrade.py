@@ -10,13 +10,14 @@ from repro_matrix.analysis import upgrade
 from repro_matrix.analysis.upgrade import End, Upgrade
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
-from repro_matrix.errors import ConfigError
+from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
+from repro_matrix.results.summary import lost
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request, ask
-from repro_matrix.text import log
+from repro_matrix.text import list_some, log
 
 EPILOG = """The answer comes from stored results: the baseline, your own runs, and the ranges of releases in
 results/expected. Nothing is downloaded, built or launched without --measure. Restrict it to what you use:
@@ -45,7 +46,12 @@ def main(args: argparse.Namespace) -> int:
     if len(ends) == 1 or (ends[specs[0]].versions and ends[specs[0]].versions == ends[specs[1]].versions):
         raise ConfigError(f"--from and --to are the same stack, {specs[0]}")
     versions = [end.versions for end in ends.values() if end.versions]
-    rows = runs.rows_of_stacks(versions, runs.results_folder(request.settings))
+    folder, notes = runs.results_folder(request.settings), list[str]()
+    if request.settings.results and not folder.is_dir():
+        log(f"note: results={folder}: there is no such folder, so nothing is read from it")
+    rows = runs.rows_of_stacks(versions, folder, notes)
+    if damaged := lost(notes):
+        raise MeasureError(f"evidence cannot be used: {list_some(damaged)}. Without it there is no answer.")
     result = _compare(request, ends, rows)
     if args.measure and result.missing:
         rows += _measure(request, result, ends)

@@ -46,7 +46,7 @@ from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.terminal import Label, columns, label
 from repro_matrix.results import quarantine, runs
 from repro_matrix.results.rows import Row
-from repro_matrix.results.summary import load_rows
+from repro_matrix.results.summary import load_rows, lost
 from repro_matrix.text import block, counted, line, list_ranks, log
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
@@ -109,7 +109,7 @@ def load_results(
     ]
     ungraded = sorted(stored_cases - catalog.cases.keys())
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]
-    damaged = [text for text in texts if "computed from their evidence" not in text]  # a lost summary loses nothing
+    damaged = lost(texts)
     notes = [*(text for text in texts if text not in damaged), *truncated]
     notes += [f"left out: {text}" for text in catalog.left_out]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)

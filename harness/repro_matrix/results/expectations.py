@@ -210,9 +210,9 @@ def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) 
 
 
 def lacking(rows: Sequence[Row]) -> list[Row]:
-    """Return variants with attempts that gave no evidence, and those of cells that gave no comparison."""
+    """Return variants with attempts that gave no evidence, and those of cells without an end or a comparison."""
     # A build that failed is no property of the stack: another try, or a compiler, would measure it.
-    lost = [row for row in rows if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen]
+    lost = [row for row in rows if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete]
     return lost + uncompared_failures(rows)
 
 

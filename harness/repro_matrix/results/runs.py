@@ -180,9 +180,9 @@ def measured_rows(settings: RunSettings | None = None, published: list[Row] | No
     return [*(published or ()), *(row for cells in stored for rows in cells.values() for row in rows)]
 
 
-def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path) -> list[Row]:
+def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path, notes: list[str]) -> list[Row]:
     """Return the stored rows, published and of all runs and searches, of stacks with one of these sets of versions of
-    torch and transformers. ``folder``: another one to read."""
+    torch and transformers. ``folder``: another one to read. ``notes`` gets what cannot be read."""
     pins = ("torch", "transformers")
     wanted = [[f'"{n}":"{each[n].partition("+")[0]}'.encode() for n in pins if n in each] for each in stacks]
     folders = [*project.published(), *(run.folder for run in listed(scratch())), scratch() / SEARCHES, folder]
@@ -190,7 +190,7 @@ def rows_of_stacks(stacks: Sequence[Mapping[str, str]], folder: Path) -> list[Ro
     def of_stacks(line: bytes) -> bool:  # most lines are of others, and reading a row takes time
         return any(all(pin in line for pin in each) for each in wanted)
 
-    return _rows(folders, of_stacks)
+    return _rows(folders, of_stacks, notes)
 
 
 def rows_of_cases(slugs: Collection[str]) -> list[Row]:
@@ -198,33 +198,38 @@ def rows_of_cases(slugs: Collection[str]) -> list[Row]:
     last run, of searches and the published ones. Other rows are not parsed."""
     wanted = [f'"case":"{slug}"'.encode() for slug in slugs] + [b'"kind":"control"']
     folders = of(scratch()), scratch() / SEARCHES, *project.published()
-    return _rows(folders, lambda line: any(each in line[:HEAD] for each in wanted))
+    return _rows(folders, lambda line: any(each in line[:HEAD] for each in wanted), [])
 
 
-def _rows(folders: Iterable[Path], wanted: Callable[[bytes], bool]) -> list[Row]:
-    """Return the rows whose line is wanted, as they are stored; those of a run whose summary is edited, or older than
-    its evidence, are computed from the evidence."""
+def _rows(folders: Iterable[Path], wanted: Callable[[bytes], bool], notes: list[str]) -> list[Row]:
+    """Return the rows whose line is wanted, as they are stored."""
+    published = list(map(Path.resolve, project.published()))
     found: list[Row] = []
     for folder in dict.fromkeys(map(Path.resolve, folders)):
-        edited: list[str] = []
-        cells = stored_rows(folder, edited, wanted)
-        published = folder in map(Path.resolve, project.published())
-        if not published and folder.is_dir() and (edited or _is_behind(folder)):
-            found += [row for row in load_rows(folder) if wanted(adapter().dump_json(row))]
-        else:
-            found += chain.from_iterable(cells.values())
+        if folder in published:
+            found += chain.from_iterable(stored_rows(folder, [], wanted).values())
+        elif folder.is_dir():
+            found += current_rows(folder, notes, wanted)
     return found
 
 
-def _is_behind(folder: Path) -> bool:
-    """Whether evidence of a run is not in its summary, or changed since. A reader of a run that has not ended may have
-    written the summary, so times do not tell."""
-    states = evidence_states(folder)
-    try:
-        listed = set(re.findall(r'"evidence_state":"(\w+)"', (folder / SUMMARY).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        listed = set()
-    return not listed.issuperset(states.values())
+def current_rows(folder: Path, notes: list[str], wanted: Callable[[bytes], bool] | None = None) -> list[Row]:
+    """Return the rows of a run; they are computed from its evidence where its summary is edited, or is not of this
+    evidence. ``notes`` gets what cannot be read. ``wanted``: of which lines."""
+    edited: list[str] = []
+    cells = stored_rows(folder, edited, wanted)
+    if not edited and _is_of_its_evidence(folder):
+        return list(chain.from_iterable(cells.values()))
+    return [row for row in load_rows(folder, notes=notes) if wanted is None or wanted(adapter().dump_json(row))]
+
+
+def _is_of_its_evidence(folder: Path) -> bool:
+    """Whether the summary of a run lists each file of evidence as it is, and no other. A reader of a run that had not
+    ended may have written it, so times do not tell."""
+    states, path = evidence_states(folder), folder / SUMMARY
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    named = set(re.findall(r'"evidence":"([^":]+)', text)), set(re.findall(r'"evidence_state":"(\w+)"', text))
+    return named[0] == states.keys() and named[1].issuperset(states.values())
 
 
 def past_measurements(rows: Iterable[Row]) -> dict[str, list[Document]]:

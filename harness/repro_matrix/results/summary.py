@@ -103,6 +103,11 @@ def stored_rows(
     return found
 
 
+def lost(notes: Iterable[str]) -> list[str]:
+    """Return the notes about evidence that is lost. A lost summary loses nothing."""
+    return [text for text in notes if "computed from their evidence" not in text]
+
+
 def write_rows(folder: Path, rows: Iterable[Row], name: str = SUMMARY) -> None:
     """Replace the summary in one step."""
     text = b"".join(map(_line, rows))
