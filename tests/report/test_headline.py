@@ -143,7 +143,7 @@ def test_changes_since_the_last_passing_run() -> None:
         return headline(rows, {}, compare_to_last_passing(map(from_row, rows), [monday]))
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
-    assert "Changes: 1 result changed since the last passing run (monday)." in head.sentences
+    assert "Changes: 1 result changed since the last passing run, monday." in head.sentences
     assert head.sentences[0] == "Needs attention: 1 documented fix stopped working."
     assert head.attention[0].since == "since monday: deepspeed: 0.19.7 -> 0.19.8"
     assert " ".join(head.attention[0].search).startswith(

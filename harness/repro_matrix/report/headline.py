@@ -223,14 +223,14 @@ class Headline:
     def changed(self) -> str:
         """Say what changed since the last passing run."""
         if not self.previous:
-            why = "No earlier run here passed." if self.earlier else "This is the first run here."
+            why = "No earlier run here passed." if self.earlier else "First run here."
             fails = ", which does not pass" if self.differences else ""
             next_run = f"is {'not ' * bool(fails)}compared with this one{fails}"
             return self.no_previous or f"{why} The next one {next_run}."
         what = counted(self.changes, "result") if self.changes else "Nothing"
         partial = ", which measured less than requested" * self.partial
         removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
-        return f"{what} changed since the last passing run ({self.previous}{partial}){removed}."
+        return f"{what} changed since the last passing run, {self.previous}{partial}{removed}."
 
     def _controls(self) -> Iterator[Fact]:
         measured = [row for row in self.rows if row.kind == "control" and row.first and row.attempts]
