@@ -106,6 +106,21 @@ def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: 
     assert unusable.code == 3 and "a build without CUDA" in json.loads(unusable.out)["problems"][0]
 
 
+def test_doctor_reports_a_gpu_that_is_lost_while_it_is_probed(
+    repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, ask = [FakeGpu(), FakeGpu()], probe_module.ask
+
+    def lose(*words: Any) -> Any:
+        answer = ask(*words)
+        gpus[1].lost = True
+        return answer
+
+    monkeypatch.setattr(probe_module, "ask", lose)
+    done = repro(FakeNvml(gpus), "doctor", *ONE, "--json", f"stack=python:{python_that_says(tmp_path, *lines(2))}")
+    assert done.code == 3 and any("GPU 1" in problem for problem in json.loads(done.out)["problems"])
+
+
 def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

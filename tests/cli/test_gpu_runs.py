@@ -149,6 +149,18 @@ def test_cells_that_leave_the_gpus_because_one_is_lost_make_the_run_incomplete(
     assert {len(used) for _, used in run.launched} == ({2} if len(gpus) == 3 else {0})
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_attempt_on_a_gpu_with_a_hardware_error_at_its_end_is_no_evidence(run: Run, at: int) -> None:
+    def report_error(attempt: Attempt, stop: threading.Event) -> None:
+        if len(run.launched) == at:
+            index = next(index for index in range(4) if uuid_of(index) in attempt.gpus)
+            run.nvml.gpus[index].xids.append(48)
+
+    run.happens = report_error
+    _, said, attempts = run([FakeGpu() for _ in range(4)])
+    assert "Xid 48" in said and [kind for _, kind in attempts].count("gpu_failure") == 1 and len(attempts) == 3
+
+
 def test_driver_that_is_updated_meanwhile_ends_the_use_of_gpus(run: Run) -> None:
     run.happens = lambda attempt, stop: vars(run.nvml).update(error=18) or None
     code, said, attempts = run([FakeGpu(), FakeGpu()])

@@ -46,6 +46,7 @@ def main(args: argparse.Namespace) -> int:
         plan(prepared, [each.cell for each in prepared.plans], build=False)
     problems += _problems(torch, stack, profile, machine)
     now = states([gpu.uuid for gpu in machine.gpus])
+    problems += [f"GPU {gpu.index}: {why}" for gpu in profile.gpus if (why := now[gpu.uuid].problem)]
     in_use = {gpu.index: user for gpu in profile.gpus if (user := other_user(now[gpu.uuid]))}
     problems += [*prepared.shortfall(), *_too_few_free(prepared, len(profile.gpus) - len(in_use))]
     shm, untraceable = shm_mb(), no_ptrace()

@@ -251,6 +251,8 @@ class Engine:
         running = self._running.pop(future)
         self.schedule.end(running.task)
         observation, problems = future.result()
+        errors = self.place.nvml.failed_gpus()  # also those since the last check
+        problems |= {uuid: GpuProblem("lost", errors[uuid]) for uuid in running.gpus if uuid in errors}
         self.pool.exclude(problems)
         bad = [uuid for uuid, problem in problems.items() if problem.kind == "lost"]
         if failed := running.failed or self._failed(bad):
