@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FakeGpu, FakeNvml, Process
+from fake_nvml import FakeGpu, FakeNvml, Process, uuid_of
 from fake_stack import DONE, devices_of, lines, python_that_says
 from repro_matrix.cli import main as cli
 from repro_matrix.environment import probe as probe_module
 from repro_matrix.results.store import Store
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
+from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import Fake, observation
 
 ONE = ("case=qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]")
@@ -84,15 +85,22 @@ def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(repro: Repro, tm
     gpus = [FakeGpu(), FakeGpu(processes=[Process(99999999, 4321)]), FakeGpu()]
     devices = devices_of(gpus)
     devices[2]["touched"] = False
-    words = ("doctor", *ONE, f"stack=python:{python_that_says(tmp_path, *lines(3, devices=devices))}", "--json")
-    found = repro(FakeNvml(gpus), *words)
+    words = (*ONE, f"stack=python:{python_that_says(tmp_path, *lines(3, devices=devices))}")
+    with GpuLocks(tmp_path / "cache" / "state", "another-run") as other:
+        assert other.acquire([uuid_of(2)])
+        found = repro(FakeNvml(gpus), "doctor", *words, "--json")
     notes = "\n".join(json.loads(found.out)["notes"])
     assert found.code == 0, "two GPUs are enough for these attempts"
     assert "GPU 1 is in use by process 99999999 (4321 MiB)" in notes and "End that process" in notes
     assert "GPU 2 was not tested" in notes and "GPU 0" not in notes
-    gpus[2].processes = gpus[1].processes
-    busy = repro(FakeNvml(gpus), *words)
-    assert busy.code == 3 and "up to 2 GPUs, and 1 of" in json.loads(busy.out)["problems"][0]
+    for command in (["doctor"], ["matrix", "--dry-run"]):
+        idle = repro(FakeNvml(gpus), *command, *words)
+        assert idle.code == 3 and "nothing was computed on GPU 2" in " ".join((idle.out + idle.err).split())
+    gpus[2].processes, devices[2]["touched"] = gpus[1].processes, True
+    python_that_says(tmp_path, *lines(3, devices=devices))
+    for command in (["doctor"], ["matrix", "--dry-run"]):
+        busy = repro(FakeNvml(gpus), *command, *words)
+        assert busy.code == 3 and "up to 2 GPUs, and 1 of" in " ".join((busy.out + busy.err).split())
 
 
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
@@ -147,6 +155,7 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     assert variants["unfixed"] is variants["summon"] is None, "the rest is measured"
     assert code == 3 and variants["newer-transformers"] is not None
     assert "repro: stack=current: NVML sees 2 x A100 (driver 535)" in said.err and "uv pip install" in said.err
+    assert cli.main(["run", *words, stack, "--dry-run"]) == 3 and "stack=current: NVML" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

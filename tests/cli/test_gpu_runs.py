@@ -168,6 +168,20 @@ def test_driver_that_is_updated_meanwhile_ends_the_use_of_gpus(run: Run) -> None
     assert ("summon", "not_enough_gpus") in attempts
 
 
+def test_run_that_nvml_cannot_watch_uses_no_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be opened to plan the run, and cannot when the run begins."""
+    enter = workplace.Nvml.__enter__
+
+    def fail(self: Any) -> Any:
+        monkeypatch.setattr("repro_matrix.environment.gpus.open_driver", FakeNvml(init_error=18)._open)
+        return enter(self)
+
+    monkeypatch.setattr(workplace, "Nvml", type("Nvml", (workplace.Nvml,), {"__enter__": fail}))
+    code, said, attempts = run([FakeGpu(), FakeGpu()])
+    assert code == 3 and not run.launched and "cannot be watched: NVML: RM has detected" in said, said
+    assert {kind for _, kind in attempts} == {"not_enough_gpus"}
+
+
 def test_run_waits_for_the_gpus_of_another_run(run: Run) -> None:
     with GpuLocks(run.folder / "cache" / "state", "another-run") as other:
         assert other.acquire([uuid_of(0)])

@@ -94,6 +94,19 @@ def test_exclusive_gpu_is_not_shared_by_ranks(machine: Detect) -> None:
     assert settle("gpu1-nccl", KNOWN, usual).backend == "nccl", "where it is named only: auto never takes it"
 
 
+def test_gpu_that_nvml_does_not_count_any_more_is_left_out(machine: Detect) -> None:
+    files = {f"dev/nvidia{minor}": "" for minor in range(3)}
+    two = FakeNvml([FakeGpu(), FakeGpu()])
+    lost = machine(two, files)
+    assert len(lost.gpus) == 2 and "3 device files" in str(lost.left_out) and "NVML counts 2" in str(lost.left_out)
+    assert machine(two, CUDA_VISIBLE_DEVICES="0,1").left_out == (), "a batch job's own, of a node with more"
+
+
+def test_gpus_with_the_same_uuid_are_left_out(machine: Detect) -> None:
+    here = machine(FakeNvml([FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-a"), FakeGpu()]))
+    assert [gpu.index for gpu in here.gpus] == [2] and "same UUID" in str(here.left_out[0])
+
+
 def test_settle_names_the_reason_why_gpus_are_missing(machine: Detect) -> None:
     for name, gpus, visible, reason in [
         ("gpu2", [FakeGpu(), FakeGpu(mode="prohibited")], "0,1", "prohibited"),
@@ -230,7 +243,7 @@ def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.Monkey
         assert nvml.look(gpus[2].uuid).problem
     NO_LIBRARY.install(monkeypatch)
     with Nvml(["GPU-x"]) as nvml:
-        assert nvml.failed_gpus() == {} and nvml.look("GPU-x").problem is None
+        assert nvml.failed_gpus() == {} and "Library Not Found" in str(nvml.look("GPU-x").problem)
 
 
 class NVMLError(Exception):
@@ -341,6 +354,7 @@ def answer(**parts: Any) -> dict[str, Any]:
         ({"gpus": 1}, "1 of 2.* container", False),
         ({"devices": [OK, BAD]}, r"GPU 1 \(GPU-1\): AcceleratorError.* CUDA_VISIBLE_DEVICES without it", False),
         ({"devices": [OTHER, OK]}, "NVIDIA H200.* GPU 0", False),  # another order
+        ({"devices": [OK, {**OK, "name": "NVIDIA A100-SXM4-40GB"}]}, "40GB.* GPU 1", False),  # of the same capability
         ({"devices": [OK, NO_KERNEL]}, "GPU 1.* no kernel image", True),
         ({"devices": [{**OK, "index": 0}, {**OK, "index": 0}]}, r"devices \[0, 0\] instead of 0 to 1", False),
         ({"nccl": False}, "without NCCL", True),
@@ -355,7 +369,7 @@ def test_problem_has_a_reason_and_a_remedy(parts: dict[str, Any], reason: str, o
 def test_problem_working_or_unknown_is_none() -> None:
     assert problem(answer(), STACK, TWO, MACHINE) is None
     assert problem(answer(nccl=False), STACK, replace(TWO, backend="gloo"), MACHINE) is None
-    unknown = replace(TWO, gpus=tuple(replace(gpu, capability=None) for gpu in GPUS))
+    unknown = replace(TWO, gpus=tuple(replace(gpu, capability=None, name="") for gpu in GPUS))
     assert problem(answer(devices=[OTHER, OK]), STACK, unknown, MACHINE) is None
     hung = {"stage": "initialise CUDA", "failed": "was not done after 240 s"}
     assert "was not done" in str(problem(answer() | hung, STACK, TWO, MACHINE))

@@ -23,6 +23,8 @@ def matrix(tmp_path: Path, gpus: list[FakeGpu], *words: str, fault: str = "") ->
     python = python_that_says(tmp_path, *lines(len(gpus), devices=devices_of(gpus)), rehearse=True, fault=fault)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     env |= FakeNvml(gpus).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
+    with open(tmp_path / "nvml" / "sitecustomize.py", "a", encoding="utf-8") as text:
+        text.write(f"\nsys.executable = {str(python)!r}\n")  # the stack `current`, for variants that need it
     command = [sys.executable, "-m", "repro_matrix", "matrix", *words]
     command += [f"stack=python:{python}", f"results={tmp_path / 'results'}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

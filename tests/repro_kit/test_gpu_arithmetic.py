@@ -142,6 +142,5 @@ def test_products_of_a_gpu_are_within_half_of_every_tolerance_and_tf32_is_not(na
         assert max(found[kind].values()) < 0.5, (kind, found[kind])
     outside = found["one_tf32"]
     assert min(outside[check] for check in ("gradient", "updates", "logits", "weights")) > 10, outside
-    # A loss is a mean, in which much cancels out: TF32 moves it by 25 to 117 units in the last place (8 models), of
-    # which 8 are allowed. Ten times outside would leave 2.5 units, and a healthy loss has been 1.6 off on a CPU.
+    # Why not ten times: docs/contributing/gpu-evidence.md, "TF32 and losses".
     assert min(outside["loss"], outside["losses"]) > 3, outside

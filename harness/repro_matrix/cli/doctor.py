@@ -19,7 +19,6 @@ from repro_matrix.results import runs
 from repro_matrix.runner import session
 from repro_matrix.runner.prerequisites import ask_torch, plan
 from repro_matrix.runner.session import ask
-from repro_matrix.text import counted
 
 _SHOWN = ("python", "transformers", "accelerate", "peft", "deepspeed")
 
@@ -48,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     now = states([gpu.uuid for gpu in machine.gpus])
     problems += [f"GPU {gpu.index}: {why}" for gpu in profile.gpus if (why := now[gpu.uuid].problem)]
     in_use = {gpu.index: user for gpu in profile.gpus if (user := other_user(now[gpu.uuid]))}
-    problems += [*prepared.shortfall(), *_too_few_free(prepared, len(profile.gpus) - len(in_use))]
+    problems += [*prepared.shortfall(), *prepared.too_few_free()]
     shm, untraceable = shm_mb(), no_ptrace()
     notes = [*map(str, machine.left_out), *([machine.hidden] if machine.hidden else [])]
     notes += () if problems else machine.unusable  # on hardware=cpu
@@ -106,13 +105,6 @@ def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Ma
         reason = unwritable(folder)
         problems.append(f"{reason}: set another with {setting}" if reason else None)
     return [text for text in problems if text]
-
-
-def _too_few_free(prepared: session.Session, free: int) -> list[str]:
-    """Return the problem that attempts of this selection find too few GPUs now."""
-    needed = max((v.gpus for plan in prepared.plans for v in plan.variants if not v.skipped), default=0)
-    who = f"attempts need up to {counted(needed, 'GPU')}, and {free} of this machine's are free now"
-    return [f"{who}: they end without a result unless more become free (see the notes)"] if free < needed else []
 
 
 def _print_gpus(machine: Machine, states: dict[str, GpuState]) -> None:

@@ -22,7 +22,6 @@ from repro_matrix.results.expectations import bisect_exit, exit_code
 from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.runs import results_folder
 from repro_matrix.runner import session, workspace
-from repro_matrix.runner.engine import Summary
 from repro_matrix.text import log
 
 
@@ -108,21 +107,17 @@ def measure(
         return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
     for text in expired:
         log(f"repro: {text}")
-    code = _exit_code(prepared, summary, rows, changed) or (ExitCode.USAGE if expired else ExitCode.OK)
+    code = _exit_code(prepared, rows, changed) or (ExitCode.USAGE if expired else ExitCode.OK)
     if not args.json:
         differences = len(changed.select(diffs.RESULTS)) if changed else 0
         print(run_summary.describe_exit(code, head, summary, differences))
     return code
 
 
-def _exit_code(run: session.Session, summary: Summary, rows: Sequence[Row], changed: diffs.Diff | None) -> ExitCode:
-    """Print the stacks that could not be used; return the exit code."""
-    used = {document["stack"]["name"] for document in summary.documents}
-    missing = used & run.unavailable.keys() | run.unusable  # also of single variants, which declare no requirement
-    for name in sorted(missing):
-        log(f"repro: stack={name}: {run.unavailable[name]}")
+def _exit_code(run: session.Session, rows: Sequence[Row], changed: diffs.Diff | None) -> ExitCode:
+    """Print why less was measured than requested; return the exit code."""
     short = run.shortfall()
     for text in short:
         log(f"repro: {text}")
-    code = exit_code(rows, run.settings.min_cells, bool(missing or run.left_out or short))
+    code = exit_code(rows, run.settings.min_cells, bool(run.left_out or short))
     return ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code

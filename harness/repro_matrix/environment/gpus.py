@@ -8,6 +8,7 @@ and only errors that mean that the GPU has failed or must be reset make it unusa
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,7 +214,10 @@ def query() -> tuple[tuple[Gpu, ...], str, str | None]:
 
     CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them."""
     with contextlib.closing(open_driver()) as driver:
-        return (tuple(_gpu(driver, index) for index in range(driver.count())), *driver.versions())
+        found = [_gpu(driver, index) for index in range(driver.count())]
+        uuids = Counter(gpu.uuid for gpu in found if gpu.uuid)
+        twice = "NVML gives another GPU the same UUID, by which a process could be given either"
+        return (tuple(replace(g, unusable=twice) if uuids[g.uuid] > 1 else g for g in found), *driver.versions())
 
 
 def _gpu(driver: Pynvml, index: int) -> Gpu:
@@ -266,15 +270,18 @@ class Nvml:
     def __init__(self, gpus: Iterable[str]) -> None:
         self.gpus = list(gpus)
         self._driver: Pynvml | None = None
+        self._unwatched: str | None = None  # why NVML could not be opened: nothing may run on GPUs then
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
         self.program_errors: dict[str, list[str]] = {}  # uuid -> Xids after which the GPU is as good as before
 
     def __enter__(self) -> Nvml:
         if self.gpus:
-            with contextlib.suppress(DriverError):
+            try:
                 self._driver = open_driver()
                 self._driver.watch_errors(self.gpus)
+            except DriverError as error:
+                self._unwatched = f"its errors cannot be watched: {error}"
         for uuid in self.gpus:
             self.look(uuid)  # errors that the GPU counted before this run do not belong to it
         return self
@@ -287,7 +294,7 @@ class Nvml:
     def look(self, uuid: str) -> GpuState:
         """Return the state of one GPU now; memory errors since the run began are a problem."""
         if self._driver is None:
-            return GpuState()
+            return GpuState(problem=self._unwatched)
         state = _state(self._driver, uuid)
         count = state.ecc_uncorrected  # None: no ECC, or it is off
         new = 0 if count is None else count - self._ecc.setdefault(uuid, count)

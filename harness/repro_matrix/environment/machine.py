@@ -29,7 +29,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NO_GPU = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES; the last is what Slurm sets for a job without GPUs
 _NO_DEVICES = ("", "void", "none")  # of NVIDIA_VISIBLE_DEVICES: the container is to have no GPU
 PY_SPY_S = 15.0
-_SIGNS = ("dev/nvidia[0-9]*", "proc/driver/nvidia/version", "dev/dxg")  # the last: a GPU of Windows under WSL
+_DEVICES = "dev/nvidia[0-9]*"
+_SIGNS = (_DEVICES, "proc/driver/nvidia/version", "dev/dxg")  # the last: a GPU of Windows under WSL
 _SHELL = re.compile(r"(TORCH_)?NCCL_|CUDA_(?!VISIBLE_DEVICES$|DEVICE_ORDER$|HOME$|PATH$|VERSION$)")
 SHM_MB = 1024  # NCCL takes some 10 MB for every pair of ranks that share memory, data loaders more; Docker gives 64
 GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # planned hardware whose file does not say
@@ -78,6 +79,8 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     except DriverError as caught:
         error = caught
     text = env.get(VISIBLE_DEVICES)
+    if gpus and text is None:  # a batch system that gives a job some of the GPUs shows the devices of all, and sets it
+        gpus = (*gpus, *_uncounted(len(gpus), root))
     asks_for_none = text is not None and text.strip() in _NO_GPU
     shown, problem = ((), None) if asks_for_none else visible_gpus(text, gpus, env.get("CUDA_DEVICE_ORDER"))
     usable, left_out = (tuple(gpu for gpu in shown if bool(gpu.unusable) == wrong) for wrong in (False, True))
@@ -145,6 +148,13 @@ def _signs(env: Mapping[str, str], root: Path) -> list[str]:
     if requested not in _NO_DEVICES:
         signs.append(f"NVIDIA_VISIBLE_DEVICES={requested}: the container was to have GPUs")
     return signs
+
+
+def _uncounted(counted: int, root: Path) -> list[Gpu]:
+    """Return the GPUs that have a device file, and that NVML does not count any more."""
+    devices = len(list(root.glob(_DEVICES)))
+    why = f"there are {devices} device files (/{_DEVICES}), and NVML counts {counted} GPUs: dmesg shows which was lost"
+    return [Gpu(index, "", "", unusable=why) for index in range(counted, devices)]
 
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

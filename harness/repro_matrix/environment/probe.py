@@ -37,6 +37,7 @@ _HINTS = {
     "was not done after": "a GPU does not answer: `nvidia-smi` shows which, and CUDA_VISIBLE_DEVICES can leave it out. "
     "Without persistence mode (nvidia-smi -pm 1) the driver takes seconds to start each GPU for its first program",
 }
+_WRAPPER = "a program that wraps python, or a package that prints when it is imported"
 _OTHER_BUILD = ("driver on your system is too old", "no kernel image")  # errors that another build of torch avoids
 
 
@@ -47,7 +48,7 @@ def ask(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> 
     """
     with _folder() as folder:
         argument = "cpu" if devices is None else ",".join(map(str, devices))
-        return _run(stack, folder, [[argument]], [env])[0]
+        return {**_run(stack, folder, [[argument]], [env])[0], "asked": [] if devices is None else list(devices)}
 
 
 def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str], at_once: bool = True) -> Json:
@@ -181,8 +182,7 @@ def import_notes(answer: Mapping[str, Any]) -> list[str]:
 
 def untested(answer: Mapping[str, Any], profile: Profile) -> list[str]:
     """Return a line for each GPU on which nothing was computed: another run has locked it, or its memory is in use."""
-    gpus = zip(profile.gpus, answer.get("devices") or ())
-    names = [gpu.index for gpu, device in gpus if not device.get("touched") and not device.get("error")]
+    names = [gpu.index for number, gpu in enumerate(profile.gpus) if number not in answer["asked"]]
     why = "another run of this project holds it, or it has less than 1 GiB free: repeat `repro doctor` when it is free"
     return [f"GPU {index} was not tested: {why}" for index in names]
 
@@ -226,17 +226,19 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
         return f"{fewer} ({remedy})", False
     indices = [device.get("index", number) for number, device in enumerate(devices)]
     if indices != list(range(len(devices))):
-        program = "a program that wraps python, or a package that prints when it is imported"
-        return f"the probe reports devices {indices} instead of 0 to {len(devices) - 1} (look for {program})", False
-    for gpu, device in zip(profile.gpus, devices):
+        return f"the probe reports devices {indices} instead of 0 to {len(devices) - 1} (look for {_WRAPPER})", False
+    for number, (gpu, device) in enumerate(zip(profile.gpus, devices)):
         if device.get("error"):
             more = "; CUDA_VISIBLE_DEVICES without it runs on the others" if len(devices) > 1 else ""
             other_build_helps = any(text in device["error"] for text in _OTHER_BUILD)
             return f"GPU {gpu.index} ({gpu.uuid}): {device['error']}{more}", other_build_helps
-        capability = device.get("capability")
-        if capability and gpu.capability and capability != gpu.capability:  # another order: other GPUs than the locked
-            name = f"{device.get('name')} (compute capability {capability})"
-            return f"it sees {name}, where NVML has GPU {gpu.index}: {gpu.name} ({gpu.capability})", False
+        name, capability = str(device.get("name") or ""), device.get("capability")
+        pairs = [(capability, gpu.capability), *[[text.removeprefix("NVIDIA ") for text in (name, gpu.name)]]]
+        if any(one and other and one != other for one, other in pairs):  # another order: other GPUs than the locked
+            sees = f"it sees {name} (compute capability {capability})"
+            return f"{sees}, where NVML has GPU {gpu.index}: {gpu.name} ({gpu.capability})", False
+        if number in answer.get("asked", ()) and not device.get("touched"):
+            return f"nothing was computed on GPU {gpu.index}, which is free (look for {_WRAPPER})", False
     if profile.backend == "nccl" and not answer.get("nccl"):
         return "it was built without NCCL", True
     if answer.get("pair"):

@@ -36,12 +36,10 @@ def show_plan(prepared: Session, as_json: bool) -> int:
     """Print what would be launched; return the exit code, which is not 0 where a run's could not be 0."""
     variants = [variant for plan in prepared.plans for variant in plan.variants]
     items = [_item(prepared, variant) for variant in variants]
-    for name in sorted({item["stack"] for item in items} & prepared.unavailable.keys() | prepared.unusable):
-        print(f"repro: stack={name}: {prepared.unavailable[name]}", file=sys.stderr)
-    short = prepared.shortfall()
+    short = [*prepared.shortfall(), *prepared.too_few_free()]
     for text in short:
         log(f"repro: {text}")
-    code = ExitCode.INCOMPLETE if short else ExitCode.OK
+    code = ExitCode.INCOMPLETE if short or prepared.left_out else ExitCode.OK
     if as_json:
         print_json(items)
         return code

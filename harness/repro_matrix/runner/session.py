@@ -224,7 +224,9 @@ class Session:
 
     def shortfall(self) -> list[str]:
         """Return why a run of this plan measures less than is requested: its exit code is not 0 then."""
-        texts = []
+        # Also the stacks of single variants, which declare no requirement.
+        missing = {plan.cell.stack for plan in self.plans} & self.unavailable.keys() | self.unusable
+        texts = [f"stack={name}: {self.unavailable[name]}" for name in sorted(missing)]
         needed = {f"{count} GPUs" for count in range(len(self.profile.gpus) + 1, self.usual_gpus + 1)}
         variants = [(plan.cell, variant.skip) for plan in self.plans for variant in plan.variants]
         lost = sum(cell in self.displaced or bool(skip and needed & set(skip.needs)) for cell, skip in variants)
@@ -239,6 +241,16 @@ class Session:
             few = f"{runnable} of {len(self.plans)} cells can run here, and min_cells={least}"
             texts.append(f"{few}: see the reasons. Select others, or other hardware.")
         return texts
+
+    def too_few_free(self) -> list[str]:
+        """Return the problem that attempts find too few GPUs, because other users' processes are on the others now."""
+        needed = max((v.gpus for plan in self.plans for v in plan.variants if not v.skipped), default=0)
+        busy = ", ".join(str(gpu.index) for gpu in self.gpus if gpu.busy)
+        free = sum(not gpu.busy for gpu in self.gpus)
+        if free >= needed:
+            return []
+        who = f"attempts need up to {counted(needed, 'GPU')}, and {free} of this machine's are free now"
+        return [f"{who} (in use: GPU {busy}). They end without a result unless more become free."]
 
     def changed(self) -> list[str]:
         """Return a line for each stack in use that is not what its versions say."""
