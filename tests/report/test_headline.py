@@ -59,10 +59,12 @@ def test_healthy_run() -> None:
     texts = {name: " ".join(fact.text for fact in facts) for name, facts in head.answers.items()}
     assert texts.pop("Changes") == head.changed
     assert texts == {
-        "Known failures": "2 of 4 reproduce on torch 2.13.0 + transformers 5.23.0 (CPU). 1 fixed upstream. "
-        "1 fails with another error.",
+        "Known failures": "2 of 4 reproduce on torch 2.13.0 + transformers 5.23.0 (CPU).",
         "Documented fixes": "0 stopped working. All 2 work.",
-        "Controls": "1 of 1 pass: training equals a single process.",
+        "What to do": "one: repro show one",
+        "Other failures": "1 fixed upstream. 1 fails with another error.",
+        "Controls": "1 of 1 passes: training equals a single process.",
+        "Measured on": head.measured,
     }
     assert head.example and head.example.case == "one"
     assert not head.attention and not head.differences
@@ -74,9 +76,9 @@ def test_only_documented_fixes_are_counted_and_only_where_the_failure_reproduces
         cell("reproduced", {"a": "FIXED"}, "probe", case="two"),
         cell("passed", {"a": "NOT_REPRODUCED"}, case="three"),
     )
-    fixes = head.answers["Documented fixes"]
-    assert head.fixes == (1, 2) and [fact.text for fact in fixes] == [
-        "0 stopped working.", "1 of 2 measured work; 1 not on these releases: one/b.",
+    texts = [fact.text for name in ("Documented fixes", "Other fixes") for fact in head.answers[name]]
+    assert head.fixes == (1, 2) and texts == [
+        "0 stopped working.", "1 works.", "1 never worked on these releases: one/b.",
     ]  # fmt: skip
 
 
@@ -234,9 +236,9 @@ def test_a_selection_is_not_the_whole_catalog() -> None:
 
 def test_nothing_is_left_out_of_the_documented_fixes() -> None:
     lost = of(night({"a": ("passed", "FIXED"), "b": ("infra_error", "INCONCLUSIVE")}))
-    assert lost.fixes == (1, 1) and "1 of 1 measured works; 1 not measured." in " ".join(lost.sentences)
+    assert lost.fixes == (1, 1) and [fact.text for fact in lost.answers["Other fixes"]] == ["1 not measured."]
     assert [row.variant for row in lost.unanswered] == ["b"] and [row.variant for row in lost.new] == ["a"]
-    assert lost.sentences[-1].endswith("1 variant without a verdict.")
+    assert lost.answers["Not confirmed"][-1].text == "1 variant without a verdict."
     old = night(DEAD, stack={"name": "old", "versions": {"torch": "2.6.0", "transformers": "4.51.3"}})
     both = of(night(WORKS, state="expected"), old)
     assert both.cases[0].failing == ("a",) and both.fixes == (1, 2)
@@ -255,7 +257,7 @@ def test_numbers_of_other_states() -> None:
         return " ".join(of(*cells).sentences)
 
     assert "1 not reproduced, 1 of them reproduced before. 1 fails with another error." in text(1)
-    assert "2 of 6 reproduce on " in text(2) and "1 of 1 reproduces on " in " ".join(of(night(WORKS)).sentences)
+    assert "2 of 6 reproduce on " in text(2) and "The one measured reproduces on" in str(of(night(WORKS)).sentences)
     assert "3 other differences" in text(1) and of(night(WORKS)[:1]).fixes == (0, 0)
 
 

@@ -84,7 +84,7 @@ def test_healthy_run_fits_on_a_screen() -> None:
     lines = shown(*results, skipped)
     assert max(map(len, shown(*results, skipped, width=60))) <= 60
     assert len(lines) <= 18 and sum(line.startswith("  reproduces") for line in lines) == MOST_CASES
-    assert "repro show case-0" in lines[-1]
+    assert "repro show case-0" in next(line for line in lines if line.startswith("What to do"))
     every = shown(*results, everything=True)
     assert "REPRODUCES: 40 cases" in every and sum("works: fix" in line for line in every) == 40
 
@@ -96,7 +96,6 @@ def test_summary_has_cases_of_each_state() -> None:
     lines = shown(*odd, gone, *(cell(case=f"case-{index}") for index in range(9)))
     names = [line.split("  ")[1] for line in lines if line.startswith("  ") and "..." not in line[:6]]
     assert [names.count(name) for name in ("reproduces", "not reproduced", "another error")] == [2, 1, 1]
-    assert "All 13 cases" in lines[-1]
 
 
 def test_variants_that_differ_for_one_reason_are_listed_once() -> None:

@@ -96,7 +96,6 @@ def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
 
     summary = TestSuite("headline")
     summary.add_property("headline", line(" ".join(head.sentences), 2000))
-    summary.add_property("measured", line(head.measured, 1000))
     suites: dict[str, Any] = {"": summary}
     for cell in cells:
         suite = suites.setdefault(cell.row.case, TestSuite(cell.row.case))
@@ -157,7 +156,6 @@ def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
     out = [f"## {escape(title)}"]
     texts = (*remarks.incomplete, *remarks.expired, *remarks.damaged)
     out += [_list([f"- **{escape(text)}**" for text in texts])]
-    out += [escape(head.measured)]
     out += ["\n".join(f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
                       for name, facts in head.answers.items())]  # fmt: skip
     text = "\n".join(detail_lines(head)).strip("\n")

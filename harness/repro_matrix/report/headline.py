@@ -30,7 +30,8 @@ SKIPS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence of the answer. ``target``: where the page lists what it counts, or "". ``urgent``: you must act."""
+    """A sentence of the answer. ``target``: where the page lists what it counts, the case that it is about, or "".
+    ``urgent``: you must act."""
 
     text: str
     target: str = "matrix"
@@ -120,7 +121,8 @@ class Headline:
         """What no expectation confirms: ``1 result different from the CPU``."""
         fixes = sum(row.role == "fix" for row in self.flaky)
         numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
-                   (len(self.flaky), "flaky result", f"on {_stacks(self.flaky)}" + f", {fixes} of fixes" * bool(fixes)),
+                   (len(self.flaky), "flaky result",
+                    f"on {_stacks(self.flaky)}" + f" (fixes among them: {fixes})" * bool(fixes)),
                    (len(self.new), "result", "without an expectation"),
                    (len(self.unanswered), "variant", "without a verdict"))  # fmt: skip
         return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
@@ -133,7 +135,9 @@ class Headline:
         rows = [row for row in self.rows if row.attempts]
         if not rows:
             return ""
-        stacks, newest = {row.stack.name for row in rows}, max(rows, key=age).stack.versions
+        stacks = {row.stack.name for row in rows}
+        failures = [row for row in rows if row.kind != "control" and not row.simulated]
+        newest = max(failures or rows, key=age).stack.versions
         packages = ", ".join(f"{name} {newest[name]}" for name in UPSTREAM if name in newest)
         if len(stacks) > 1:
             packages = f"{len(stacks)} stacks up to {_name(newest)}"
@@ -153,7 +157,7 @@ class Headline:
     def stack(self) -> str:
         """Where the failures reproduce: ``on torch 2.13.0 + transformers 5.23.0 (CPU)``."""
         if len({row.stack.name for row in self.rows}) > 1:
-            return "on the newest stack of each case"
+            return "on their newest measured releases"
         devices = dict.fromkeys(device(row) for row in self.rows if row.attempts)
         return f"on {_name(self.rows[0].stack.versions) or self.rows[0].stack.name} ({', '.join(devices)})"
 
@@ -170,10 +174,14 @@ class Headline:
             "Needs attention": [Fact(f"{text}.", "attention-list", True) for text in self.differences],
             "Known failures": list(self._failures()),
             "Documented fixes": list(self._fixes()),
+            "What to do": list(self._what_to_do()),
+            "Other failures": list(self._other_failures()),
+            "Other fixes": list(self._other_fixes()),
             "Changes": [Fact(self.changed)],
             "Controls": list(self._controls()),
             "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
             "Not measured": skipped,
+            "Measured on": [Fact(self.measured, "")],
         }
         return {name: facts for name, facts in answers.items() if facts}
 
@@ -182,42 +190,61 @@ class Headline:
         return [f"{name}: {' '.join(fact.text for fact in facts)}" for name, facts in self.answers.items()]
 
     def _failures(self) -> Iterator[Fact]:
-        reproduce, gone = self.count("reproduces"), sum(each.detail == GONE for each in self.cases)
-        simulated = sum(each.simulated and each.state == "reproduces" for each in self.cases)
-        if self.failures:
-            what = f"{reproduce} of {self.failures} {'selected ' * bool(self.unselected)}reproduce"
-            some = f", {simulated} of the {reproduce} simulated" if simulated else ""
-            yield Fact(f"{what}{'s' * (self.failures == 1)} {self.stack}{some}.", "reproduces")
+        reproduce, which = self.count("reproduces"), "selected " * bool(self.unselected)
+        if self.failures == 1:
+            verb = "reproduces" if reproduce else "does not reproduce"
+            yield Fact(f"The one {which or 'measured '}{verb} {self.stack}.", "reproduces")
+        elif self.failures:
+            verb = f"reproduce{'s' * (reproduce == 1)}"
+            yield Fact(f"{reproduce} of {self.failures} {which}{verb} {self.stack}.", "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more are in the catalog.", "")
+
+    def _other_failures(self) -> Iterator[Fact]:
+        """Yield the failures that do not reproduce, by their state, and those that no device takes part in."""
+        gone = sum(each.detail == GONE for each in self.cases)
         for state in ("fixed", "absent", "other_failure", "unclear"):
             if number := self.count(state):
                 before = f", {gone} of them reproduced before" if gone and state == "absent" else ""
                 verb = f"fail{'s' * (number == 1)} with " if state == "other_failure" else ""
                 yield Fact(f"{number} {verb}{CASE_STATES[state][1]}{before}.", state)
+        if simulated := sum(each.simulated and each.state == "reproduces" for each in self.cases):
+            what = f"{simulated} of those that reproduce {'is' if simulated == 1 else 'are'} simulated."
+            yield Fact(what, "reproduces")
 
     def _fixes(self) -> Iterator[Fact]:
-        """Yield how many stopped working, then how many work, and the name of every other one."""
+        """Yield how many stopped working, then how many work."""
         (works, measured), unmeasured = self.fixes, self.unmeasured_fixes
         stopped = _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
         if not measured + unmeasured and not stopped:
             return
         text = f"{len(stopped)} stopped working{': ' * bool(stopped)}{list_some(stopped)}."
         yield Fact(text, "attention-list" if stopped else "matrix", bool(stopped))
+        every = "All " * (works == measured > 1 and not unmeasured)
+        yield Fact(f"{every}{works} work{'s' * (works == 1)}.")
+
+    def _other_fixes(self) -> Iterator[Fact]:
+        """Yield the names of the fixes that did not work before either, and how many were not measured."""
         failing = [row for row in self.rows if is_failing_fix(row)]
         listed = {(each.case, name) for each in self.cases for name in each.failing}
-        known = [f"{row.case}/{row.variant}" for row in failing
+        known = [row for row in failing
                  if row.state in ("expected", "matches_cpu") and (row.case, row.variant) in listed]  # fmt: skip
         new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
-        all_work = works == measured > 1 and not unmeasured
-        parts = [f"All {works} work" if all_work else f"{works} of {measured} measured work{'s' * (measured == 1)}"]
-        for what, names in (
-            ("not on these releases", known),
-            ("not working, without an expectation", new),
+        for names, what in (
+            (_names(known), "never worked on these releases"),
+            (list(dict.fromkeys(new)), "without an expectation does not work"),
         ):
-            parts += [f"{len(set(names))} {what}: {list_some(list(dict.fromkeys(names)))}"] if names else []
-        parts += [f"{unmeasured} not measured"] if unmeasured else []
-        yield Fact(f"{'; '.join(parts)}.")
+            if names:
+                yield Fact(f"{len(names)} {what}: {list_some(names)}.")
+        if self.unmeasured_fixes:
+            yield Fact(f"{self.unmeasured_fixes} not measured.")
+
+    def _what_to_do(self) -> Iterator[Fact]:
+        """Yield what to write for the fix of one failure, and the command that tells the same of every other."""
+        if case := self.example:
+            fix = (case.case, *case.fixes[:1])
+            helps = next((f"{row.help}. More: " for row in self.rows if (row.case, row.variant) == fix and row.help), "")
+            yield Fact(f"{case.case}: {helps}repro show {case.case}", case.case)
 
     @property
     def changed(self) -> str:
@@ -238,7 +265,8 @@ class Headline:
         controls = [row for row in measured if age(row) == newest[row.case]]
         failed = sum(row.verdict != "PASSED" for row in controls)
         if controls:
-            text = f"{len(controls) - failed} of {len(controls)} pass: training equals a single process."
+            passed = len(controls) - failed
+            text = f"{passed} of {len(controls)} pass{'es' * (passed == 1)}: training equals a single process."
             yield Fact(text, "fails" if failed else "passes", bool(failed))
 
     @property

@@ -28,8 +28,6 @@ DETAIL, SHORTEST = 37, 20  # columns of what is said of a case, at most, and of 
 def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:
     """Yield all about the results. ``everything``: every case and every reason."""
     answers = {name: " ".join(fact.text for fact in facts) for name, facts in head.answers.items()}
-    if head.measured:
-        answers["Measured on"] = head.measured
     names = max(map(len, answers))
     for name, text in answers.items():
         yield from wrap(f"{name:<{names}}  {text}", "", names + 2, width)
@@ -39,7 +37,7 @@ def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -
 def detail_lines(
     head: Headline, width: int = WIDTH, everything: bool = True, most: int | None = MOST_ATTENTION
 ) -> Iterator[str]:
-    """Yield what needs attention (at most ``most``), what gave no answer, the cases, and the next step."""
+    """Yield what needs attention (at most ``most``), what gave no answer, and the cases."""
     shown = head.attention[:most]
     for each in shown:
         yield from _attention_lines(each, head, width)
@@ -49,11 +47,8 @@ def detail_lines(
     yield from _whole_cases(head, width) if everything else _case_lines(head, width)
     if everything:
         yield from _skipped_lines(head, width)
-    if case := head.example:
-        helps = next((row.help for row in head.rows if (row.case, row.variant) == (case.case, *case.fixes[:1])), "")
-        every = "" if everything else f". All {len(head.cases)} cases: repro report --format text"
-        answer = f"What to do about {case.case}: {helps}" if helps else "What to do about one"
-        yield from _title(f"{answer}{'. More' * bool(helps)}: repro show {case.case}{every}", width)
+    elif head.cases:
+        yield from _title("All cases: repro report --format text", width)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
@@ -98,7 +93,7 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
             reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
             yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     lists: dict[str, list[tuple[str | None, Row]]] = {
-        "NO VERDICT: {}": [(row.reason, row) for row in head.unanswered],
+        "NO VERDICT: {}, not counted above": [(row.reason, row) for row in head.unanswered],
         "FLAKY: {}, whose attempts disagree": [(_outcomes(row), row) for row in head.flaky],
         "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
         "NO EXPECTATION: {}. `repro accept` writes expectations": [(row.verdict, row) for row in head.new],
@@ -107,8 +102,8 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
     for title, items in lists.items():
         if items:
             yield from _title(title.format(counted(len(items), "variant")), width)
-            names = (f"{row.case}/{row.variant}" + f" on {row.stack.name}" * several for _, row in items)
-            yield from by_reason(zip((reason for reason, _ in items), names), width)
+            reasons = (f"{f'on {row.stack.name}: ' * several}{reason}" for reason, row in items)
+            yield from by_reason(zip(reasons, (f"{row.case}/{row.variant}" for _, row in items)), width)
 
 
 def _outcomes(row: Row) -> str:
