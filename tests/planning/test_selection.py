@@ -39,18 +39,29 @@ def test_everything_is_every_case_on_its_axes() -> None:
     models=st.lists(st.sampled_from(sorted(CATALOGUE.models)), min_size=1, unique=True),
     strategies=st.lists(st.sampled_from(sorted(CATALOGUE.strategies)), min_size=1, unique=True),
 )
-def test_case_that_is_named_takes_any_combination_and_a_glob_only_narrows(
+def test_case_that_is_named_takes_any_model_and_a_glob_only_narrows(
     named: bool, models: list[str], strategies: list[str]
 ) -> None:
-    selection = overrides.Selection(case=CASES if named else ["*"], model=models, strategy=strategies)
+    selection = overrides.Selection(case=["train-step"] if named else ["*"], model=models, strategy=strategies)
     expected = {cell for cell in cells() if cell.model in models and cell.strategy in strategies}
     if not named and not expected:  # no case lists them
         with pytest.raises(ConfigError, match="has no cell"):
             matrix.enumerate_cells(CATALOGUE, selection)
         return
     found = matrix.enumerate_cells(CATALOGUE, selection)
-    assert len(found) == len(set(found)) == (len(CASES) * len(models) * len(strategies) if named else len(expected))
+    assert len(found) == len(set(found)) == (len(models) * len(strategies) if named else len(expected))
     assert named or set(found) == expected
+
+
+@pytest.mark.parametrize("slug", CASES)
+def test_named_case_takes_the_strategies_of_its_file_and_refuses_others(slug: str) -> None:
+    case = CATALOGUE.cases[slug]
+    known = {cell.strategy for cell in cells(f"case={slug}", "strategy=*")}
+    named = {*case.axes.strategy, *(each.strategy for each in case.variants.values() if each.strategy)}
+    assert {*case.axes.strategy} <= known == named - ({"fsdp2"} if case.options.get("wrap") == "size" else set())
+    for name in CATALOGUE.strategies.keys() - known:
+        with pytest.raises(ConfigError, match=rf"strategy={name}: case {slug}: .*there are: "):
+            cells(f"case={slug}", f"strategy={name}")
 
 
 def test_keys_of_a_flag_sweep_are_unique_and_safe_as_paths() -> None:

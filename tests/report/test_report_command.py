@@ -106,6 +106,20 @@ def test_report_of_deleted_evidence_names_the_cell_each_time(folder: Path, capsy
             assert f"{path}: missing" in " ".join(capsys.readouterr().err.split())
 
 
+def test_report_names_a_cell_that_is_lost_with_its_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = [f"cpu {stored_cell()['stack']['name']} {SLUG}/{name}" for name in ("cell", "other", "late")]
+    for state, code in ((runs.UNFINISHED, 3), (runs.ENDED, 0)):
+        store(folder, "other", model="n")
+        runs.note(folder, [], state, planned[2:], planned=planned)
+        assert main(["report", str(folder)]) == code
+    store(folder, "other", model="n").unlink()
+    (folder / "summary.jsonl").unlink()
+    capsys.readouterr()
+    assert main(["report", str(folder), "--format", "text"]) == 3
+    text = " ".join(capsys.readouterr().err.split())
+    assert planned[1] in text and planned[0] not in text and planned[2] not in text
+
+
 def test_report_names_unknown_cases_and_how_to_continue_an_interrupted_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

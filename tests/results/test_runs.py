@@ -69,7 +69,7 @@ def test_resumed_continues_the_last_interrupted_selection(scratch: Path, capsys:
 
 
 def measuring(settings: RunSettings, texts: list[str], continued: Path | None = None) -> Any:
-    prepared: Any = Namespace(settings=settings, catalogue=Namespace(cases={}), stacks={})
+    prepared: Any = Namespace(settings=settings, catalogue=Namespace(cases={}), stacks={}, plans=[])
     return workspace.folder(prepared, texts, continued)
 
 

@@ -74,9 +74,10 @@ def enumerate_cells(
     """Return every cell of these selections, each once, without its hardware (``place``).
 
     A case's file lists its models and strategies. With ``case`` left out or a glob, a selection narrows those lists; if
-    it names the case, it replaces them (a user may try any combination). ``overrides``: what the run's settings change
+    it names the case, it replaces them: any model, and a strategy of its file. ``overrides``: what the run's settings change
     in all of them (``overrides_of``). ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError for an
-    unknown name, a flag that no selected case declares, or a value that a flag does not take.
+    unknown name, a strategy that a named case does not support, a flag that no selected case declares, or a value that
+    a flag does not take.
     """
     chosen = [expand("case", each.case, catalogue.cases, each.source) for each in selections]
     everything = [catalogue.cases[name] for names in chosen for name in names]
@@ -88,7 +89,7 @@ def enumerate_cells(
     if not cells:
         raise ConfigError(
             "the selection has no cell: no selected case lists that model and strategy. "
-            "Name the case, without *, to try any combination."
+            "Name the case, without *, to try another model."
         )
     return list(cells)
 
@@ -109,6 +110,8 @@ def _cells_of(
     ):  # fmt: skip
         names = getattr(selection, axis) and expand(axis, getattr(selection, axis), options, selection.source)
         narrows = case.slug not in selection.case or axis in selection.narrows
+        if axis == "strategy" and not narrows:
+            names = _supported(catalogue, case, names or [], selection)
         axes.append([name for name in listed if name in names] if names and narrows else names or listed)
     default_ranks = case.launch.world_size
     stacks = [name for each in selection.stack for name in (known[case.slug] if each == REPRODUCING else [each])]
@@ -120,6 +123,19 @@ def _cells_of(
     ):
         changed = (*([f"ranks={ranks}"] if ranks != default_ranks else []), *overrides)
         yield Cell(case.slug, model, strategy, tuple(zip(flags, values)), stack, "auto", ranks, changed)
+
+
+def _supported(catalogue: Catalogue, case: Case, names: Iterable[str], selection: Selection) -> list[str]:
+    """Return the strategies that the case's file names, for itself or for a variant, and that take the case's options.
+    Raises ConfigError for another one that the selection names without *."""
+    others = (catalogue.strategies[each.strategy] for each in case.variants.values() if each.strategy)
+    fitting = (each.slug for each in others if not any(each.refuses(option, value) for option, value
+                                                       in case.options.items() if option in each.options))  # fmt: skip
+    known = {*case.axes.strategy, *fitting}
+    for name in names:
+        if name not in known and name in (selection.strategy or ()):
+            raise unknown("strategy of this case", name, known, f"strategy={name}: case {case.slug}")
+    return [name for name in names if name in known]
 
 
 def overrides_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Sequence[str], Any]]]) -> tuple[str, ...]:

@@ -243,7 +243,9 @@ class Headline:
         """Yield what to write for the fix of one failure, and the command that tells the same of every other."""
         if case := self.example:
             fix = (case.case, *case.fixes[:1])
-            helps = next((f"{row.help}. More: " for row in self.rows if (row.case, row.variant) == fix and row.help), "")
+            helps = next(
+                (f"{row.help}. More: " for row in self.rows if (row.case, row.variant) == fix and row.help), ""
+            )
             yield Fact(f"{case.case}: {helps}repro show {case.case}", case.case)
 
     @property

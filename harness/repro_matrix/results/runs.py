@@ -29,13 +29,11 @@ from repro_matrix.errors import ResultsError
 from repro_matrix.paths import write_text
 from repro_matrix.records.document import Document
 from repro_matrix.results.rows import Row, adapter
-from repro_matrix.results.store import LATEST, LOCK, SUMMARY, Store, cannot_write
+from repro_matrix.results.store import ENDED, LATEST, LOCK, MANIFEST, SUMMARY, UNFINISHED, Store, cannot_write
 from repro_matrix.results.summary import evidence_states, load_rows, stored_rows
 
 SEARCHES = "searches"
-MANIFEST = "run.manifest"  # no .json: these are cells
 KEPT = 20
-ENDED, UNFINISHED = "ended", "unfinished"
 HEAD = 800  # bytes of a line of a summary that hold the case and its kind
 LOOK_BACK = 5  # runs whose results count as the history of a cell
 
@@ -120,10 +118,11 @@ def begin(root: Path, texts: Sequence[str]) -> Path:
 
 def note(
     folder: Path, texts: Sequence[str], state: str, left: Sequence[str] | None = None,
-    stacks: Mapping[str, Mapping[str, str]] | None = None,
+    stacks: Mapping[str, Mapping[str, str]] | None = None, planned: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Write the manifest: what was requested, and whether all of it was measured. ``left``, ``stacks``: see ``Run``."""
-    data = {"schema": 1, "texts": list(texts), "state": state, "stacks": stacks or {}}
+    """Write the manifest: what was requested, and whether all of it was measured. ``left``, ``stacks``: see ``Run``.
+    ``planned``: cells as in ``left``; a reader names those without a result (``summary.load_rows``)."""
+    data = {"schema": 1, "texts": list(texts), "state": state, "stacks": stacks or {}, "planned": list(planned)}
     data |= {} if left is None else {"left": list(left)}
     write_text(folder / MANIFEST, json.dumps(data) + "\n")
 

@@ -32,6 +32,8 @@ from repro_matrix.paths import CHECKOUT, ROOT, cache_dir, write_bytes, write_tex
 from repro_matrix.records.document import LINES, Document, DocumentPath, validate_cell
 
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
+MANIFEST = "run.manifest"  # of a run (results/runs.py); no .json: these are cells
+ENDED, UNFINISHED = "ended", "unfinished"  # its state
 LATEST = "latest"  # in a folder of runs: the last of them
 LOCK = ".lock"  # held while a run writes to a folder
 

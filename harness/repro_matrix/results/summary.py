@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +28,7 @@ from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import PACKAGE, write_bytes
 from repro_matrix.records.document import Document, DocumentPath
 from repro_matrix.results.rows import Row, adapter, compared, rows_of
-from repro_matrix.results.store import SUMMARY, Store, document_at, documents_in, files, listed
+from repro_matrix.results.store import ENDED, MANIFEST, SUMMARY, Store, document_at, documents_in, files, listed
 
 COMPRESSED = f"{SUMMARY}.zst"  # of the baseline
 DIGEST = b',"digest":"'
@@ -70,10 +71,25 @@ def load_rows(
         "Restore the file, measure again, or delete the summary, which is computed anew."
         for path, rows in missing.items()
     ]
+    known = {" ".join(row.cell[::-1]) for row in chain(result, *missing.values())}
+    notes += [
+        f"{folder}: no result of {name}, which this run measured. The cell is left out. Measure it again."
+        for name in _measured(folder)
+        if name not in known
+    ]
     if write and stale:
         with suppress(OSError):  # the next reader names what is missing, too
             write_rows(folder, [*result, *chain.from_iterable(missing.values())])
     return result
+
+
+def _measured(folder: Path) -> list[str]:
+    """Return what a run that has ended measured, by its manifest: hardware, stack and id of each cell."""
+    with suppress(OSError, ValueError, KeyError, AttributeError):
+        run = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if run["state"] == ENDED:
+            return [name for name in run.get("planned", ()) if name not in run.get("left", ())]
+    return []
 
 
 def stored_rows(

@@ -106,10 +106,10 @@ def folder(session: Session, texts: Sequence[str], before: Path | None = None) -
         with contextlib.suppress(OSError):  # a folder that cannot be written to is reported with the first document
             root.mkdir(parents=True, exist_ok=True)
             versions = {name: dict(stack.versions) for name, stack in session.stacks.items()}
-            runs.note(root, texts, state, left, versions)
+            runs.note(root, texts, state, left, versions, [_name(plan.cell) for plan in session.plans])
 
     def finish(ended: Summary) -> None:
-        left = [" ".join((cell.hardware, cell.stack, cell.key)) for cell in ended.not_started]
+        left = list(map(_name, ended.not_started))
         note(runs.UNFINISHED if ended.interrupted or ended.problem else runs.ENDED, left)
 
     if not fresh:
@@ -122,6 +122,10 @@ def folder(session: Session, texts: Sequence[str], before: Path | None = None) -
         if fresh:
             runs.drop(root)
         raise
+
+
+def _name(cell: Cell) -> str:
+    return " ".join((cell.hardware, cell.stack, cell.key))
 
 
 # The canary cells, which every run of the matrix measures first: does the harness itself work here?
