@@ -16,8 +16,11 @@ from repro_matrix.analysis.inputs import from_row
 from repro_matrix.analysis.regressions import against_history, compare_to_last_passing
 from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
+from repro_matrix.paths import BASELINE
+from repro_matrix.planning.plan import newer_release
 from repro_matrix.report.attention import ATTENTION, kind_of
 from repro_matrix.report.headline import Headline, headline
+from repro_matrix.report.load import load_results
 from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.rows import Row
@@ -299,3 +302,9 @@ def test_every_difference_needs_attention_and_nothing_else_does(found: list[tupl
     assert sorted(row.variant for each in head.attention for row in each.rows) == sorted(row.variant for row in odd)
     assert all(each.kind in ATTENTION for each in head.attention) and bool(head.differences) == bool(odd)
     assert not of(made).attention
+
+
+def test_a_fix_that_is_a_newer_release_says_so_also_where_an_older_run_stored_another_reason() -> None:
+    selected = {"case": ["fsdp-generate"], "stack": ["current"]}
+    reasons = {row.variant: row.reason for row in load_results([BASELINE], selected).headline.skipped}
+    assert reasons["newer-transformers"] == newer_release("current")

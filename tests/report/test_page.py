@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from typing import Any, get_args
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import document, observation, ok
-from report_cells import HOSTILE, cell, head, rows, skipped_cell
+from report_cells import HOSTILE, cell, head, rows, skipped_cell, stored_cell
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
@@ -242,3 +243,14 @@ def test_pictures_show_the_page_of_today() -> None:
 def test_verdicts_differ_in_text() -> None:
     assert {*get_args(VerdictName), *get_args(OutcomeName)} <= LABELS.keys()
     assert len({LABELS[name].text for name in get_args(VerdictName)}) == len(get_args(VerdictName))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "symbol"), [("FIXED", "o"), ("NOT_FIXED", "R"), ("DIFFERENT_FAILURE", "e"), ("FLAKY", None)]
+)
+def test_variant_under_another_strategy_has_its_symbol_there(verdict: str, symbol: str | None) -> None:
+    first, fix = rows(stored_cell(verdict))
+    elsewhere = replace(fix, settings={"strategy": {"slug": "ddp"}})
+    (only,) = cells_of([first, elsewhere])
+    (found,) = symbols(shown(only)).values()
+    assert found == ([symbol, "R"] if symbol else ["R"])

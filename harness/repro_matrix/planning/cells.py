@@ -74,10 +74,10 @@ def enumerate_cells(
     """Return every cell of these selections, each once, without its hardware (``place``).
 
     A case's file lists its models and strategies. With ``case`` left out or a glob, a selection narrows those lists; if
-    it names the case, it replaces them: any model, and a strategy of its file. ``overrides``: what the run's settings change
-    in all of them (``overrides_of``). ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError for an
-    unknown name, a strategy that a named case does not support, a flag that no selected case declares, or a value that
-    a flag does not take.
+    it names the case, it replaces them: any model, and a strategy of its file. ``overrides``: what the run's settings
+    change in all of them (``overrides_of``). ``known``: case -> stacks, for ``stack=reproducing``. Raises ConfigError
+    for an unknown name, a strategy that a named case does not support, a flag that no selected case declares, or a
+    value that a flag does not take.
     """
     chosen = [expand("case", each.case, catalogue.cases, each.source) for each in selections]
     everything = [catalogue.cases[name] for names in chosen for name in names]

@@ -197,6 +197,10 @@ def skip_with_first(variants: Sequence[VariantPlan]) -> tuple[VariantPlan, ...]:
     return tuple(variant if variant.skip else replace(variant, skip=first) for variant in variants)
 
 
+def newer_release(stack: str) -> str:
+    return f"the fix is a newer release, which stack {stack} already has"
+
+
 def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> VariantPlan:
     """Skip a variant that the selection makes equal to the unfixed one (`four-ranks` with ranks=4): it proves
     nothing."""
@@ -205,7 +209,7 @@ def _unless_equal(variant: VariantPlan, unfixed: VariantPlan, case: Case) -> Var
         return variant
     reason = f"the same as {unfixed.variant} on stack {unfixed.stack} with {counted(unfixed.world_size, 'rank')}"
     if case.variants[variant.variant].stack:
-        reason = f"the fix is a newer release, which stack {unfixed.stack} already has"
+        reason = newer_release(unfixed.stack)
     return replace(variant, skip=Skip("same", reason))
 
 

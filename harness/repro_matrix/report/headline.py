@@ -24,7 +24,7 @@ from repro_matrix.text import counted, list_some
 SKIPS = {
     "gpus": "needs more GPUs", "accelerator": "needs a GPU", "packages": "needs other packages",
     "stack": "needs a stack that is not built", "build": "needs an extension that cannot be built",
-    "memory": "needs more memory", "weights": "needs weights", "same": "equals the unfixed variant here",
+    "memory": "needs more memory", "weights": "needs weights", "same": "changes nothing here",
 }  # fmt: skip
 
 

@@ -34,8 +34,10 @@ from repro_matrix.analysis.regressions import (
 )
 from repro_matrix.config import catalog as catalogs
 from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.schema import Case
 from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE, write_bytes
+from repro_matrix.planning.plan import newer_release
 from repro_matrix.report import formats
 from repro_matrix.report.attention import ATTENTION
 from repro_matrix.report.case_status import CASE_STATES
@@ -85,7 +87,8 @@ def load_results(
         except OSError as error:
             raise ResultsError(f"{folder}: cannot be read ({error.strerror or error})") from None
         stored += rows
-        rows = [row for row in rows if row.case in catalog.cases and _is_selected(row, selection or {})]
+        rows = [_explained(row, catalog.cases[row.case]) for row in rows
+                if row.case in catalog.cases and _is_selected(row, selection or {})]  # fmt: skip
         expired += quarantine.expired(rows, entries, today)
         cells += cells_of(quarantine.mark_rows(rows, entries, today), name if len(folders) > 1 else "")
     rows, since = [row for cell in cells for row in cell.rows], Regressions()
@@ -118,14 +121,20 @@ def load_results(
     return Results(catalog, head, cells, remarks, stored_cases, claims, past)
 
 
+def _explained(row: Row, case: Case) -> Row:
+    """Return the row; of a fix that is a newer release, older runs stored only that it is the same as unfixed."""
+    declared = case.variants.get(row.variant)
+    if row.skip_kind == "same" and declared and declared.stack:
+        return replace(row, reason=newer_release(row.stack.name))
+    return row
+
+
 def _no_previous(folders: Sequence[Path], history: Path | None) -> str:
     """Say why these results have no earlier run to compare with; "" of a run."""
     if history is not None:
         return f"Not known yet: {history} has no earlier run that passed. repro nightly adds and compares each night's."
     if folders == [BASELINE]:
-        return (
-            "Not compared: these are the published results. make repro-matrix compares a run with the last that passed."
-        )
+        return "Published results: not compared. A run is compared with the last that passed."
     return "Not compared: these are several results. repro diff compares two." if len(folders) > 1 else ""
 
 

@@ -28,6 +28,9 @@ MOST_ERRORS = 40  # of a case
 MESSAGE = 600  # characters of a message that a summary keeps
 # Verdicts that say nothing of what helps.
 ABSENT = ("skipped", "INCONCLUSIVE", "NOT_REPRODUCED", "FIXED_UPSTREAM", "SIGNATURE_MISMATCH")
+# What a variant's verdict says of the failure under the variant's strategy.
+SHOWN = {"FIXED": "absent", "NOT_REPRODUCED": "absent", "FIXED_UPSTREAM": "absent", "NOT_FIXED": "reproduces",
+         "DIFFERENT_FAILURE": "other_failure", "FIX_BREAKS": "other_failure"}  # fmt: skip
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
 
 
@@ -152,6 +155,10 @@ class Page:
     def strategies(self) -> list[str]:
         return sorted({name for case in self.cases for name in case.symbols})
 
+    @cached_property
+    def states(self) -> set[str]:
+        return {state for case in self.cases for state in (case.state, *case.symbols.values())}
+
 
 def row_label(row: Row) -> Label:
     """Return the label of a row: of its verdict, else of the outcome of its attempts."""
@@ -198,14 +205,8 @@ def case_view(
         cell: " ".join(part for part, varies in zip(cell.place, varying) if varies and part) or cell.row.stack.name
         for cell in ordered
     }
-    by_strategy: dict[str, list[Cell]] = defaultdict(list)
-    for cell in ordered:
-        if age(cell.row) == age(ordered[0].row):
-            by_strategy[cell.row.strategy].append(cell)
-    symbols = dict.fromkeys((cell.row.strategy for cell in cells), "not_measured")
-    for name, members in by_strategy.items():
-        symbols[name] = case_status([row for cell in members for row in cell.rows], case).state
     news = tuple(each for each in attention if each.row.case == status.case)
+    symbols = _symbols(ordered, case)
     symbols |= dict.fromkeys((each.row.strategy for each in news if each.kind != "differs_from_cpu"), "attention")
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
@@ -219,6 +220,22 @@ def case_view(
         tuple(each for each in claims if each.case == status.case), news,
         tuple(_past(status.case, runs)),
     )  # fmt: skip
+
+
+def _symbols(cells: Sequence[Cell], case: Case | None) -> dict[str, str]:
+    """Return strategy -> state on the newest stack: of its cells, else of the variants that another strategy's cells
+    run under it. ``cells``: the newest first."""
+    newest = [cell for cell in cells if age(cell.row) == age(cells[0].row)]
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for cell in newest:
+        rows[cell.row.strategy] += cell.rows
+    found: dict[str, str] = dict.fromkeys((cell.row.strategy for cell in cells), "not_measured")
+    found |= {name: case_status(members, case).state for name, members in rows.items()}
+    for row in (row for cell in newest for row in cell.rows if row.measured):
+        name, state = row.settings.get("strategy", {}).get("slug", row.strategy), SHOWN.get(row.verdict or "")
+        if state and name not in rows:
+            found[name] = min(found.get(name, state), state, key=list(CASE_STATES).index)
+    return found
 
 
 def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[VariantView]:
@@ -282,7 +299,9 @@ def symptom(row: Row | None, case: Case | None) -> str:
     error = next((error for error in row.errors if error["type"]), None) if row else None
     if error and kind in ("exception", ""):
         text = error["message"]
-        return f"{error['type']}: {text if len(text) < MESSAGE else text.rpartition(' ')[0] + ' ...'}"
+        if len(text) >= MESSAGE:  # to the end of a sentence or line
+            text = text[: 1 + max(text.rfind(". "), text.rfind("\n"))].rstrip() + " ..."
+        return f"{error['type']}: {text}"
     printed = [error["log"] for error in row.errors if "terminate called" in error["log"]] if row else []
     if printed and kind == "signal":
         return printed[0][printed[0].index("terminate called") :]
