@@ -62,14 +62,19 @@ def test_a_fix_that_dies_in_two_steps_is_compared_with_the_night_before_it_was_f
         verdict = {3: "FIXED", 0: "NOT_FIXED"}.get(passed, "FLAKY")
         return make_run(name, cell({"unfixed": REPRODUCED, "fix": replace(row, verdict=verdict)}), 0)
 
-    def change(tonight: int, *before: int) -> tuple[str, str] | None:
-        found = compare_to_last_passing(night("", tonight).rows, [night(str(n), k) for n, k in enumerate(before)])
+    def change(tonight: int, *before: int, expected: str | None = None) -> tuple[str, str] | None:
+        rows = [replace(row, expected=expected) for row in night("", tonight).rows]
+        found = compare_to_last_passing(rows, [night(str(n), k) for n, k in enumerate(before)])
         return (found.changed[0].passing.run_id, found.changed[0].changes[0].kind) if found.changed else None
 
     assert change(2, 3) is None, "within its interval"
     assert change(0, 3, 2) is None and change(0, 3, 2, 0, 0, 0) == ("0", "fix_stopped_working"), "in the fourth night"
     assert change(0, *[3] * 9, 2) == ("8", "fix_stopped_working"), "at once, where it was steady for long"
     assert change(3, 0, 1) is None and change(3, 0, 1, 3, 3, 3) == ("0", "fix_works_now") and change(3, 3, 2) is None
+    for before, reference in (((3, 2), "0"), ((2, 3), "1"), ((3, 2, 3), "2")):
+        assert change(0, *before) is None, "a flaky one may fail three times"
+        dead = change(0, *before, expected="unexpected")
+        assert dead == (reference, "fix_stopped_working"), "not what is expected: in the same night"
     assert change(0, 2) is None and change(0, 3, 0) is None, "flaky since the first night; acknowledged"
 
 

@@ -536,7 +536,7 @@ def test_match_of_any_encoding_reads_it(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:-9], "end-of-stream")]
+    ("content", "message"), [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:20], "end-of-stream")]
 )
 def test_match_of_something_else_exits_2(
     content: bytes, message: str, match: Match, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -544,6 +544,25 @@ def test_match_of_something_else_exits_2(
     code, _, err = match(content)
     assert code == 2 and message in err and "a.log" in err
     assert cli.main(["match", str(tmp_path / "none.log")]) == 2 and "No such file" in capsys.readouterr().err
+
+
+def test_match_of_a_damaged_gzip_file_reads_what_is_before_the_damage(match: Match) -> None:
+    code, out, err = match(gzip.compress(WELL + b"\n" * 100_000)[:-9])
+    assert code == 0 and "fsdp-uniform-dtype" in out
+    assert "end-of-stream" in err
+
+
+@pytest.mark.parametrize("prefix", ["[rank{}]: ", ""])
+def test_match_puts_the_message_of_interleaved_ranks_together(prefix: str, match: Match) -> None:
+    frames = ["Traceback (most recent call last):",
+              '  File "/v/lib/python3.11/site-packages/torch/nn/modules/module.py", line 2581, in load_state_dict',
+              "    raise RuntimeError("]  # fmt: skip
+    shapes = "torch.Size([64, 32]) from checkpoint, the shape in current model is torch.Size([0])."
+    error = ["RuntimeError: Error(s) in loading state_dict for Qwen2ForCausalLM:",
+             f"\tsize mismatch for model.embed_tokens.weight: copying a param with shape {shapes}"]  # fmt: skip
+    lines = [prefix.format(rank) + line for line in frames + error for rank in range(4)]
+    code, out, _ = match("\n".join(lines).encode())
+    assert (code == 0) == bool(prefix) and "zero3-load-state-dict" in out
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,9 @@ class Canaries:
     """Measures the canary cells of a run on these profiles with a fake engine. ``free``: GPUs that others leave."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 9, kind: str = "not_enough_gpus"
-    ) -> None:
+        self, monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 9, kind: str = "not_enough_gpus",
+        timed_out: bool = False,
+    ) -> None:  # fmt: skip
         self.rounds: list[list[CellPlan]] = []
         machine = Machine(GPUS, None, "580.65.06", 8, 256.0, "linux")
         prepared = Session(CATALOGUE, RunSettings(), [PROFILES[name] for name in names], machine, {"current": STACK})
@@ -101,7 +102,10 @@ class Canaries:
             for plan in plans:
                 (one,) = (each for each in documents(plan.cell.hardware) if each["case"] == plan.cell.case)
                 if plan.profile.gpus and plan.cell.ranks > free:
-                    attempt = {"outcome": {"outcome": "infra_error", "reason": "because", "infra_error": kind}}
+                    attempt = {
+                        "outcome": {"outcome": "infra_error", "reason": "because", "infra_error": kind},
+                        "observation": {"attempt": {"timed_out": timed_out}},
+                    }
                     nothing = {"name": "INCONCLUSIVE", "failure_ids": [], "reason": "infra_error"}
                     one |= {"variants": {"any": {"attempts": [attempt]}}}
                     one["verdicts"] = dict.fromkeys(one["verdicts"], nothing)
@@ -138,6 +142,15 @@ def test_canary_cells_with_gpus_in_use_try_fewer_ranks(monkeypatch: pytest.Monke
     assert canaries.problem is None and canaries.ranks == ([first] if free == 2 else [first, {("gpu2", 1)}])
     problem = Canaries(monkeypatch, "gpu2", free=1, kind="device").problem
     assert problem and problem.count("planted") == 3, "any other kind is a problem"
+
+
+@pytest.mark.parametrize(("timed_out", "share", "loaded"), [(True, 0.1, True), (True, 0.9, False), (False, 0.1, False)])
+def test_canary_that_timed_out_blames_load_only_on_a_loaded_machine(
+    monkeypatch: pytest.MonkeyPatch, timed_out: bool, share: float, loaded: bool
+) -> None:
+    monkeypatch.setattr(workspace, "core_share", lambda: share)
+    problem = Canaries(monkeypatch, "gpu2", free=1, kind="launch", timed_out=timed_out).problem
+    assert problem and problem.startswith("this machine is too loaded (a process gets 10%" if loaded else "the harness")
 
 
 def test_canary_of_a_torch_without_nccl_is_measured_over_gloo_only(monkeypatch: pytest.MonkeyPatch) -> None:

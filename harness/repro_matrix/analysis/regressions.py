@@ -114,12 +114,13 @@ class Past:
     def change(self, row: VariantResult) -> tuple[str | None, tuple[NightlyRun, VariantResult]]:
         """Return the kind of the change or None, and what the result is compared with. Where attempts disagree, all
         those of the passing runs count, and runs that have the same outcomes as this one count with it: a fix may stop
-        working in two steps."""
+        working in two steps. Of attempts that agree on a result that is not the expected one, chance is no reason."""
         kinds, again = Counter(row.kinds), row.kinds.keys() == self.recent.keys()
         pools = [(self.earlier + self.recent, kinds)]
         pools += [(self.earlier, self.recent + kinds)] if again and self.earlier else []
         reference = self.newest if self.newest[1].steady and not again else self.reference
-        kind = result_change(reference[1], row, pools)
+        unexpected = row.steady and row.expected == "unexpected"
+        kind = result_change(reference[1], row, () if unexpected else pools)
         if kind and not row.steady and reference[1].kinds.keys() & row.kinds.keys():
             kind = "became_flaky"
         return kind, reference if kind else self.newest

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -29,6 +29,7 @@ from repro_matrix.errors import ReproError
 from repro_matrix.external.collectives import WORDS as WAIT_WORDS
 from repro_matrix.external.collectives import Waits
 from repro_matrix.launch.tracebacks import HEADER, Error, Errors, Labels, Line
+from repro_matrix.text import log
 
 MAX_LINE = 1 << 16  # characters of one line that are read
 MAX_NOTES = 1000
@@ -42,15 +43,19 @@ class LogError(ReproError):
 
 
 def lines(path: str) -> Iterator[str]:
-    """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Raises LogError."""
+    """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Of a damaged gzip file
+    those before the damage. Raises LogError: there is none."""
+    number = 0
     try:
-        if path == "-":
-            yield from _lines(sys.stdin.buffer, path)
-        else:
-            with open(path, "rb") as file:
-                yield from _lines(file, path)
+        with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
+            for text in _lines(file, path):
+                number += 1
+                yield text
     except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
-        raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        if not number:
+            raise LogError(f"{path} cannot be read: {reason}") from None
+        log(f"{path}: what follows line {number} cannot be read: {reason}")
 
 
 def _lines(raw: Any, path: str) -> Iterator[str]:
@@ -341,10 +346,10 @@ _ELEMENT = re.compile(r"""^\s*\[?(?P<quote>["'])(?P<text>.*?)(?:\\n)?(?:(?P=quot
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
-def scan(log: Iterable[str], known: Catalogue) -> Scanned:
+def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
     """Scan the lines of a log."""
     found, errors, labels = Scanned(), Errors(), Labels()
-    remaining, has_word, plain = iter(log), dict[bytes, bool](), set[str]()  # plain: texts that show nothing
+    remaining, has_word, plain = iter(texts), dict[bytes, bool](), set[str]()  # plain: texts that show nothing
     while batch := list(islice(remaining, LINES)):
         text = " \n".join([*map(str.rstrip, batch), ""]).lower().encode("utf-8", "replace")
         shapes = text.translate(None, _DIGITS).split(b"\n")

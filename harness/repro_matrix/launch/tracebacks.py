@@ -125,6 +125,10 @@ class Error:
         return list(self.record.get("frames") or ())
 
     @property
+    def completeness(self) -> tuple[bool, bool, int, int]:
+        return self.whole, not self.mixed, len(self.places), self.message.count("\n")
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """What errors have in common that are listed as one."""
         where = f"{self.places[-1]['file']}:{self.places[-1]['line']}" if self.places else self.stack[-2000:]
@@ -132,6 +136,7 @@ class Error:
 
 
 MIXED = 500  # lines after a traceback that began inside another one
+BETWEEN = 64  # lines of other processes between two of a message
 PATIENCE = 4000  # lines until a traceback without a new line of its own is given up
 MESSAGE = 4000  # characters
 FRAMES = 400
@@ -180,6 +185,11 @@ class _Open:
     # once its last line has been read:
     type: str = ""
     message: list[str] = field(default_factory=list)
+
+    @property
+    def patience(self) -> int:
+        """How many lines after the last one its message may go on."""
+        return BETWEEN if self.begun.label else 1
 
     @property
     def exception(self) -> dict[str, Any]:
@@ -249,7 +259,7 @@ class Errors:
     def expire(self, number: int) -> None:
         """List what no line after this number can belong to, so that the lines that follow need not be read."""
         for label, now in list(self._open.items()):
-            if number - now.number > (1 if now.type else PATIENCE):
+            if number - now.number > (now.patience if now.type else PATIENCE):
                 self._finish(label)
 
     def end(self) -> None:
@@ -349,7 +359,7 @@ class Errors:
             return
         last = error.line
         # Of equal errors the one that is whole stands for all, at the place of the first.
-        if old and (error.whole, not error.mixed, len(error.places)) > (old.whole, not old.mixed, len(old.places)):
+        if old and error.completeness > old.completeness:
             error = replace(error, line=old.line, label=old.label, rank=old.rank)
         elif old:
             error = old
@@ -362,7 +372,7 @@ def _continues(now: _Open, line: Line) -> bool:
     text = line.text
     indented = text[:1] in (" ", "\t") and bool(text.strip())
     plain = bool(text) and not _LOGGED.match(text) and not _BARE.match(text) and len(now.message) < 8
-    if line.number - now.number > 1 or not (indented or plain) or len(now.message) >= 60:
+    if line.number - now.number > now.patience or not (indented or plain) or len(now.message) >= 60:
         return False
     now.message.append(text[:MESSAGE])
     now.number = line.number

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from repro_matrix.launch import open_launcher
 from repro_matrix.paths import CONF, REPROS, cache_dir
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan, Planner
-from repro_matrix.records.document import Document
+from repro_matrix.records.document import Document, Made
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
@@ -42,6 +43,7 @@ _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "non
 _INVARIANTS = {"collectives": ["reduce"]}
 _STRATEGY = {"slug": "none", "title": "no strategy", "allow_gpu_sharing": True, "invariants": _INVARIANTS}
 NCCL_ALONE = "nccl-alone"  # the profile of one rank with NCCL on any of the run's GPUs
+LOADED = 0.5  # the share of a core that a process gets, below which load explains a canary that timed out
 # case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
@@ -206,20 +208,36 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
         summary = Engine(inner, place, Store(place.run_dir / "canary"), lambda event: None).run(cells, stop)
         if stop.is_set():
             return None
-        lacking = [document for document in summary.documents if _lacks_gpus(document)]
+        lacking = [document for document in summary.documents if any(map(_lacks_gpus, _attempts(document)))]
         problems = wrong_canaries(document for document in summary.documents if document not in lacking)
         problems += [str(summary.problem)] if summary.problem else []
         if problems:
-            return "; ".join(problems)
+            attempts = (attempt for document in summary.documents for attempt in _attempts(document))
+            slow = any(attempt["observation"]["attempt"]["timed_out"] for attempt in attempts)
+            share = core_share() if slow else 1.0
+            loaded = f"this machine is too loaded (a process gets {share:.0%} of a core). Wait until less runs here"
+            what = loaded if share < LOADED else "the harness itself does not work here"
+            return f"{what}; nothing was measured: {'; '.join(problems)}"
         # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.
         fewer = {document["hardware"]["profile"] for document in lacking}
         ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
     return None
 
 
-def _lacks_gpus(document: Document) -> bool:
-    attempts = (attempt for variant in document["variants"].values() for attempt in variant["attempts"])
-    return any(attempt["outcome"].get("infra_error") == "not_enough_gpus" for attempt in attempts)
+def _attempts(document: Document) -> list[Made]:
+    return [attempt for variant in document["variants"].values() for attempt in variant["attempts"]]
+
+
+def _lacks_gpus(attempt: Made) -> bool:
+    return attempt["outcome"].get("infra_error") == "not_enough_gpus"
+
+
+def core_share(seconds: float = 1.0) -> float:
+    """Return how much of a core a process that computes gets: 1 on an idle machine, less under load or a quota."""
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() < began + seconds:
+        pass
+    return (time.process_time() - used) / (time.monotonic() - began)
 
 
 # The run
@@ -277,7 +295,7 @@ def execute(
             launcher = session.settings.launcher.value
             place = shared or opened.enter_context(workplace(launcher, session.gpus, on_warning))
             if with_canary and (problem := canary_problem(session, place, stop)):
-                raise MeasureError(f"the harness itself does not work here, nothing was measured: {problem}")
+                raise MeasureError(problem)
             earlier = runs.measured_rows(session.settings, place.published)
             return Engine(session, place, store, on_event, earlier).run(session.plans, stop, resume)
     finally:
