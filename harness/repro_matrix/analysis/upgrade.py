@@ -349,7 +349,7 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
         else:
             yield f"  the release is not known; search: {each.bisect(source, target)}"
         fixes = [_fix(each.case, name) for name in each.fixes]
-        yield f"  works there: {list_some(fixes, FIXES, '; ') or 'nothing'}"
+        yield f"  works there: {list_some(fixes, FIXES, '; ') or 'nothing that was compared'}"
     yield ""
     for head, moved in zip(("Changes", "Changes that are not judged here"), _moved(upgrade).values()):
         listed = [f"{name} {old} -> {new}" for name, (old, new) in moved.items()]
