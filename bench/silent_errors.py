@@ -30,6 +30,7 @@ PAGE = EXAMPLES / "silent-errors.md"
 RESULTS = FOLDER / "results.json"
 MARK = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.S)
 SIDES = ("good", "bad")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
 Json = dict[str, Any]
 
 
@@ -73,7 +74,10 @@ def judge(name: str, case: Json, folder: Path) -> Json:
         and location.stage in place["stage"]
         and re.search(place.get("name", ""), location.place or "") is not None
     )
-    versions = {side: dict(traces[side].ranks[0].start["versions"]) for side in SIDES if traces[side].ranks}
+    versions = {}
+    for side in SIDES:
+        installed = stacks.resolve((case.get(side) or {}).get("stack", "current")).versions
+        versions[side] = {name: installed[name] for name in PACKAGES if name in installed}
     return {"sentence": location.sentence(), "right": right, "versions": versions, "location": location.to_json()}
 
 
