@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.memory import (
     DEADLINE_FACTOR,
     GIB,
+    GPU_DEADLINE_S,
     Layout,
     ModelSizes,
     Phase,
@@ -67,7 +67,7 @@ def test_plan_is_near_the_measured_peak(model: ModelSizes, strategy: str, measur
 
 def planned(
     text: str = "train-step", strategy: str = "fsdp", profile: Profile = CPU, machine: Machine = ROOMY,
-    deadline: float | None = None, cap: float = math.inf, scale: Scale = Scale.full,
+    deadline: float | None = None, scale: Scale = Scale.full,
     facts: ModelSizes | None = QWEN_14B,
 ) -> CellPlan:  # fmt: skip
     """The first cell of a case, whose model is Qwen-14B at full size."""
@@ -76,7 +76,7 @@ def planned(
     stacks = {name: replace(STACK, name=name) for name in ("current", "torch2.2-tf4.39")}
     settings = RunSettings(scale=scale, deadline=deadline)
     (cell,) = Planner(CATALOGUE, settings, {profile.name: profile}, machine, stacks, {}).plan(cells)
-    return add_memory(cell, CATALOGUE.cases[text], machine, lambda variant: facts, deadline, cap)
+    return add_memory(cell, CATALOGUE.cases[text], machine, lambda variant: facts, deadline)
 
 
 def gpus(count: int, gib: int) -> tuple[Gpu, ...]:
@@ -144,21 +144,20 @@ def test_deadline_follows_from_the_plan_unless_the_user_sets_one() -> None:
     assert variant.expected_s and variant.expected_s * DEADLINE_FACTOR["cpu"] == variant.deadline
     assert planned(deadline=77.0).variants[0].deadline == 77.0
     node = {"profile": Profile("gpu8", "cuda", "nccl", gpus(8, 80)), "machine": replace(ROOMY, gpus=gpus(8, 80))}
-    assert planned(**node).variants[0].deadline > 3600 == planned(**node, cap=3600).variants[0].deadline
-    assert planned(**node, cap=3600, deadline=4000.0).variants[0].deadline == 4000, "the user's own is not capped"
-    assert planned(cap=3600).variants[0].deadline == variant.deadline, "a CPU is not locked"
+    assert planned(**node).variants[0].deadline == GPU_DEADLINE_S
+    assert planned(**node, deadline=4000.0).variants[0].deadline == 4000, "the user's own is not capped"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [name for name, spec in CATALOGUE.hardware.items() if spec.gpus])
 def test_full_size_on_a_profile_fits_in_memory_or_is_skipped_and_never_runs_for_hours(name: str, strategy: str) -> None:
-    spec, cap = CATALOGUE.hardware[name], 3600.0
+    spec = CATALOGUE.hardware[name]
     for gib in (16, 40, 80):
         listed = gpus(spec.gpus, gib)
         profile = Profile(name, "cuda", str(spec.backend), listed, spec.shared)
-        cell = planned(strategy=strategy, profile=profile, machine=replace(ROOMY, gpus=listed), cap=cap)
+        cell = planned(strategy=strategy, profile=profile, machine=replace(ROOMY, gpus=listed))
         for variant in cell.variants:
-            assert variant.deadline <= cap
+            assert variant.deadline <= GPU_DEADLINE_S
             if variant.memory and not variant.skipped:
                 sharing = variant.world_size if spec.shared else 1
                 assert variant.memory.device_rank * sharing <= gib * GIB

@@ -1,4 +1,4 @@
-"""Selection and enumeration: every cell once, nothing but what was requested; named matrices and what --cfg prints."""
+"""Selection and enumeration: every cell once, nothing but what was requested; named matrices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
@@ -136,31 +135,6 @@ def test_the_command_line_wins_over_a_preset() -> None:
 def test_presets_add_up_and_a_cell_is_measured_once() -> None:
     both = cells("+matrix=[smoke,nightly]")
     assert len(both) == len(set(both)) == len(set(cells("+matrix=smoke")) | set(cells("+matrix=nightly")))
-
-
-@pytest.mark.parametrize(
-    "texts", [["case=*"], ["case=fsdp-*", "model=qwen*", "ranks=2,4"], ["case=train-step,zero-*", "steps=5", "seed=7"]]
-)
-def test_cfg_prints_a_matrix_of_the_same_cells(
-    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = session.ask(texts)
-    (tmp_path / "matrix").mkdir()
-    composed = overrides.composed(asked.settings, asked.selections)
-    (tmp_path / "matrix" / "mine.yaml").write_text(composed, encoding="utf-8")
-    monkeypatch.setenv(CONFIG_PATH, str(tmp_path))
-    again = session.ask(["+matrix=mine"])
-    assert again.cells == asked.cells
-    assert {**vars(again.settings), "matrix": {}} == {**vars(asked.settings), "matrix": {}}
-
-
-@pytest.mark.parametrize("command", ["matrix", "list"])
-def test_cfg_prints_yaml_and_runs_nothing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.main([command, "+matrix=seeds", "--cfg", "repeat=2", "model.config.num_hidden_layers=4"])
-    out = capsys.readouterr().out
-    found = yaml.safe_load(out)
-    assert code == 0 and found["repeat"] == 2 and found["matrix"]["seeds"]["stack"] == ["reproducing"]
-    assert out.endswith("# and from the command line: model.config.num_hidden_layers=4\n")
 
 
 HEAD = "# @package _global_\n"

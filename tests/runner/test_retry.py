@@ -107,9 +107,9 @@ def test_plan_retry_repeats_some_errors_once() -> None:
         assert plan_retry(ended(why), ["GPU-1", "GPU-2"]) == again
         assert plan_retry(ended(why, retry_of=why)) is None, "never twice"
     why = {"kind": TOO_SLOW, "message": "still at work"}
-    assert plan_retry(ended(why)) == {"retry_of": why, "deadline": LONGER * 40} == plan_retry(ended(why), gpu_cap=100)
-    assert plan_retry(ended(why), ["GPU-1"], gpu_cap=119) is None, "it would hold the GPU for longer"
-    assert plan_retry(ended(why), ["GPU-1"], gpu_cap=120) == {"retry_of": why, "deadline": 120}
+    for gpus, first, again in (([], 2000, True), (["GPU-1"], 2000, False), (["GPU-1"], 1200, True)):
+        longer = {"retry_of": why, "deadline": LONGER * first} if again else None  # it would hold the GPU for longer
+        assert plan_retry(ended(why, deadline_s=first), gpus) == longer
     full = {"kind": "memory", "message": "m"}
     assert plan_retry(ended(full), ["GPU-1"]) is None is plan_retry(ended())
     assert plan_retry(ended(full), ["GPU-1"], shared=True) == {"retry_of": full, "share_mb": 0}, "alone on the GPU"

@@ -7,18 +7,15 @@ from typing import Any
 
 from repro_matrix.cli import options
 from repro_matrix.report.terminal import axes_of, named, print_json, print_notes, print_table, print_wrapped
-from repro_matrix.runner.session import ask, print_composed
+from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.overrides(parser)
-    options.cfg(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.cfg:
-        return print_composed(args.overrides)
     request = ask(args.overrides)
     request.check()
     cells = request.cells  # an error that names a file that is left out is not preceded by the note about it

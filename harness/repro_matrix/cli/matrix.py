@@ -27,9 +27,7 @@ from repro_matrix.text import log
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.overrides(parser)
-    arguments.cfg(parser)
     parser.add_argument("--all", action="store_true", help="a line for every variant of every cell")
-    parser.add_argument("--memory", action="store_true", help="with --dry-run: the memory that each variant needs")
     run_options(parser)
 
 
@@ -42,14 +40,8 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.cfg:
-        return session.print_composed(args.overrides)
     if args.all and args.dry_run:
         raise ConfigError("--all: shows results, and --dry-run has none. --json lists every variant.")
-    if args.memory and not args.dry_run:
-        raise ConfigError("--memory: shows a plan and launches nothing. Add --dry-run.")
-    if args.memory:
-        return run_summary.show_memory(args.overrides, args.json)
     return measure(args, args.overrides, every_variant=args.all, page=True)
 
 

@@ -111,10 +111,6 @@ def overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
-def cfg(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cfg", action="store_true", help="print the composed configuration and exit")
-
-
 def releases(parser: argparse.ArgumentParser) -> None:
     """Add the options for releases that a search leaves out by default."""
     parser.add_argument("--yanked", action="store_true", help="include yanked releases")

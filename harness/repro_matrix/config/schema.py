@@ -178,10 +178,6 @@ class Hardware(Strict):
     gpu_name: str | None = None
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     shared: bool = False  # all ranks of an attempt on one GPU
-    # Of a usual node of this kind, for `--dry-run --memory` on a machine that has none (GiB).
-    gpu_memory_gb: float | None = Field(default=None, gt=0)
-    memory_gb: float | None = Field(default=None, gt=0)
-    cores: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _gpu_fields(self) -> Hardware:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import filter as matching
 from pathlib import Path
@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from repro_matrix.config.project import conf_folders
-from repro_matrix.config.settings import RunSettings, as_path, quoted
+from repro_matrix.config.settings import as_path, quoted
 from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, describe_validation, unknown
 from repro_matrix.paths import CONF
@@ -197,21 +197,3 @@ def _source(name: str) -> str:
             if isinstance(content, dict) and name in (content.get("matrix") or {}):
                 return f"{Path(*path.parts[-3:])}: matrix.{name}"
     return f"matrix.{name}"
-
-
-def composed(settings: RunSettings, selections: Iterable[Selection]) -> str:
-    """Return what ``--cfg`` prints: all settings and blocks. Saved as conf/matrix/NAME.yaml it is that matrix."""
-    selections, usual = list(selections), Selection()
-    found: dict[str, Any] = {
-        name: value.value if isinstance(value, Enum) else value
-        for name, value in asdict(settings).items() if name != "matrix"
-    }  # fmt: skip
-    lines = ["# @package _global_", *(f"{key}: {json.dumps(value)}" for key, value in found.items()), "matrix:"]
-    for name, each in zip(list(settings.matrix) or ["line"], selections):
-        values = {axis: getattr(each, axis) for axis in (*AXES, "flags")}
-        changed = {axis: value for axis, value in values.items() if value != getattr(usual, axis)}
-        lines.append(f"  {name}:" + ("" if changed else " {}"))
-        lines += [f"    {key}: {json.dumps(value)}" for key, value in changed.items()]
-    for group, changes in sorted(selections[0].patches.items()):
-        lines += [f"# and from the command line: {group}.{'.'.join(keys)}={value}" for keys, value in changes]
-    return "\n".join(lines)

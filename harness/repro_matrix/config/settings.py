@@ -48,7 +48,6 @@ class RunSettings:
     steps: int | None = None
     seed: int = 0
     deadline: float | None = None
-    gpu_deadline_cap: float = 3600
     variants: list[str] | None = None
     launcher: LauncherName = LauncherName.auto
     order: Order = Order.longest
@@ -94,10 +93,8 @@ def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
             raise ConfigError(f"{name}={value}: must be at least {least}")
     if settings.results is not None and not settings.results.strip():
         raise ConfigError("results=: the folder's name is missing. Leave results= out to use results/scratch.")
-    for name in ("deadline", "gpu_deadline_cap"):
-        seconds = getattr(settings, name)
-        if seconds is not None and seconds <= 0:
-            raise ConfigError(f"{name}={seconds:g}: must be more than 0 seconds")
+    if settings.deadline is not None and settings.deadline <= 0:
+        raise ConfigError(f"deadline={settings.deadline:g}: must be more than 0 seconds")
     return settings
 
 

@@ -273,7 +273,6 @@ class Nvml:
         self._unwatched: str | None = None  # why NVML could not be opened: nothing may run on GPUs then
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
-        self.program_errors: dict[str, list[str]] = {}  # uuid -> Xids after which the GPU is as good as before
 
     def __enter__(self) -> Nvml:
         if self.gpus:
@@ -305,9 +304,7 @@ class Nvml:
         """Return the GPUs with a hardware error (Xid) since the run began, and the error."""
         try:
             while self._driver is not None and (error := self._driver.next_error()) is not None:
-                if error[1] in APPLICATION_XIDS:
-                    self.program_errors.setdefault(error[0], []).append(f"Xid {error[1]}")
-                else:
+                if error[1] not in APPLICATION_XIDS:
                     self._failed[error[0]] = f"Xid {error[1]}"
         except DriverError:
             return self._failed | {uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)}

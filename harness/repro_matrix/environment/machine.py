@@ -33,7 +33,6 @@ _DEVICES = "dev/nvidia[0-9]*"
 _SIGNS = (_DEVICES, "proc/driver/nvidia/version", "dev/dxg")  # the last: a GPU of Windows under WSL
 _SHELL = re.compile(r"(TORCH_)?NCCL_|CUDA_(?!VISIBLE_DEVICES$|DEVICE_ORDER$|HOME$|PATH$|VERSION$)")
 SHM_MB = 1024  # NCCL takes some 10 MB for every pair of ranks that share memory, data loaders more; Docker gives 64
-GPU_MEMORY_GB, CORES_PER_GPU, MEMORY_PER_GPU_GB = 80.0, 12, 120.0  # planned hardware whose file does not say
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Machine:
     hidden: str | None = None  # that CUDA_VISIBLE_DEVICES asks for no GPU
     shell: tuple[str, ...] = ()  # variables about NCCL and CUDA, "NAME=value", that ranks do not inherit
     nccl_files: tuple[str, ...] = ()  # files from which NCCL takes variables
-    free_gb: float | None = None  # of memory_gb, not used by any process now; None for hardware that is not here
+    free_gb: float | None = None  # of memory_gb, not used by any process now; None: unknown
 
     def notes(self, given: Mapping[str, str]) -> list[str]:
         """Return what NCCL will see on this machine beside, or against, the user's shell. ``given``: the run's env."""
@@ -303,33 +302,6 @@ def with_every_gpu(machine: Machine) -> Machine:
     """Return the machine as it would be if the GPUs that are left out could be used."""
     repaired = (replace(gpu, unusable=None, mode="default") for gpu in machine.left_out)
     return replace(machine, gpus=(*machine.gpus, *repaired), left_out=())
-
-
-def settle_planned(
-    names: Sequence[str], known: dict[str, Hardware], machine: Machine
-) -> tuple[list[Profile], Machine, bool]:
-    """Do the same for a plan: one profile that is not here may be named (alone). Return the profiles, the machine that
-    they are planned for, and whether that is another one than this."""
-    try:
-        return settle_all(names, known, machine), machine, False
-    except ConfigError:
-        spec = known.get(names[0])
-        if len(names) != 1 or names[0] == "auto" or spec is None or spec.accelerator != "cuda":
-            raise
-    memory = round((spec.gpu_memory_gb or GPU_MEMORY_GB) * 1024)
-    title = f"{spec.gpu_name or 'GPU'}-{memory / 1024:.0f}GB"
-    gpus = tuple(Gpu(index, title, f"planned-{index}", memory) for index in range(spec.gpus))
-    planned = replace(
-        machine,
-        gpus=gpus,
-        cores=spec.cores or CORES_PER_GPU * spec.gpus,
-        memory_gb=spec.memory_gb or MEMORY_PER_GPU_GB * spec.gpus,
-        left_out=(),
-        unusable=(),
-        free_gb=None,
-        cpu=f"not this machine: {spec.slug} as conf/hardware describes it",
-    )
-    return [Profile(spec.slug, "cuda", _backend(spec), gpus)], planned, True
 
 
 def _backend(spec: Hardware) -> str:

@@ -51,6 +51,7 @@ SLOWER = {"none": 0, "turns": 2, "layers": 3}
 START_S = 15.0
 # A CPU that others use, a slow disk; a GPU is locked for the attempt.
 DEADLINE_FACTOR = {"cpu": 20, "cuda": 4}
+GPU_DEADLINE_S = 3600.0  # no deadline that is planned for GPUs is longer, nor that of a retry
 
 
 @dataclass(frozen=True)
@@ -258,16 +259,15 @@ def add_memory(
     machine: Machine,
     look_up: Callable[[VariantPlan], ModelSizes | None],
     deadline: float | None = None,
-    gpu_cap: float = math.inf,
 ) -> CellPlan:
     """Return the cell with its variants' needs; variants that cannot fit are skipped, all of them where the first one
-    cannot. ``look_up``: a variant's model facts; None: unknown, nothing is planned. ``deadline``: the user's own;
-    ``gpu_cap``: the longest one that is planned for GPUs."""
+    cannot. ``look_up``: a variant's model facts; None: unknown, nothing is planned. ``deadline``: the user's
+    own, which is not capped."""
     variants = []
     for variant in cell.variants:
         facts = None if variant.skipped else look_up(variant)
         planned = _with_memory(variant, facts, case, cell.profile, machine) if facts else variant
-        limit = deadline or min(planned.deadline, gpu_cap if planned.gpus else math.inf)
+        limit = deadline or min(planned.deadline, GPU_DEADLINE_S if planned.gpus else math.inf)
         variants.append(replace(planned, deadline=limit, share_mb=_share_mb(planned, case, cell.profile)))
     return replace(cell, variants=skip_with_first(variants))
 

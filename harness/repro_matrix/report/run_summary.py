@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,26 +9,21 @@ from typing import Any
 
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ExitCode
-from repro_matrix.planning.memory import GIB, fullest
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.result_lines import print_rows, result_lines
-from repro_matrix.report.terminal import axes_of, by_reason, columns, label, named, print_json, print_lines, print_table
-from repro_matrix.results import runs
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.report.terminal import axes_of, by_reason, columns, label, named, print_json, print_lines
+from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder
-from repro_matrix.runner import session
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.session import Session
 from repro_matrix.text import counted, first_line, log, one_line, printable, wrap
 
-MEMORY_HEADS = ["case", "model", "strategy", "variant", "ranks", "GiB/rank device", "GiB/rank host", "GiB host"]
-MEMORY_HEADS += ["measured", "fullest moment, or why it is skipped"]
 QUIET_S = 30.0  # without a terminal: after so long without a line, print what runs
 
 
-# The plan (`--dry-run`, `--memory`)
+# The plan (`--dry-run`)
 
 
 def show_plan(prepared: Session, as_json: bool) -> int:
@@ -60,7 +54,8 @@ def _item(prepared: Session, variant: VariantPlan) -> dict[str, Any]:
     item = {name: getattr(cell, name) for name in ("case", "model", "strategy", "ranks", "hardware")}
     item |= {name: getattr(variant, name) for name in ("stack", "variant", "world_size", "skipped")}
     item |= {"flags": dict(cell.flags), "devices": variant.gpus, "attempts": variant.repeat}
-    return item | {"deadline_s": variant.deadline, "simulated": simulated}
+    item |= {"deadline_s": variant.deadline, "simulated": simulated}
+    return item | {"memory": variant.memory.to_json() if variant.memory else None}
 
 
 def plan_lines(items: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
@@ -90,58 +85,6 @@ def skipped_lines(items: Iterable[Mapping[str, Any]], width: int) -> Iterator[st
     if skipped:
         yield from ("", f"not launched: {counted(len(skipped), 'variant')}")
         yield from by_reason(skipped, width)
-
-
-def show_memory(texts: list[str], as_json: bool) -> int:
-    """Print what each variant needs, beside the recorded peak; also for hardware that this machine does not have."""
-    prepared = session.prepare(texts, build_stacks=False, plan_only=True)
-    stored = runs.measured_rows(prepared.settings)
-    rows = []
-    for variant in (variant for plan in prepared.plans for variant in plan.variants):
-        row = _item(prepared, variant) | {"reference": variant.settings.get("reference")}
-        row |= {"planned": variant.memory.to_json() if variant.memory else None}
-        rows.append((variant, row | {"measured_mb": _measured(stored, variant)}))
-    if as_json:
-        cells, hardware = [row for _, row in rows], prepared.profile.name
-        print_json({"hardware": hardware, "planned_only": prepared.planned, "cells": cells})
-    else:
-        _print_memory(prepared, rows)
-    for note in [*(f"left out: {text}" for text in prepared.catalogue.left_out), *prepared.unplanned]:
-        print(f"repro: {note}", file=sys.stderr)
-    return 0
-
-
-def _measured(rows: Sequence[Row], variant: VariantPlan) -> float | None:
-    """Return the largest recorded peak of a rank (MiB) on the host, from the latest result on this stack."""
-    wanted = (variant.cell.key, variant.variant, variant.stack)
-    matching = (row for row in rows if row.attempts and (row.cell_id, row.variant, row.stack.name) == wanted)
-    latest = max(matching, key=lambda row: row.started, default=None)
-    return max((attempt.peak_rss_mb or 0.0 for attempt in latest.attempts), default=0.0) or None if latest else None
-
-
-def _print_memory(prepared: Session, rows: list[tuple[VariantPlan, dict[str, Any]]]) -> None:
-    profile, machine = prepared.profile, prepared.machine
-    gpus = f"{len(profile.gpus)} x {profile.gpus[0].name}, " if profile.gpus else ""
-    only = " (planned only: not this machine)" if prepared.planned else ""
-    print(f"hardware {profile.name}{only}: {gpus}{machine.cores} cores, {machine.memory_gb:g} GiB on the host")
-    table, hidden = [], []
-    for variant, row in rows:
-        plan, measured = variant.memory, row["measured_mb"]
-        if row["skipped"] and plan is None:
-            hidden.append(row)
-            continue
-        sizes = [plan.device_rank, plan.host_rank, plan.host_node] if plan else []
-        sizes_text = [f"{size / GIB:.2f}" if size else "-" for size in sizes] or ["?", "?", "?"]
-        off = f" ({plan.host_rank / 2**20 / measured - 1:+.0%})" if measured and plan else ""
-        recorded = f"{measured / 1024:.2f}{off}" if measured else "-"
-        full = fullest(plan.device or plan.host) if plan else None
-        why = "simulated: its tensors need no memory" if row["simulated"] else "not known: the stack cannot build it"
-        last = row["skipped"] or (f"{full.name}: {full.describe()}" if full else why)
-        cells = [row[name] for name in ("case", "model", "strategy", "variant", "world_size")]
-        table.append([*cells, *sizes_text, recorded, last])
-    print_table("", MEMORY_HEADS, table, narrow=MEMORY_HEADS[-1:])
-    print_lines(skipped_lines(hidden, columns()))
-    print(f"{sum(bool(row['skipped']) for _, row in rows)} of {len(rows)} variants skipped")
 
 
 # While it runs: a bar with the running attempts on a terminal, a line per cell elsewhere

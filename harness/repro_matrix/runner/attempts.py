@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -28,6 +27,7 @@ from repro_matrix.grading.observation import exception_of
 from repro_matrix.launch.attempt import Attempt, Launcher
 from repro_matrix.launch.observe import EITHER, classify_device_error
 from repro_matrix.paths import REPROS, cache_dir
+from repro_matrix.planning.memory import GPU_DEADLINE_S
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.records.attempt import InfraErrorKind, Observation, Settings
 from repro_matrix.records.document import Accelerator, Document, Made, Probe, Provenance, Variant
@@ -193,13 +193,11 @@ def failed_gpus(observation: Observation, gpus: Sequence[str]) -> dict[str, GpuP
     return found
 
 
-def plan_retry(
-    observation: Observation, gpus: Sequence[str] = (), gpu_cap: float = math.inf, shared: bool = False
-) -> dict[str, Any] | None:
+def plan_retry(observation: Observation, gpus: Sequence[str] = (), shared: bool = False) -> dict[str, Any] | None:
     """Return the changes to the task (schedule.Task) for a retry, or None where the result stands.
 
-    No attempt is repeated more than once. ``gpus``: those that it ran on; ``gpu_cap``: a longer retry would hold them
-    for too long; ``shared``: other attempts may have been on them.
+    No attempt is repeated more than once. ``gpus``: those that it ran on; ``shared``: other attempts may have been
+    on them.
     """
     error, attempt = observation["infra_error"], observation["attempt"]
     if error is None or attempt.get("retry_of"):
@@ -207,7 +205,7 @@ def plan_retry(
     reason = {"kind": error["kind"], "message": error["message"]}
     if error["kind"] == TOO_SLOW:
         deadline = LONGER * attempt["deadline_s"]
-        return {"retry_of": reason, "deadline": deadline} if not gpus or deadline <= gpu_cap else None
+        return {"retry_of": reason, "deadline": deadline} if not gpus or deadline <= GPU_DEADLINE_S else None
     if error["kind"] == "memory" and shared:
         return {"retry_of": reason, "share_mb": 0}
     if error["kind"] not in OTHER_GPUS:

@@ -283,7 +283,7 @@ class Engine:
             return  # no result: --resume repeats it, and its cell is not complete
         if task.trace:
             return self._explain(cell, task, observation)
-        changes = plan_retry(observation, gpus, self.session.settings.gpu_deadline_cap, task.share_mb > 0)
+        changes = plan_retry(observation, gpus, task.share_mb > 0)
         if changes:
             self.schedule.repeat(task, changes)
             reason, deadline = changes["retry_of"], changes.get("deadline")
@@ -295,8 +295,6 @@ class Engine:
         attempt = observation["attempt"]
         outcome = grade.grade(self._cases[cell.plan.cell.case], task.variant, observation, self._cases).to_json()
         cell.document["variants"][task.variant]["attempts"].append({"observation": observation, "outcome": outcome})
-        passed = f"{cell.plan.cell.key} {task.variant}" if outcome["outcome"] == "passed" else ""
-        self.pool.note_program_errors(gpus, passed)
         self._count(cell, task, observation, outcome)
         if cell.left:
             self.store.save(cell.path, cell.document)

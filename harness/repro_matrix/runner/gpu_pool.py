@@ -276,15 +276,6 @@ class GpuPool:
                 self.taken.pop(uuid, None)
                 self._note(f"{self.names[uuid]} ({uuid}) is not used any more: {problem.why}")
 
-    def note_program_errors(self, gpus: Sequence[str], passed: str) -> None:
-        """Note the errors of programs (Xid 13 ...) on these GPUs since the last call. ``passed``: the attempt that was
-        on them, if it passed although there was one; else they are its own failure, and no news."""
-        self._nvml.failed_gpus()
-        for uuid in gpus:
-            if (errors := self._nvml.program_errors.pop(uuid, [])) and passed:
-                more = "an error of a program on this GPU (dmesg names the process)"
-                self._note(f"{self.names[uuid]} ({uuid}): {', '.join(errors)} while {passed} ran and passed: {more}")
-
     def _set_user(self, uuid: str, user: str | None) -> None:
         before = self.taken.pop(uuid, None)
         if user is not None:

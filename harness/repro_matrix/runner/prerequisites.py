@@ -330,13 +330,6 @@ def with_memory(
         return facts[variant.stack].model(question(variant.settings))
 
     return [
-        add_memory(
-            plan,
-            catalogue.cases[plan.cell.case],
-            machine,
-            partial(look_up, plan.cell.case),
-            settings.deadline,
-            settings.gpu_deadline_cap,
-        )
+        add_memory(plan, catalogue.cases[plan.cell.case], machine, partial(look_up, plan.cell.case), settings.deadline)
         for plan in plans
     ], problems

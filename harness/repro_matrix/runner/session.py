@@ -161,13 +161,6 @@ def reproduces_on(catalogue: Catalogue, names: set[str]) -> dict[str, list[str]]
     }
 
 
-def print_composed(texts: Sequence[str]) -> int:
-    """Print the composed configuration (``--cfg``)."""
-    request = ask(texts)
-    print(overrides.composed(request.settings, request.selections))
-    return 0
-
-
 @dataclass
 class Session:
     """A prepared run."""
@@ -184,7 +177,6 @@ class Session:
     # Of the unavailable stacks, those that are there and whose torch cannot use the GPUs: their variants were selected.
     unusable: set[str] = field(default_factory=set)
     shard: ShardManifest | None = None  # which shard of a selection this is
-    planned: bool = False  # the hardware is not this machine's: nothing can be launched
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
     left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
@@ -259,7 +251,7 @@ class Session:
 
     def notes(self) -> list[str]:
         """Return what a person should know before the run: files and GPUs that are left out, what may go wrong."""
-        wrong = [*(f"left out: {text}" for text in self.catalogue.left_out), *self.changed()]
+        wrong = [*(f"left out: {text}" for text in self.catalogue.left_out), *self.changed(), *self.unplanned]
         hidden = [self.machine.hidden] if self.machine.hidden else []
         if self.profile.accelerator == "cpu":
             return [*wrong, *(hidden if self.machine.driver else [])]  # GPUs are here, and none is selected
@@ -272,27 +264,21 @@ def prepare(
     texts: Sequence[str] | Request,
     build_stacks: bool = True,
     given: Mapping[str, Stack] | None = None,
-    plan_only: bool = False,
     probe: bool = False,
     as_locked: bool = False,
 ) -> Session:
     """Plan a selection. Every error in it is found here, before anything is launched or written.
 
     ``texts``: a command line's overrides, or what was parsed from them. ``given``: stacks that the caller has already
-    resolved, by the name that the selection uses for them. ``plan_only``: nothing will be launched, so that the
-    hardware need not be here. ``probe``: ask the stacks' torch whether it can use the GPUs also where nothing is built.
-    ``as_locked``: plan a stack that a run would build first as its lock describes it.
+    resolved, by the name that the selection uses for them. ``probe``: ask the stacks' torch whether it can use the GPUs
+    also where nothing is built. ``as_locked``: plan a stack that a run would build first as its lock describes it.
     """
     from repro_matrix.runner import prerequisites  # `repro list` needs the cells and nothing that launches
 
     request = texts if isinstance(texts, Request) else ask(texts)
     catalogue, settings = request.catalogue, replace(request.settings)
     machine = machine_module.detect()
-    planned = False
-    if plan_only:
-        profiles, machine, planned = machine_module.settle_planned(request.hardware, catalogue.hardware, machine)
-    else:
-        profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
+    profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
     auto = request.hardware == ["auto"]
     cells, elsewhere = matrix.place(catalogue, request.cells, profiles, auto)
     displaced, usual_gpus = set[Cell](), 0
@@ -315,12 +301,11 @@ def prepare(
         settings.order = Order.declared
         cells = oldest_first(cells, runs.measured_rows(settings))
     session = Session(
-        catalogue, settings, profiles, machine, dict(given or {}), planned=planned, left_out=list(request.left_out),
+        catalogue, settings, profiles, machine, dict(given or {}), left_out=list(request.left_out),
         elsewhere=elsewhere, displaced=displaced, usual_gpus=usual_gpus,
         time_limit=time_limit, as_locked=as_locked,
     )  # fmt: skip
-    ask_models = plan_only or settings.scale.value == "full"
-    prerequisites.plan(session, cells, build_stacks, build_stacks or probe, ask_models)
+    prerequisites.plan(session, cells, build_stacks, build_stacks or probe, settings.scale.value == "full")
     names = list(dict.fromkeys(cell.stack for cell in cells))
     if all(name in session.unavailable for name in names):
         kind = MeasureError if names[0] in session.unusable else ConfigError
