@@ -19,7 +19,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 .DEFAULT_GOAL := help
 # Where this is set, every process would compile harness/ again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants claims clean
+.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -66,9 +66,6 @@ seeds: $(READY) ## every failure of the write-ups on each stack where it is know
 
 smoke: $(READY) ## two minutes: a failure of each kind with its fixes, and each strategy's training
 	@$(BIN)/repro matrix +matrix=smoke $(ARGS)
-
-claims: $(READY) ## the claims ledger, from stored measurements
-	@$(BIN)/repro claims
 
 site: $(READY) ## a static site of the published baseline in build/site: what is known today, a page for each case
 	@$(BIN)/repro report --baseline --site build/site $(ARGS)

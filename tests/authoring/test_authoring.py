@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -81,12 +80,6 @@ def test_new_like_a_case_and_from_a_script_copy_them(mine: Path, capsys: pytest.
     assert "def f():" in text and "    x = f()  # why\n    print(x)\n" in text and "of-mine" in catalogue.load().cases
 
 
-REDUCED = {
-    "kind": "reduced", "failure": "ValueError: empty list of 3", "script": "train.py", "nproc": 1,
-    "args": ["--depth", "2"], "lines": {"text": "import torch\n\ntorch.optim.SGD([], lr=0.1)\n"},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -95,10 +88,6 @@ REDUCED = {
         ("a --from-log text", "no rank raises an error"),
         ("a --from-script bad.py", "bad.py:2: not valid Python"),
         ("a --silent updates --from-log text", "--from-log"),
-        ("a --from-reduction text", "--json > text"),
-        ("a --from-reduction other.json", "not a result of `repro reduce"),
-        ("a --from-reduction reduced.json", "no-script.py cannot be read"),
-        ("a --from-reduction reduced.json --like ddp-ready-once", "--from-reduction with --like"),
     ],
 )
 def test_new_with_bad_input_exits_2_and_writes_nothing(
@@ -106,8 +95,6 @@ def test_new_with_bad_input_exits_2_and_writes_nothing(
 ) -> None:
     (mine / "text").write_text("nothing\n")
     (mine / "bad.py").write_text("x = 1\ndef f(:\n")
-    (mine / "other.json").write_text('{"kind": "script"}')
-    (mine / "reduced.json").write_text(json.dumps({**REDUCED, "lines": None, "script": "no-script.py"}))
     assert cli.main(["new", *words.split()]) == 2
     assert message in capsys.readouterr().err
     assert not list((mine / "failures").rglob("*.*"))
@@ -183,7 +170,7 @@ def test_check_of_finished_drafts_exits_0(mine: Path, capsys: pytest.CaptureFixt
     for slug in ("empty-list", "shared-buffer"):
         edited(mine / f"failures/case/{slug}.yaml")
         capsys.readouterr()
-        code = cli.main(["check", slug, "--times", "1", "hardware=cpu"])
+        code = cli.main(["check", slug, "repeat=1", "hardware=cpu"])
         assert code == 0, capsys.readouterr().out
 
 
@@ -203,16 +190,3 @@ def test_check_when_interrupted_or_failing_is_not_ready(
         assert cli.main(["check", "ddp-ready-once"]) == code
         shown = capsys.readouterr()
         assert "ready" not in shown.out and message in shown.err
-
-
-def test_new_from_a_reduced_script_keeps_lines_and_error(mine: Path) -> None:
-    (mine / "reduced.json").write_text(json.dumps(REDUCED))
-    assert cli.main(["new", "smaller", "--from-reduction", "reduced.json"]) == 0
-    found = catalogue.load()
-    made = found.raw["case"]["smaller"]
-    (signature,) = made["signatures"]
-    assert (signature["type"], signature["message"]) == ("ValueError", r"empty list of \d+")
-    assert made["launch"]["world_size"] == 1
-    text = found.script(found.cases["smaller"]).read_text()
-    assert "    sys.argv[1:] = ['--depth', '2']" in text and "    torch.optim.SGD([], lr=0.1)\n" in text
-    assert compile(text, "smaller.py", "exec")

@@ -131,7 +131,7 @@ def test_bundle_of_an_unsuitable_script_raises(script: str, message: str) -> Non
     [
         ("fsdp-uniform-dtyp", "did you mean 'fsdp-uniform-dtype'"),
         ("fsdp-uniform-dtype --variant unfixd", "unknown variant 'unfixd'"),
-        ("fsdp-uniform-dtype --stack curent", "did you mean 'current'"),
+        ("fsdp-uniform-dtype stack=curent", "did you mean 'current'"),
         ("fsdp-uniform-dtype --out there.py", "is not overwritten"),
         ("fsdp-uniform-dtype --out none/x.py", "cannot be written"),
     ],
@@ -156,7 +156,7 @@ def test_export_with_an_absent_stack_uses_the_stored_versions(
         return prepare(asked, **options)
 
     monkeypatch.setattr(session, "prepare", absent)
-    assert cli.main(["export", "tp-save-pretrained", "--stack", "torch2.6-tf4.51"]) == 0
+    assert cli.main(["export", "tp-save-pretrained", "stack=torch2.6-tf4.51"]) == 0
     text = capsys.readouterr().out
     assert "torch==2.6" in text and re.search(r"Expected \(\d+ of \d+ stored", text)
     assert "Not run where this was written: no index" in text
@@ -182,5 +182,5 @@ def test_export_with_an_overlay_builds_nothing(
     monkeypatch.setattr(wanted, "defined_stacks", lambda: there)
     found = wanted.resolve
     monkeypatch.setattr(wanted, "resolve", lambda name: pytest.fail(name) if "+" in name else found(name))
-    assert cli.main(["export", "fsdp-uniform-dtype", "--stack", "torch2.2-tf4.36+transformers@4.37.0"]) == 2
+    assert cli.main(["export", "fsdp-uniform-dtype", "stack=torch2.2-tf4.36+transformers@4.37.0"]) == 2
     assert "it is not built here" in capsys.readouterr().err

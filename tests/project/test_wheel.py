@@ -112,7 +112,6 @@ def test_installed_commands_work_with_a_catalog_of_the_user(
     unfixed = document["variants"]["unfixed"]["attempts"][0]["observation"]
     log.write_text(unfixed["ranks"][0]["log_tail"])
     assert "odd-batch" in run("match", str(log)).stdout
-    run("claims", "--json", "--from", "results/scratch")
     run("report", "results/baseline", "--output", "page.html")
     assert "odd-batch" in (team / "page.html").read_text()
     run("diff", "results/scratch", "results/baseline")

@@ -16,8 +16,9 @@ from repro_matrix.records.document import Document, Variant
 from repro_matrix.records.outcome import StoredOutcome
 from repro_matrix.runner import session, workspace
 from repro_matrix.runner.session import ask
-from repro_matrix.text import counted, log
+from repro_matrix.text import log
 
+TIMES = 3  # attempts of each variant with each launcher, unless repeat= is given
 SUMMARY_WORDS = 5  # at least, of a case's summary
 Documents = Mapping[str, Iterable[Document]]  # by launcher
 
@@ -77,7 +78,7 @@ def check_other_cases(file: str, case: Case, cases: Mapping[str, Case], document
 # -- its attempts
 
 
-def measure(slug: str, times: int, overrides: list[str]) -> dict[str, list[Document]] | None:
+def measure(slug: str, overrides: list[str]) -> dict[str, list[Document]] | None:
     """Measure each variant several times with both launchers, in a folder that is removed. Raises MeasureError.
 
     Returns launcher -> its documents; None: interrupted."""
@@ -93,8 +94,8 @@ def measure(slug: str, times: int, overrides: list[str]) -> dict[str, list[Docum
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
         for launcher in (LauncherName.forkserver, LauncherName.torchrun):
-            log(f"{slug}: {counted(times, 'attempt')} a variant, {launcher.value}")
-            usual = {"repeat": times, "launcher": launcher, "results": f"{folder}/{launcher.value}"}
+            log(f"{slug}: every variant, {launcher.value}")
+            usual = {"repeat": TIMES, "launcher": launcher, "results": f"{folder}/{launcher.value}"}
             prepared = session.prepare(request.with_values({key: usual[key] for key in usual.keys() - given}))
             summary = workspace.execute(prepared, lambda event: None, stop, on_warning=log)
             if summary.problem:

@@ -1,16 +1,14 @@
 """Draft the first files of a case: YAML with a proposed signature, and a script without its trigger.
 
-A draft begins with nothing, with a training log, with a script of the user's, with another case, or with a reduced
-script (`repro reduce ./SCRIPT.py --json`).
+A draft begins with nothing, with a training log, with a script of the user's, or with another case.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +103,10 @@ def signature_of_error(error: Error) -> Json:
     """Return the signature that an error of a log proposes: its type, its text without what changes, who raised it."""
     files = [str(frame["file"]).replace("\\", "/") for frame in error.places]
     packages = [file.rpartition("-packages/")[2].partition("/")[0] for file in files if "-packages/" in file]
-    return exception(error.type, error.message, packages[-1].removesuffix(".py") if packages else f"{TODO}-package")
-
-
-def exception(raised: str, message: str, package: str) -> Json:
-    kind = raised.rpartition(".")[2]
+    package = packages[-1].removesuffix(".py") if packages else f"{TODO}-package"
+    kind = error.type.rpartition(".")[2]
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind).lower().removesuffix("-error") or "raised"
-    first = pattern(message.strip().partition("\n")[0][:160])
+    first = pattern(error.message.strip().partition("\n")[0][:160])
     return {"name": name, "kind": "exception", "type": kind, "message": first or TODO, "package": package}
 
 
@@ -127,17 +122,16 @@ def pattern(text: str) -> str:
 # -- from a script
 
 
-def of_script(text: str, name: str, args: Sequence[str] = ()) -> Draft:
+def of_script(text: str, name: str) -> Draft:
     """Turn a user's script into a case's: its definitions stay, its statements go into ``body(run)``.
 
-    ``args``: its arguments. Raises ConfigError with the line where it does not parse."""
+    Raises ConfigError with the line where it does not parse."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"{name}:{error.lineno}: not valid Python: {error.msg}") from None
     lines = text.splitlines()
-    defined = ["import sys"] if args else []
-    done = [f"sys.argv[1:] = {list(args)!r}  # as it was started"] if args else []
+    defined, done = list[str](), list[str]()
     last = 0
     for node in tree.body:
         block = lines[last : node.end_lineno]
@@ -161,30 +155,3 @@ def of_script(text: str, name: str, args: Sequence[str] = ()) -> Draft:
     launch = {**SHAPE["launch"], **({"process_group": False} if "init_process_group" in text else {})}
     criteria = {"kind": "training", "checks": ["finished"]}
     return Draft({**SHAPE, "pass_criteria": criteria, "launch": launch}, script)
-
-
-# -- from the result of `repro reduce --json`
-
-
-def of_reduction(path: str) -> Draft:
-    """Draft a case from the reduction of a script. Raises ConfigError."""
-    option = "--from-reduction"
-    try:
-        found = json.loads(read_text(path, option))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or found.get("kind") != "reduced" or not {"failure", "script", "args"} <= set(found):
-        name = Path(path).name
-        raise ConfigError(f"{option} {path}: not a result of `repro reduce ./SCRIPT.py ... --json > {name}`.")
-    text = (found.get("lines") or {}).get("text") or read_text(found["script"], f"{option}: its script")
-    draft = of_script(text, Path(found["script"]).name, [str(arg) for arg in found["args"]])
-    ranks = int(found["nproc"])
-    shape = {**draft.shape, "min_ranks": min(2, ranks), "launch": {**draft.shape["launch"], "world_size": ranks}}
-    return replace(draft, shape=shape, signatures=[_signature(found["failure"])])
-
-
-def _signature(failure: str) -> Json:
-    kind, _, message = (part.strip() for part in failure.partition(":"))
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", kind):
-        return UNKNOWN_EXCEPTION
-    return exception(kind, message, f"{TODO}-package")

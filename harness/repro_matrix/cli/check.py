@@ -21,8 +21,6 @@ from repro_matrix.text import counted
 def configure(parser: argparse.ArgumentParser) -> None:
     options.case(parser)
     options.overrides(parser)
-    text = "attempts of each variant with each launcher (default: 3)"
-    parser.add_argument("--times", type=options.number(1), default=3, help=text)
     parser.add_argument("--no-run", action="store_true", help="check its files only")
 
 
@@ -39,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     for folder in project.published():
         found += ready.check_other_cases(shown, case, known.cases, Store(folder).documents())
     if not args.no_run:
-        measured = ready.measure(args.case, args.times, args.overrides)
+        measured = ready.measure(args.case, args.overrides)
         if measured is None:
             print(f"{case.slug}: interrupted: whether it is ready is unknown. Run it again.", file=sys.stderr)
             return 130
@@ -56,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _lines(args: argparse.Namespace, found: Sequence[Finding], not_measured: Mapping[str, str]) -> Iterator[str]:
     yield from map(str, found)
-    how = f"ready ({counted(args.times, 'attempt')} a variant with each launcher)"
+    how = "ready: the attempts with both launchers agree"
     how = "its files are complete; nothing was run" if args.no_run else how
     next_steps = "Its references were not looked up. Next: commit, "
     next_steps += f"`repro run {args.case} repeat=3`, `repro accept case={args.case} --reason ...`."

@@ -17,7 +17,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arguments.case(parser)
     arguments.overrides(parser)
     parser.add_argument("--variant", help="the variant (default: the first, which is the unfixed one)")
-    parser.add_argument("--stack", help="use the versions and the outcome that are stored for this stack")
     parser.add_argument("--out", metavar="FILE", help="write the script to FILE instead of the standard output")
 
 
@@ -28,8 +27,8 @@ def main(args: argparse.Namespace) -> int:
     variant = args.variant or next(iter(cases[args.case].variants))
     if variant not in cases[args.case].variants:
         raise unknown("variant", variant, cases[args.case].variants, args.case)
-    given, overrides = arguments.one_stack(args)
-    exported = export_variant(args.case, variant, overrides, args.stack or given)
+    stack, overrides = arguments.one_stack(args)
+    exported = export_variant(args.case, variant, overrides, stack)
     text, run = exported.text, f"torchrun --nproc-per-node {exported.ranks}"
     if not args.out:
         sys.stdout.write(text)

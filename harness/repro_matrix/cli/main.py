@@ -28,7 +28,6 @@ GROUPS = {
     "explore": {
         "list": "list the cases and cells of a selection",
         "show": "show one case: variants, signatures, claims, torchrun commands",
-        "claims": "show which upstream claims the stored measurements support or refute",
         "report": "write the results as a page, a site, JUnit, Markdown or JSON",
         "match": "find known failures in a training log, and the fixes that were measured for them",
         "diff": "compare two runs, stacks or machines",

@@ -23,8 +23,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
     start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
-    text = "begin with the result of `repro reduce ./SCRIPT.py ... --json > FILE`"
-    start.add_argument("--from-reduction", metavar="FILE", help=text)
     parser.add_argument("--like", metavar="CASE", help="copy flags, variants, axes, checks and script of another case")
     text = "no error, wrong numbers: the check that fails (updates, loss ...)"
     parser.add_argument("--silent", metavar="CHECK", help=text)
@@ -35,8 +33,6 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.slug!r}: not a case's name. Use lower-case letters, digits and hyphens.")
     if args.silent and args.from_log:
         raise ConfigError("--silent with --from-log: a log does not show wrong numbers. Leave one out.")
-    if args.from_reduction and (args.like or args.silent):
-        raise ConfigError("--from-reduction with --like or --silent: a reduction has both already. Leave one out.")
     project.make_folders()
     known = catalog.load()
     if args.slug in known.cases:
@@ -44,9 +40,7 @@ def main(args: argparse.Namespace) -> int:
     if args.like and args.like not in known.cases:
         raise unknown("case", args.like, known.cases, "--like")
     made = draft.Draft()
-    if args.from_reduction:
-        made = draft.of_reduction(args.from_reduction)
-    elif args.from_script:
+    if args.from_script:
         made = draft.of_script(draft.read_text(args.from_script, "--from-script"), Path(args.from_script).name)
     elif args.from_log:
         made = replace(made, signatures=[_signature_of_log(args.from_log, known.cases)])

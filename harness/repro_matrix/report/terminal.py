@@ -1,7 +1,7 @@
 """Print for people: tables, lists and paragraphs on stdout, notes on stderr; ``print_json`` for programs.
 
 On a terminal lines fit its width and verdicts have a color. Elsewhere nothing is cut or colored: a row is a line.
-The lists of `claims`, `list`, `doctor` and `matrix --dry-run` are pure: values -> lines of at most ``width`` columns.
+The lists of `show`, `list`, `doctor` and `matrix --dry-run` are pure: values -> lines of at most ``width`` columns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ URGENT = (
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
-DECISIONS = {True: "supports", False: "contradicts", None: "inconclusive"}
 
 
 # Labels: a text and a tone for each verdict, outcome, comparison and claim status. No state is shown by color alone.
@@ -191,35 +190,15 @@ def by_reason(items: Iterable[tuple[Any, str]], width: int, most: int | None = N
         yield f"      and {len(found) - most} more reasons"
 
 
-def claim_lines(rows: Sequence[ClaimRow], width: int, simulated: Sequence[str] = ()) -> Iterator[str]:
-    """Yield for each claim its status, its text and when it holds, under its case. ``simulated``: names of cases."""
-    for case in dict.fromkeys(row.case for row in rows):
-        yield named(case, case in simulated)
-        for row in rows:
-            if row.case == case:
-                source = f"{row.source}; " if row.source else ""
-                text = f"{label(row.status).text:<9}  {row.id}: {row.text} ({source}{row.brief or row.detail})"
-                yield from wrap(text, "  ", 11, width, None)
-        yield ""
+def claim_lines(rows: Sequence[ClaimRow], width: int) -> Iterator[str]:
+    """Yield for each claim its status, its text and when it holds."""
+    for row in rows:
+        source = f"{row.source}; " if row.source else ""
+        text = f"{label(row.status).text:<9}  {row.id}: {row.text} ({source}{row.brief or row.detail})"
+        yield from wrap(text, "  ", 11, width, None)
     counts = Counter(str(row.status) for row in rows)
     parts = ", ".join(f"{counts[name]} {label(name).text}" for name in STATUSES if counts[name])
-    yield from wrap(f"{counted(len(rows), 'claim')}: {parts or 'none'}. Evidence: repro claims ID", width=width)
-
-
-def evidence_lines(row: ClaimRow, width: int) -> Iterator[str]:
-    """Yield one claim with its measurements, those that decide it first."""
-    yield from wrap(f"{row.id}: {row.text}", width=width)
-    yield from wrap(
-        f"case {row.case}; source: {row.source or 'none, tried beside the other variants'}", "  ", 2, width, None
-    )
-    yield from wrap(f"{label(row.status).text}: {row.detail}", "  ", 2, width, None)
-    for decision, title in DECISIONS.items():
-        for item in (item for item in row.evidence if item.holds is decision):
-            when = f" ({item.when})" if item.when else ""
-            place = f"{item.variant}{when}: {item.model}/{item.strategy}, {item.ranks}, {item.hardware}, {item.stack}"
-            predicted = "" if decision is None else f" (predicted: {item.predicted})"
-            yield from wrap(f"- {title}: {place}: {item.measured}{predicted}", "  ", 4, width, None)
-            yield f"    {one_line(item.document)}"  # in one piece, to be copied
+    yield from wrap(f"{counted(len(rows), 'claim')}: {parts}. Evidence: --json", width=width)
 
 
 def axes_of(cells: Iterable[Mapping[str, Any]]) -> str:
