@@ -180,7 +180,7 @@ def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf
 
 
 def test_another_torch_is_a_whole_environment_and_keeps_the_rest(conf: Path) -> None:
-    define(conf, "loose", pins=["torch==1.0"], constraints=["other<1.1"])  # other could move, and stays
+    define(conf, "loose", pins=["torch==1.0", "other<1.1"])  # other could move, and stays
     base, other = resolve("loose", conf=conf), resolve("loose+torch==2.0", conf=conf)
     assert other.path == () and other.python != base.python
     assert versions(other, "torch", "other") == ("2.0", "1.0")

@@ -1,4 +1,4 @@
-"""Whose repository this is: repro.toml or [tool.repro], what it adds, and what is wrong with it."""
+"""Whose repository this is: repro.toml, what it adds, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -63,20 +63,6 @@ def test_torchrun_line_of_a_project_finds_kit_and_files(team: Path) -> None:
     words = torchrun_line(attempt)
     assert f"PYTHONPATH=/overlay:{paths.REPROS} " in words and " failures/scripts/odd_batch.py " in words
     assert "--case failures/case/odd-batch.yaml --variant unfixed --model failures/model/our-head.yaml" in words
-
-
-def test_project_in_pyproject_and_repro_toml_is_refused(team: Path) -> None:
-    (team / "repro.toml").rename(team / "kept")
-    (team / "pyproject.toml").write_text(
-        '[tool.repro]\nconf = "failures"\nscripts = "failures/scripts"\nresults = "r"\n'
-    )
-    here = project.current()
-    assert here.conf == (team / "failures",) and here.results == team / "r" and here.expected == team / "r/expected"
-    (team / "part" / ".git").mkdir(parents=True)
-    (team / "part" / "pyproject.toml").write_text("[project]\nname = 'part'\n")
-    (team / "kept").rename(team / "repro.toml")
-    with pytest.raises(ConfigError, match=r"repro\.toml: .*pyproject\.toml has \[tool\.repro\] as well"):
-        project.current()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from repro_matrix.config import catalog
@@ -59,7 +60,7 @@ def _versions(texts: list[str]) -> Versions | None:
         return None
     (text,) = texts
     if text == "current":
-        return spec.own_versions(), "stack current"
+        return spec.existing("current", sys.executable).versions, "stack current"
     if Path(text).is_file():
         return lockfiles.read(Path(text)).pins, f"from {text}"
     spec.find_definition(text)

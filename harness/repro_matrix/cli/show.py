@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     options.one_case(args.case, args.overrides)
     named = [word for word in args.overrides if "=" not in word]
     texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{','.join(named)}]"] if named else [])
-    request = ask(texts, only=args.case)
+    request = ask(texts)
     names = expand("case", [args.case], request.catalogue.cases)
     if len(names) > 1:
         raise ConfigError(f"{args.case}: `repro show` takes one case, and these are {len(names)}: {', '.join(names)}")
@@ -164,7 +164,7 @@ def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
     settled = machine.settle_all(request.hardware, request.catalogue.hardware, here)
     placed, _ = cells.place(request.catalogue, request.cells[:1], settled, auto=request.hardware == ["auto"])
     prepared = Session(request.catalogue, settings, settled, here)
-    prepared.stacks["current"] = spec.existing("current", sys.executable, spec.own_versions())
+    prepared.stacks["current"] = spec.existing("current", sys.executable)
     prerequisites.plan(prepared, placed, build=False)
     return prepared, prepared.plans[0]
 

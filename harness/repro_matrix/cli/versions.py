@@ -87,8 +87,8 @@ def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
 def _oldest(package: str, stack: Stack, available: Sequence[Release]) -> str | None:
     """Return the oldest release that the base or a shipped stack's lock has."""
     pinned = [stack.versions.get(package)]
-    for slug, definition in spec.definitions().items():
+    for slug in spec.definitions():
         path = spec.lock_path(slug)
-        if definition.kind == "lock" and path.exists():
+        if path.exists():
             pinned.append(locks.read(path).pins.get(package))
     return next((release.version for release in available if release.version in pinned), None)

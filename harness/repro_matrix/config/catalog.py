@@ -127,10 +127,8 @@ def load(
     repros: Path = REPROS,
     patches: Mapping[str, list[Patch]] | None = None,
     cases: Iterable[str] = ("*",),
-    only: str = "*",
 ) -> Catalogue:
-    """Read and validate all groups, and the expectations of the cases (results/expected beside conf/). ``only``: a
-    pattern of the cases to read, which saves half of the time; all of them where it matches none.
+    """Read and validate all groups, and the expectations of the cases (results/expected beside conf/).
 
     An invalid file is left out, together with the cases that need it; ``Catalogue.left_out`` has the reason.
     ``patches`` (group -> changes) come from overrides such as
@@ -145,13 +143,11 @@ def load(
         files = project.files(group, conf)
         if not files:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
-        names = [name for name in files if group != "case" or fnmatchcase(name, only)] or list(files)
         own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
         for path in project.misnamed(group, conf):
             name = path.name if path.stem in files else path.stem
             options.left_out[name] = ConfigError(f"{path}: is not read: its ending must be .yaml")
-        for name in names:  # grows by the cases that their files name
-            path = files[name]
+        for name, path in files.items():
             try:
                 raw, option = _option(group, path, file_state(path))
             except ConfigError as error:
@@ -164,10 +160,7 @@ def load(
                     _patch(raw, *change)
                 option = _validate(group, raw, path)
             raws[group][name], options[name] = raw, option
-            if len(names) < len(files) and fnmatchcase(name, only):
-                text = str(raw)
-                names += [each for each in files if each in text and each not in names]
-    _add_expectations(conf, groups["case"], only)
+    _add_expectations(conf, groups["case"])
     catalogue = Catalogue(
         groups["case"], groups["model"], groups["strategy"], groups["stack"], groups["hardware"], raws, repros, own
     )
@@ -219,13 +212,13 @@ def _check_patched_options(patches: Mapping[str, list[Patch]], catalogue: Catalo
             raise unknown("strategy option", keys[-1], options, f"override strategy.{'.'.join(keys)}")
 
 
-def _add_expectations(conf: Path, cases: Options[Case], pattern: str) -> None:
+def _add_expectations(conf: Path, cases: Options[Case]) -> None:
     """Give each case its expectations, shipped or the user's own; leave out the cases whose file is invalid."""
     shipped = conf.parent / "results" / "expected"
-    found, errors = _read_expectations(shipped, cases, pattern)
+    found, errors = _read_expectations(shipped, cases)
     folder = project.current().expected
     if conf == CONF and folder != shipped:
-        own, own_errors = _read_expectations(folder, cases, pattern)
+        own, own_errors = _read_expectations(folder, cases)
         for slug in own.keys() & found.keys():
             clash = f"{folder / slug}.yaml: the expectations of {slug} are also in {shipped / slug}.yaml"
             own_errors[slug] = ConfigError(clash)
@@ -235,12 +228,12 @@ def _add_expectations(conf: Path, cases: Options[Case], pattern: str) -> None:
     _leave_out(cases, errors)
 
 
-def _read_expectations(folder: Path, cases: Options[Case], pattern: str) -> tuple[dict[str, list[Expectation]], Errors]:
+def _read_expectations(folder: Path, cases: Options[Case]) -> tuple[dict[str, list[Expectation]], Errors]:
     """Return case -> its expectations, and case -> error for the invalid files."""
     found: dict[str, list[Expectation]] = {}
     errors: Errors = {}
     for path in sorted(folder.glob("*.yaml")):
-        if path.stem in cases.left_out or not fnmatchcase(path.stem, pattern):
+        if path.stem in cases.left_out:
             continue
         try:
             if path.stem not in cases:

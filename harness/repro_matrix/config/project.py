@@ -1,8 +1,8 @@
 """Whose repository this is: where results go, and which cases, models, strategies and stacks of its own it has.
 
-``repro.toml``, or ``[tool.repro]`` of pyproject.toml, in the working directory or above it up to the repository's root.
-Its paths are relative to the file. Without one: the checkout of this project; where that was installed from a wheel,
-the repository around the working directory (or that directory), with the shipped catalogue alone.
+``repro.toml``, in the working directory or above it up to the repository's root; its paths are relative to the file.
+Without one: the checkout of this project; where that was installed from a wheel, the repository around the working
+directory (or that directory), with the shipped catalogue alone.
 """
 
 from __future__ import annotations
@@ -127,13 +127,8 @@ def _project(here: Path) -> Project:
 def _nearest(here: Path) -> tuple[Path, Path | None]:
     """Return the nearest folder that declares a project, and its file; else the repository's root, or ``here``."""
     for folder in (here, *here.parents):
-        files = [
-            file for name in (FILE, "pyproject.toml") if _keys(file := folder / name, file_state(file)) is not None
-        ]
-        if len(files) == 2:
-            raise ConfigError(f"{files[0]}: {files[1]} has [tool.repro] as well; keep one of them")
-        if files:
-            return folder, files[0]
+        if file_state(folder / FILE):
+            return folder, folder / FILE
         if (folder / ".git").exists():
             return folder, None
     return here, None
@@ -154,29 +149,12 @@ def _folder(base: Path, name: str, file: Path | None, key: str) -> Path:
 
 
 @functools.lru_cache(maxsize=64)
-def _keys(file: Path, state: tuple[int, ...]) -> dict[str, Any] | None:
-    """What a file says of this project; None: nothing."""
-    if not state:
-        return None
+def _read(file: Path, state: tuple[int, ...]) -> Declared:
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        return Declared.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    if file.name == FILE:
-        return data
-    tool = data.get("tool")
-    found = tool.get("repro") if isinstance(tool, dict) else None
-    if found is not None and not isinstance(found, dict):
-        raise ConfigError(f"{file}: [tool.repro] must be a table")
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def _read(file: Path, state: tuple[int, ...]) -> Declared:
-    where = str(file) if file.name == FILE else f"{file}: [tool.repro]"
-    try:
-        return Declared.model_validate(_keys(file, state))
     except ValidationError as error:
-        raise describe_validation(error, Declared, where) from None
+        raise describe_validation(error, Declared, str(file)) from None

@@ -162,11 +162,9 @@ class Strategy(Needy):
 class Stack(Strict):
     slug: str
     title: str
-    kind: Literal["current", "python", "lock"] = "lock"
     python: str | None = None
     pins: list[str] = []
     no_deps: list[str] = []  # installed as they are, without what they say they depend on
-    constraints: list[str] = []
     floating: bool = False  # no committed lock: whatever the index holds today
 
 

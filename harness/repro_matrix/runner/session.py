@@ -119,11 +119,10 @@ class Request:
         )
 
 
-def ask(texts: Sequence[str], only: str = "*") -> Request:
-    """Parse overrides. ``only``: a pattern of the cases to read. Raises ConfigError that names what cannot be
-    understood."""
+def ask(texts: Sequence[str]) -> Request:
+    """Parse overrides. Raises ConfigError that names what cannot be understood."""
     line = overrides.parse(texts)
-    catalogue = catalog.load(patches=line.patches, cases=line.case, only=only)
+    catalogue = catalog.load(patches=line.patches, cases=line.case)
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalog.load())
     settings = compose_run(line.run) if line.run else RunSettings()

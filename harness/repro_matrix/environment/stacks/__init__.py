@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,9 +47,6 @@ def _resolve(requested: Spec, conf: Path | None, say: Log) -> Stack:
     if requested.base == "current" or requested.python:
         return _overlay(requested, existing(requested.base, requested.python or sys.executable), say)
     definition = spec.find_definition(requested.base, conf)
-    if definition.kind != "lock":
-        base = "current" if definition.kind == "current" else f"python:{definition.python}"
-        return _resolve(replace(requested, text=requested.text.replace(requested.base, base, 1), base=base), conf, say)
     if definition.floating:
         lock = locks.lock_floating(definition)
     else:
@@ -97,9 +93,6 @@ def described(text: str) -> Stack | None:
         versions = existing(requested.base, requested.python or sys.executable).versions
     else:
         definition = spec.find_definition(requested.base)
-        if definition.kind != "lock":
-            base = "current" if definition.kind == "current" else f"python:{definition.python}"
-            return described(text.replace(requested.base, base, 1))
         path = locks.floating_path(definition) if definition.floating else spec.lock_path(definition.slug)
         if not path.exists():
             return None
@@ -152,9 +145,8 @@ def make_lock(name: str, *, conf: Path | None = None) -> Path:
         locks.write(path, locks.resolve_file(requested.file))
         return path
     definition = spec.find_definition(requested.base, conf)
-    if definition.kind != "lock":
-        python = definition.python or sys.executable
-        raise StackError("usage", f"stack {name} has no lock: it is the environment at {python}")
+    if definition.slug == "current":
+        raise StackError("usage", f"stack {name} has no lock: it is the environment at {sys.executable}")
     if definition.floating:
         locks.lock_floating(definition, renew=True)
         return locks.floating_path(definition)

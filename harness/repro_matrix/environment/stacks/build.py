@@ -204,8 +204,7 @@ def _plan_changes(
     else:
         # The stack's other pins stay: a replacement has to be compatible with the rest.
         other = spec.replaced(definition, tuple(swaps))
-        limits = "\n".join(other.constraints)
-        output = run_uv(f"stack {name}", [*dry_run, *other.pins, "-c", "-"], stdin=limits)
+        output = run_uv(f"stack {name}", [*dry_run, *other.pins])
         if other.no_deps:
             output += "\n" + run_uv(f"stack {name}", [*dry_run, "--no-deps", *other.no_deps])
     changes = {canonical(m[2]): m[3] or m[4] or "" for m in _CHANGE.finditer(output) if m[1] == "+"}
@@ -249,7 +248,8 @@ def defined_stacks(conf: Path | None = None) -> list[DefinedStack]:
 
 
 def _defined(definition: Definition, conf: Path | None) -> DefinedStack:
-    if definition.kind != "lock":
+    here = definition.slug == "current"
+    if here:
         state = "here"
     elif definition.floating:
         state = "floating"
@@ -259,7 +259,7 @@ def _defined(definition: Definition, conf: Path | None) -> DefinedStack:
             state = "built" if read_marker(stacks_dir() / locks.committed(definition, path).key) else "locked"
         except StackError:
             state = "out of date" if path.exists() else "not locked"
-    python = definition.python or (locks.DEFAULT_PYTHON if definition.kind == "lock" else None)
+    python = definition.python or (None if here else locks.DEFAULT_PYTHON)
     return DefinedStack(definition.slug, definition.title, python, (*definition.pins, *definition.no_deps), state)
 
 

@@ -68,7 +68,7 @@ def index_settings() -> dict[str, str]:
     return out
 
 
-def run_uv(subject: str, args: Sequence[str], *, cwd: Path | None = None, stdin: str = "") -> str:
+def run_uv(subject: str, args: Sequence[str], *, cwd: Path | None = None) -> str:
     """Run uv; return its messages (stderr, then stdout). ``subject`` begins the error: "stack x". Raises StackError."""
     import uv
 
@@ -77,7 +77,9 @@ def run_uv(subject: str, args: Sequence[str], *, cwd: Path | None = None, stdin:
         key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV" and not key.startswith("PYTHON")
     }
     full = {**inherited, **index_settings(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
-    done = subprocess.run([uv.find_uv_bin(), *args], input=stdin, capture_output=True, text=True, env=full, cwd=cwd)
+    done = subprocess.run(
+        [uv.find_uv_bin(), *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=full, cwd=cwd
+    )
     if done.returncode:
         raise uv_error(subject, done.stderr or done.stdout)
     return done.stderr + done.stdout
@@ -122,32 +124,29 @@ class Lock:
 
 def fingerprint(definition: Definition) -> str:
     """Hash everything that decides the lock: a lock made from something else is out of date."""
-    pins, no_deps, constraints = (sorted(x) for x in (definition.pins, definition.no_deps, definition.constraints))
-    return short_hash(*pins, "|", *no_deps, "|", *constraints, definition.python or DEFAULT_PYTHON)
+    pins, no_deps = sorted(definition.pins), sorted(definition.no_deps)
+    return short_hash(*pins, "|", *no_deps, "|", definition.python or DEFAULT_PYTHON)
 
 
 def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> Lock:
     """Resolve a definition. ``prefer``: versions to keep where the requirements allow it."""
     slug, python = definition.slug, definition.python or DEFAULT_PYTHON
-    body = _compile(f"stack {slug}", definition.pins, definition.constraints, python, prefer or {})
+    body = _compile(f"stack {slug}", definition.pins, python, prefer or {})
     if definition.no_deps:
-        body += _compile(f"stack {slug}", definition.no_deps, [], python, {}, "--no-deps")
+        body += _compile(f"stack {slug}", definition.no_deps, python, {}, "--no-deps")
     head = f"# stack: {slug}\n# python: {python}\n# definition: {fingerprint(definition)}\n"
     return Lock(f"{head}# renew: repro stack lock {slug}\n{body}", python)
 
 
-def _compile(
-    subject: str, pins: list[str], constraints: list[str], python: str, prefer: Mapping[str, str], *options: str
-) -> str:
+def _compile(subject: str, pins: list[str], python: str, prefer: Mapping[str, str], *options: str) -> str:
     if not pins:
         return ""
     with tempfile.TemporaryDirectory(prefix="repro-lock-") as folder:
-        source, limits, out = (Path(folder, name) for name in ("in.txt", "constraints.txt", "out.txt"))
+        source, out = Path(folder, "in.txt"), Path(folder, "out.txt")
         source.write_text("\n".join(pins) + "\n", encoding="utf-8")
-        limits.write_text("\n".join(constraints) + "\n", encoding="utf-8")
         # uv keeps the versions of an existing output file where it can.
         out.write_text("".join(f"{name}=={version}\n" for name, version in prefer.items()), encoding="utf-8")
-        run_uv(subject, [*_COMPILE, python, str(source), "-c", str(limits), "-o", str(out), *options])
+        run_uv(subject, [*_COMPILE, python, str(source), "-o", str(out), *options])
         return out.read_text(encoding="utf-8")
 
 

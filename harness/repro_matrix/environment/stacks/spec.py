@@ -22,7 +22,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -252,23 +251,12 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
     return {"python": version, **dict(sorted(versions.items()))}, tuple(Path(path) for path in dict.fromkeys(folders))
 
 
-def own_versions() -> Mapping[str, str]:
-    """Return the packages of this process's environment, as ``inspect_python`` does, without another process."""
-    versions: dict[str, str] = {}
-    for package in importlib.metadata.distributions():  # their own parser of the whole text takes 1 ms each
-        text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
-        found = dict(re.findall(r"^(Name|Version): *(.+?) *$", text, re.MULTILINE)[:2])
-        if len(found) == 2:
-            versions.setdefault(canonical(found["Name"]), found["Version"])
-    return {"python": ".".join(map(str, sys.version_info[:3])), **dict(sorted(versions.items()))}
-
-
-def existing(name: str, python: str, versions: Mapping[str, str] | None = None) -> Stack:
-    """Return an existing environment as a stack. ``versions``: its packages, if they are known. Raises StackError."""
+def existing(name: str, python: str) -> Stack:
+    """Return an existing environment as a stack. Raises StackError."""
     path = os.path.abspath(os.path.expanduser(python))  # not resolved: a venv's python is a link, and the link matters
     if os.path.isdir(path):
         path = os.path.join(path, "bin", "python")
-    versions = versions or inspect_python(path)[0]
+    versions = inspect_python(path)[0]
     shown = {package: versions[package] for package in RELEVANT if package in versions}  # not ruff, pip, uv ...
     content = short_hash("current", json.dumps(shown)) if name == "current" else ""
     return Stack(name, path, versions, (), short_hash("python", path, json.dumps(versions)), content=content)
