@@ -319,6 +319,15 @@ def test_other_failure_after_mismatched_collectives_describes_them() -> None:
         assert ("rank 0 in _all_gather_base, rank 1 in" in outcome.reason) == (backend == "nccl")
 
 
+def test_mismatch_that_nccl_completed_on_every_rank_is_found_behind_the_hang() -> None:
+    """The ranks entered different collectives as the same one, both completed; rank 0 waits alone in the next."""
+    alone = rank(0, entry(1, "all_gather", waits=False), entry(2, "all_gather"))
+    ended = rank(1, entry(1, "barrier", waits=False), ended=True)
+    assert [one.sequence for one in hangs.find_mismatches([alone, ended])] == [2]
+    first, second = hangs.find_mismatches([alone, ended], completed=True)
+    assert first.contradicts and first.kinds == ("allgather", "barrier") and second.missing == (1,)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["0", "a"]), st.integers(1, 4), st.sampled_from(["all_reduce", "barrier"]),
                           st.booleans()), max_size=5))  # fmt: skip
 def test_completed_collectives_only_add_contradictions(listed: Any) -> None:
