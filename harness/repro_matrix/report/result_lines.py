@@ -47,7 +47,7 @@ def detail_lines(
     yield from _whole_cases(head, width) if everything else _case_lines(head, width)
     if everything:
         yield from _skipped_lines(head, width)
-    elif head.cases:
+    elif len(head.cases) > MOST_CASES:
         yield from _title("All cases: repro report --format text", width)
 
 
