@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,45 +198,6 @@ def test_outcome_without_warning_is_taken_from_attempts_that_warn() -> None:
     assert status(harmless, warned("passed", stack=NEW), warned(None, stack=OLD)) == "mixed"
 
 
-def of_strategy(slug: str, fix_: str = "other_failure") -> Document:
-    verdict = "FIXED" if fix_ == "passed" else "DIFFERENT_FAILURE"
-    result = ran({"fix": verdict}, unfixed="reproduced", fix=fix_)
-    result["variants"]["fix"]["settings"] = {"strategy": {"slug": slug}}
-    return result
-
-
-def control_of(verdict: str, strategy: str = "fsdp2", **changes: Any) -> Document:
-    outcome = "passed" if verdict == "PASSED" else "other_failure"
-    changes = {"kind": "control", "case": "train-step", "strategy": strategy, **changes}
-    return ran({"control": verdict}, changes=changes, control=outcome)
-
-
-GPU = {**cell("FIXED")["hardware"], "profile": "gpu1", "accelerator": "cuda"}
-
-
-@pytest.mark.parametrize(
-    ("controls", "expected"),
-    [
-        ([control_of("FAILED")], "untested"),
-        ([control_of("FAILED"), control_of("PASSED", model="n")], "refuted"),
-        ([control_of("FAILED", "ddp")], "refuted"),
-        ([control_of("FAILED", stack=OLD)], "refuted"),
-        ([control_of("FAILED", hardware=GPU)], "refuted"),
-        ([control_of("INCONCLUSIVE"), control_of("FAILED", model="n")], "untested"),
-    ],
-)
-def test_variant_whose_strategy_control_failed_is_undecided(controls: list[Document], expected: str) -> None:
-    assert status(FIXED, of_strategy("fsdp2"), *controls) == expected
-    assert status(FIXED, of_strategy("fsdp2", "passed"), *controls) == "supported", "it ran"
-
-
-def test_variant_whose_strategy_requirements_are_unmet_is_undecided() -> None:
-    unmet = SimpleNamespace(requires=("torch>=2.4",), requires_on={"cpu": ["torch>=2.14"]})
-    met = SimpleNamespace(requires=("torch>=2.4",))
-    for strategies, expected in (({"fsdp2": unmet}, "untested"), ({"fsdp2": met, "ddp": unmet}, "refuted")):
-        assert ledger([FIXED], rows(of_strategy("fsdp2")), strategies)[0].status == expected  # type: ignore[arg-type]
-
-
 def measured(fix_: list[Any], unfixed: list[Any], name: str = "loss", outcome: str = "passed") -> Document:
     """``fix_`` and ``unfixed``: for each attempt the values of its ranks, or one value."""
 
@@ -298,21 +258,6 @@ def test_metric_that_was_not_measured_is_undecided() -> None:
         (BELOW, measured([float("nan")], [2.0]), "no "), (BELOW, measured(["fast"], [True]), "no "),
     ):  # fmt: skip
         assert row(known, cells).detail.startswith(detail)
-
-
-def test_built_in_metrics_are_always_available_and_compare_only_if_measured_in_the_same_way() -> None:
-    small = observation(ok(0, record=record(0, peak_rss_mb=100)), ok(1, record=record(1, peak_rss_mb=200)), wall_s=1)
-    large = observation(ok(0, record=record(0, peak_rss_mb=500)), wall_s=9, cpu_s=None)
-    forked = observation(ok(0), wall_s=9, launcher="forkserver")
-
-    def compared(name: str, unfixed: Any = large) -> ClaimRow:
-        known = metric(name, below="unfixed")
-        return row(known, document({"unfixed": [("passed", unfixed)] * 3, "fix": [("passed", small)] * 3}))
-
-    assert compared("peak_rss_mb").evidence[0].measured.startswith("peak_rss_mb: fix 200, unfixed 500")
-    assert compared("wall_s").status == "supported" and compared("peak_gpu_mb").status == "untested"
-    for different in (compared("cpu_s"), compared("wall_s", forked)):
-        assert different.status == "untested" and "measured differently" in different.detail
 
 
 def test_claim_row_to_json_has_settings_and_ranks() -> None:

@@ -2,34 +2,26 @@
 
 A figure of an attempt is the greatest of its ranks; a figure of a variant is the median of its attempts. Two variants
 differ when their medians are further apart than the attempts of both scatter: 1050, 1740 and 8117 tokens/s were one
-variant, measured three times. With fewer than three attempts the scatter is not known. What the script measured comes
-first;
-``cpu_s`` and ``wall_s`` of the whole attempt, ``peak_rss_mb`` and ``peak_gpu_mb`` of its ranks always exist.
+variant, measured three times. With fewer than three attempts the scatter is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
-from packaging.requirements import Requirement
-from packaging.version import InvalidVersion, Version
-
 from repro_matrix.config.expectations import Metric, Prediction
-from repro_matrix.config.schema import Strategy
-from repro_matrix.grading.expectations import same_release
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
 from repro_matrix.records.outcome import Outcome
-from repro_matrix.results.rows import Attempt, Row
+from repro_matrix.results.rows import Row
 
 Cell = Mapping[str, Row]  # the rows of one measured cell, by variant
 Decision = tuple[bool | None, str]  # None: decides nothing; and what was measured, or the reason
 
-FIRING = frozenset(
-    {"FIXED", "NOT_FIXED", "DIFFERENT_FAILURE"}
-)  # verdicts that only a unfixed variant that reproduces can have
+# Verdicts of a variant whose unfixed one reproduces.
+FIRING = frozenset({"FIXED", "NOT_FIXED", "DIFFERENT_FAILURE"})
 NOT_REPRODUCED = frozenset({"NOT_REPRODUCED", "FIXED_UPSTREAM", "FIX_BREAKS"})  # and those of one that is clean
 MIN_ATTEMPTS = 3  # of each variant, to compare a metric
 
@@ -126,7 +118,6 @@ def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
 @dataclass(frozen=True)
 class Figure:
     values: tuple[float, ...]  # one per attempt
-    source: str  # two figures are only comparable when they were taken in the same way
 
     @property
     def value(self) -> float:
@@ -147,11 +138,6 @@ def compare_metric(metric: Metric, variant: str, cell: Cell) -> Decision:
     other_figure, other_reason = figure_of(cell, other, metric.name)
     if figure is None or other_figure is None:
         return None, reason or other_reason
-    if figure.source != other_figure.source:
-        return (
-            None,
-            f"{metric.name}: {variant} ({figure.source}) and {other} ({other_figure.source}) were measured differently",
-        )
     limit = metric.factor * other_figure.value
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
     counts = f"medians of {len(figure.values)} and {len(other_figure.values)}"
@@ -175,63 +161,5 @@ def figure_of(cell: Cell, variant: str, name: str) -> tuple[Figure | None, str]:
     attempts = [each for each in row.attempts if each.finished and each.outcome in ("passed", "reproduced")]
     if not attempts:
         return None, f"no attempt of variant {variant} finished"
-    measured = [value for value in (_measured(each, name) for each in attempts) if value is not None]
-    sources = sorted({source for _, source in measured})
-    if not measured:
-        return None, f"no attempt of variant {variant} measured {name}"
-    if len(sources) > 1:
-        return None, f"{name} of {variant} was measured in different ways ({', '.join(sources)})"
-    return Figure(tuple(value for value, _ in measured), sources[0]), ""
-
-
-def _measured(attempt: Attempt, name: str) -> tuple[float, str] | None:
-    """Return a figure and how it was taken: by the script, of the whole attempt, or by the kit in each rank."""
-    if name in attempt.metrics:
-        return attempt.metrics[name], "by the script"
-    # The forkserver launcher has imported everything before: neither its times nor its memory compare with torchrun's.
-    launcher = f"launcher {attempt.launcher or 'unknown'}"
-    whole = {"cpu_s": attempt.cpu_s, "wall_s": attempt.wall_s}.get(name)
-    if whole is not None:
-        return whole, f"whole attempt, {launcher}"
-    ranks = {"peak_rss_mb": attempt.peak_rss_mb, "peak_gpu_mb": attempt.peak_gpu_mb, "cpu_s": attempt.rank_cpu_s}.get(
-        name
-    )
-    return None if ranks is None else (ranks, f"by rank, {launcher}")
-
-
-# -- strategies that do not run at all
-
-
-def strategy_unusable(
-    row: Row, controls: Iterable[Row], strategies: Mapping[str, Strategy]
-) -> str | None:  # fmt: skip
-    """Return why a failed variant's strategy does not run on its stack and hardware at all; None where it may.
-
-    The strategy says what it needs; or its stored controls there failed, and none trained.
-    """
-    if row.kind == "control" or "other_failure" not in row.counts or row.own_stack not in (None, row.stack.name):
-        return None
-    slug = row.settings.get("strategy", {}).get("slug") or row.strategy
-    versions, accelerator = row.stack.versions, row.hardware.accelerator
-    strategy = strategies.get(slug)
-    needs = [] if strategy is None else [*strategy.requires, *getattr(strategy, "requires_on", {}).get(accelerator, ())]
-    for item in needs:
-        requirement = Requirement(item)
-        try:
-            if not requirement.specifier.contains(Version(versions[requirement.name]), prereleases=True):
-                return f"strategy {slug} does not run here: on {accelerator} it needs {item}"
-        except (KeyError, InvalidVersion):
-            continue
-    found = [control for control in controls if control.strategy == slug and _same_place(control, row)]
-    names = {control.verdict for control in found}
-    if "FAILED" not in names or "PASSED" in names:
-        return None
-    control = next(control for control in found if control.verdict == "FAILED")
-    return f"strategy {slug} does not run here: its control failed ({control.case} {control.model})"
-
-
-def _same_place(one: Row, other: Row) -> bool:
-    """Whether two rows are of the same releases on the same kind of hardware."""
-    both = one.stack.versions.keys() & other.stack.versions.keys() - {"python"}
-    same = all(same_release(one.stack.versions[name], other.stack.versions[name]) for name in both)
-    return one.hardware.kind == other.hardware.kind and "torch" in both and same
+    measured = tuple(each.metrics[name] for each in attempts if name in each.metrics)
+    return (Figure(measured), "") if measured else (None, f"no attempt of variant {variant} measured {name}")

@@ -4,8 +4,7 @@ A claim predicts; each stored cell that a prediction is about makes it true or f
 ``supported``; all false: ``refuted``; both: ``mixed``, on what differs between them; none decided: ``untested``.
 
 A measurement counts only where the failure occurs: what was skipped, lost, inconclusive or flaky decides nothing, and
-neither does a variant where the one that it is compared with (``unfixed``, or ``relative_to``) does not reproduce, nor
-a variant that failed under a strategy which does not run on this stack and hardware at all.
+neither does a variant where the one that it is compared with (``unfixed``, or ``relative_to``) does not reproduce.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
-from repro_matrix.analysis.claim_evidence import Cell, as_set, decide, strategy_unusable
+from repro_matrix.analysis.claim_evidence import Cell, as_set, decide
 from repro_matrix.config.expectations import Claim, Prediction
-from repro_matrix.config.schema import Case, Strategy
+from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.grading.expectations import settings_difference
 from repro_matrix.records.attempt import Settings
@@ -65,9 +64,7 @@ class ClaimRow:
         return asdict(self)
 
 
-def ledger(
-    cases: Iterable[Case], rows: Iterable[Row], strategies: Mapping[str, Strategy] | None = None
-) -> list[ClaimRow]:
+def ledger(cases: Iterable[Case], rows: Iterable[Row]) -> list[ClaimRow]:
     """Return one row per claim, in the catalogue's order, from all stored rows.
 
     Of several measurements of the same cell on the same versions and machine the newest that decides counts.
@@ -76,8 +73,7 @@ def ledger(
     by_case: dict[str, list[Cell]] = {}
     for cell in cells:
         by_case.setdefault(_first(cell).case, []).append(cell)
-    controls = [row for cell in cells for row in cell.values() if row.kind == "control"]
-    return [_claim(case, claim, by_case, controls, strategies or {}) for case in cases for claim in case.claims]
+    return [_claim(case, claim, by_case) for case in cases for claim in case.claims]
 
 
 def _cells(rows: Iterable[Row]) -> list[Cell]:
@@ -95,10 +91,7 @@ def _first(cell: Cell) -> Row:
     return next(iter(cell.values()))
 
 
-def _claim(
-    case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]], controls: list[Row],
-    strategies: Mapping[str, Strategy],
-) -> ClaimRow:  # fmt: skip
+def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> ClaimRow:
     def result(status: Status, detail: str, evidence: Iterable[Evidence] = (), brief: str = "") -> ClaimRow:
         return ClaimRow(case.slug, claim.id, claim.text, claim.source, status, detail, tuple(evidence), brief)
 
@@ -109,7 +102,7 @@ def _claim(
     for prediction in claim.predictions:
         slug = prediction.case or case.slug
         cells = [cell for cell in by_case.get(slug, ()) if _is_about(prediction, _first(cell))]
-        each = [_evidence(prediction, cell, cells, controls, strategies) for cell in cells]
+        each = [_evidence(prediction, cell, cells) for cell in cells]
         evidence += _newest(each, cells)
         if not cells:
             missing.append(f"no stored measurement of {_scope(prediction, slug)}")
@@ -159,15 +152,10 @@ def _is_about(prediction: Prediction, row: Row) -> bool:
     return prediction.hardware in hardware and all(wanted is None or wanted == actual for wanted, actual in axes)
 
 
-def _evidence(
-    prediction: Prediction, cell: Cell, cells: Sequence[Cell], controls: list[Row], strategies: Mapping[str, Strategy]
-) -> Evidence:
+def _evidence(prediction: Prediction, cell: Cell, cells: Sequence[Cell]) -> Evidence:
     """Return what a cell shows; nothing where its settings differ from those of the cell's newest measurement."""
     holds, measured = decide(prediction, cell)
     row = _first(cell)
-    if holds is not None and prediction.metric is None:
-        unusable = strategy_unusable(cell[prediction.variant], controls, strategies)
-        holds, measured = (None, unusable) if unusable else (holds, measured)
     newest = next(other for other in cells if _same_cell(_first(other), row))
     for variant in dict.fromkeys([prediction.variant, prediction.relative_to or "unfixed"]):
         if variant in cell and variant in newest:

@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     predicted = {prediction.case for claim in case.claims for prediction in claim.predictions if prediction.case}
     rows = runs.rows_of_cases({case.slug, *predicted})
     variants = list(_variants(prepared, plan, case, rows, commands or args.json))
-    claims = ledger([case], rows, request.catalogue.strategies)
+    claims = ledger([case], rows)
     showing = [row for row in rows if row.case == case.slug and row.first and row.counts["reproduced"]]
     text, reproduced = symptom(max(showing, key=lambda row: row.started, default=None), case), releases_of(case)
     stack = prepared.stacks.get(plan.cell.stack)

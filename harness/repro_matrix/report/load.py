@@ -116,7 +116,7 @@ def load_results(
     notes = [*(text for text in texts if text not in damaged), *truncated]
     notes += [f"left out: {text}" for text in catalog.left_out]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
-    claims = ledger(shown, stored, catalog.strategies)
+    claims = ledger(shown, stored)
     head = headline(rows, catalog.cases, since, _no_previous(folders, history))
     return Results(catalog, head, cells, remarks, stored_cases, claims, past)
 
