@@ -43,13 +43,13 @@ def test_every_command_has_a_help_text() -> None:
 
 
 @given(
-    st.permutations(["--good 1", "--bad b=2", "--yanked", "stack=base", "repeat=3", "variants=[a]"]),
+    st.permutations(["--good 1", "--bad b=2", "--any-change", "stack=base", "repeat=3", "variants=[a]"]),
     st.integers(min_value=0, max_value=6),
 )
 def test_options_and_overrides_parse_in_any_order(pieces: list[str], where: int) -> None:
     pieces.insert(where, "CASE") if not any("=" in piece for piece in pieces[:where]) else pieces.insert(0, "CASE")
     args = options.parse(parser("bisect"), " ".join(pieces).split())
-    assert (args.case, args.good, args.bad, args.yanked) == ("CASE", "1", "b=2", True)
+    assert (args.case, args.good, args.bad, args.any_change) == ("CASE", "1", "b=2", True)
     assert args.overrides == [piece for piece in pieces if "=" in piece and not piece.startswith("--")]
 
 

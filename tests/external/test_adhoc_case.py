@@ -20,7 +20,7 @@ from repro_matrix.external.adhoc_case import Failure, error, exit_code, hang, kn
 from repro_matrix.external.scripts import describe
 from repro_matrix.grading.grade import grade
 from repro_matrix.launch.attempt import CUT
-from repro_matrix.launch.torchrun import metric_in, printed, tracebacks
+from repro_matrix.launch.torchrun import metric_in, printed
 from repro_matrix.records.outcome import Outcome
 from script_observations import FAILED, FINE, UPSTREAM, WHERE, of_attempt, raised, rank, seen
 
@@ -105,26 +105,6 @@ def test_learned_failure_matches_only_itself(same: bool, other: Json) -> None:
     assert graded(known, seen(rank(0, 1, other))).outcome == ("reproduced" if same else "other_failure")
 
 
-LOG = """\x1b[31m[rank0]: Traceback (most recent call last):\x1b[0m
-[rank0]:   File "/v/site-packages/torch/distributed/c10d.py", line 9, in all_reduce
-[rank0]:     work.wait()
-[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:2
-[rank1]: Traceback (most recent call last):
-[rank1]:   File "/v/lib/python3.11/site-packages/transformers/cache.py", line 31, in get
-[rank1]:     return self.items[index]
-[rank1]: IndexError: list index 7 out of range
-"""
-
-
-def test_same_failure_as_log_is_its_first_own_error() -> None:
-    found = adhoc_case.same_failure_as(LOG.splitlines(), "failed.log")
-    assert (found.signatures[0].type, found.signatures[0].package) == ("IndexError", "transformers")
-    other = raised("IndexError", "list index 2 out of range", {**UPSTREAM, "function": "other"})
-    assert graded(found, seen(rank(0, 1, other))).outcome == "reproduced"
-    assert [one["type"] for one in tracebacks(LOG)] == ["RuntimeError", "IndexError"]
-    assert tracebacks(LOG[: LOG.index("[rank1]: IndexError")])[1:] == []  # cut off before its last line
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -135,7 +115,6 @@ def test_same_failure_as_log_is_its_first_own_error() -> None:
         (lambda: metric("loss > many"), "not a number"),
         (lambda: metric("/loss .*/ > 3"), "one group"),
         (lambda: exit_code(300), "1 to 255"),
-        (lambda: adhoc_case.same_failure_as(["all is well"], "a.log"), "no complete traceback"),
     ],
 )
 def test_failure_definition_invalid_is_refused(make: Any, message: str) -> None:
@@ -220,7 +199,6 @@ def test_command_lines_of_known_launchers(tmp_path: Path) -> None:
         (["./train.py"], "./train.py:2: expected ':': if True"),
         (["./good.py", "--error", "A: b", "--exit", "3"], "--error and --exit"),
         (["./good.py", "--hang", "soon"], "not a number of seconds"),
-        (["./good.py", "--same-failure-as", "no.log"], "no.log cannot be read: No such file"),
         (["./good.py", "model=a"], "does not apply to a script"),
         (["./good.py", "--args", "'"], "--args"),
         (["--", "torchrun", "--nproc-per-node", "auto", "good.py"], "--nproc N before the --"),

@@ -69,7 +69,6 @@ def test_bisect_named_error_finds_release_and_stores_probes(lab: Lab, capsys: Ca
     assert "repro run stack=base+transformers@4.40.0 -- torchrun" in data["report"]
     launched = len(lab.launched)
     assert result(lab.repro, capsys, *NAMED)["launched"] == 0 and len(lab.launched) == launched
-    assert result(lab.repro, capsys, *NAMED, "--yanked")["stages"][0]["yanked"] == []
 
 
 def test_bisect_unnamed_failure_is_that_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:

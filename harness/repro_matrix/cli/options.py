@@ -83,7 +83,6 @@ def script(parser: argparse.ArgumentParser) -> None:
     add("--hang", type=_seconds, metavar="SECONDS", help="the failure: it has not ended by then")
     text = "the failure: 'loss > 3.2', of the last such number printed (NAME: 3.4, JSON lines, or /REGEX (GROUP)/)"
     add("--metric", metavar="'NAME > X'", help=text)
-    add("--same-failure-as", metavar="LOG", help="the failure: the one that this log shows")
 
 
 def launch(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -109,12 +108,6 @@ def overrides(parser: argparse.ArgumentParser) -> None:
     """Add the overrides, and --json, which all commands have that take overrides."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=OVERRIDES)
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
-
-
-def releases(parser: argparse.ArgumentParser) -> None:
-    """Add the options for releases that a search leaves out by default."""
-    parser.add_argument("--yanked", action="store_true", help="include yanked releases")
-    parser.add_argument("--pre", action="store_true", help="include pre-releases")
 
 
 def number(least: int) -> Callable[[str], int]:
@@ -214,7 +207,7 @@ def names_script(args: argparse.Namespace) -> bool:
 
 
 def _failures(args: argparse.Namespace) -> list[str]:
-    named = [name for name in (*FAILURES, "same_failure_as") if getattr(args, name, None) is not None]
+    named = [name for name in FAILURES if getattr(args, name, None) is not None]
     return [*named, *(["numbers"] if getattr(args, "numbers", False) else [])]
 
 
@@ -227,27 +220,19 @@ def refuse(args: argparse.Namespace) -> None:
         *(["args"] if args.script_args else []),
     ]
     if names:
-        raise ConfigError(f"--{names[0].replace('_', '-')} is for a script of your own. Write a script as ./train.py.")
+        raise ConfigError(f"--{names[0]} is for a script of your own. Write a script as ./train.py.")
 
 
 def _failure_of(args: argparse.Namespace) -> Failure:
     from repro_matrix.external import adhoc_case
-    from repro_matrix.external.log_scan import LogError, lines
 
     names = _failures(args)
     if len(names) > 1:
-        one, other = (name.replace("_", "-") for name in names[:2])
-        raise ConfigError(f"--{one} and --{other} both describe the failure. Give one of them.")
+        raise ConfigError(f"--{names[0]} and --{names[1]} both describe the failure. Give one of them.")
     if not names or names == ["numbers"]:
         return adhoc_case.Failure()
-    value = getattr(args, names[0])
-    if names[0] in FAILURES:
-        failure: Failure = getattr(adhoc_case, FAILURES[names[0]])(value)
-        return failure
-    try:
-        return adhoc_case.same_failure_as(lines(value), value)
-    except LogError as error:
-        raise ConfigError(f"--same-failure-as {error}") from None
+    failure: Failure = getattr(adhoc_case, FAILURES[names[0]])(getattr(args, names[0]))
+    return failure
 
 
 def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Script, str, RunSettings]:

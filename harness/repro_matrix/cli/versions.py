@@ -36,9 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--range", metavar="FIRST..LAST", help=text)
     text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
     add("--samples", type=options.number(2), metavar="N", default=8, help=text)
-    add("--exhaustive", action="store_true", help="probe every release")
     add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
-    options.releases(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -48,19 +46,18 @@ def main(args: argparse.Namespace) -> int:
         raise ReproError(f"{args.case}: the variants run on stacks of their own: {', '.join(prober.own_stack)}")
     first, last = locks.parse_between(args.range or "..")
     stack = stacks.resolve(base, say=log)
-    available = locks.releases(package, yanked=args.yanked, pre=args.pre)
+    available = locks.releases(package)
     listed = locks.between(available, first if args.range else _oldest(package, stack, available), last)
     names = [release.version for release in listed]
     points: dict[int, Point] = {}
 
     def probe(at: int) -> Mapping[str, Label]:
         points[at] = prober.probe(Target(names[at], stacks.with_release(base, package, names[at])))
-        return {variant: answer.of_map for variant, answer in points[at].variants.items()}
+        return {variant: answer.result for variant, answer in points[at].variants.items()}
 
     trail = Trail(probe, max_probes=args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:
-        samples = len(names) if args.exhaustive else args.samples
-        algorithms.version_map(trail, len(names), prober.variants, samples)
+        algorithms.version_map(trail, len(names), prober.variants, args.samples)
     stopped = trail.ended if isinstance(trail.ended, Stopped) else None
     data = report.version_map(prober, base, package, names, trail, points)
     data["stopped"] = str(stopped) if stopped else None

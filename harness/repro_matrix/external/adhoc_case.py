@@ -26,9 +26,6 @@ from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.environment.stacks.spec import shadowed, short_hash
 from repro_matrix.errors import ConfigError, nearest
-from repro_matrix.external.log_match import completed, recognize
-from repro_matrix.external.log_scan import Catalogue as KnownFailures
-from repro_matrix.external.log_scan import scan
 from repro_matrix.grading.observation import Attempt, RaisedException, raised_chain
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
@@ -157,20 +154,6 @@ def metric(text: str) -> Failure:
     return Failure(text, metric=number, option=("--metric", text))
 
 
-def same_failure_as(lines: Iterable[str], name: str) -> Failure:
-    """Return the failure that a log shows: its first traceback that is not a peer's or a launcher's."""
-    option = f"--same-failure-as {name}"
-    nothing = KnownFailures({})
-    errors = [one for one in recognize(scan(lines, nothing), nothing).failures if one.error.record]
-    first = next((completed(one.error.record) for one in errors if one.error.whole and not one.echo), None)
-    if first is None:
-        raise ConfigError(
-            f"{option}: it has no complete traceback of a first failure (errors that follow from another process's do "
-            "not count). Describe the failure with --error 'TYPE: REGEX'."
-        )
-    return _exact_failure(raised_chain(first)[0], option, ("--same-failure-as", name))
-
-
 def learned(outcome: Outcome, made: Made) -> Failure | None:
     """Return exactly the failure of an attempt, so that no other failure counts as it; None without a failure."""
     primary = outcome.primary
@@ -181,10 +164,10 @@ def learned(outcome: Outcome, made: Made) -> Failure | None:
     ranks = made["observation"]["ranks"]
     record = next((rank["record"] for rank in ranks if rank["rank"] == primary.rank), None)
     chain = raised_chain(record["exception"]) if record else []
-    return _exact_failure(chain[0], "", ()) if chain else None
+    return _exact_failure(chain[0]) if chain else None
 
 
-def _exact_failure(raised: RaisedException, text: str, option: tuple[str, ...]) -> Failure:
+def _exact_failure(raised: RaisedException) -> Failure:
     frame = raised.innermost
     library = frame and frame.modules and frame.origin != "" and (frame.origin or "site-packages" in frame.file)
     package = frame.modules[0].partition(".")[0] if frame and library else None
@@ -193,7 +176,7 @@ def _exact_failure(raised: RaisedException, text: str, option: tuple[str, ...]) 
     for token, any_text in ((r"\#", r"\d+"), ("…", ".*"), ("host:port", ".*")):
         pattern = pattern.replace(token, any_text)
     signature = _signature(kind="exception", type=raised.type, message=pattern, package=package)
-    return Failure(text or f"{raised.type}: {message}", (signature,), option=option)
+    return Failure(f"{raised.type}: {message}", (signature,))
 
 
 def normal(message: str) -> str:

@@ -32,10 +32,10 @@ class Roles:
 
     good: str
     bad: str
-    exact: bool = False  # any change: only these two texts; another passing run is unknown
+    exact: bool = False  # any change: only these two results; another passing run is unknown
 
     def side(self, answer: Answer) -> Side:
-        label = answer.whole if self.exact else answer.label
+        label = answer.result if self.exact else answer.label
         if label == self.bad:
             return Side.BAD
         return Side.GOOD if label == self.good or (not self.exact and label == PASSED) else Side.UNKNOWN
@@ -87,13 +87,13 @@ class Bisector:
                 reason = f"variant {self.variant} has no result: {answer.detail}"
                 raise MeasureError(f"Cannot bisect: on {target.name} ({side}), {reason}")
         ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
-        if (worse.whole == better.whole) if any_change else (worse.label == better.label):
+        if (worse.result == better.result) if any_change else (worse.label == better.label):
             raise ConfigError(
                 f"Cannot bisect: both ends give the same result ({ends}). Use `repro versions` to see the result of "
                 "every release, or describe the failure more precisely."
             )
         if any_change:
-            return Roles(str(better.whole), str(worse.whole), True)
+            return Roles(str(better.result), str(worse.result), True)
         if worse.label != REPRODUCED:
             swapped = better.label == REPRODUCED
             hint = "Swap them." if swapped else "Use --any-change to find where the result changes."
@@ -204,15 +204,14 @@ def _untested(good: Stack, bad: Stack) -> tuple[str, ...]:
 
 
 def release_line(
-    package: str, spec: str, good: str, bad: str, *, yanked: bool = False, pre: bool = False, unchanged: bool = False,
-    fixed: frozenset[str] = frozenset(),
+    package: str, spec: str, good: str, bad: str, *, unchanged: bool = False, fixed: frozenset[str] = frozenset()
 ) -> list[Target]:  # fmt: skip
     """Return the releases of a package from the good version to the bad one, on top of a stack; both ends included.
 
     ``unchanged``: the stack itself is the good end. ``fixed``: Target.fixed of all of them.
     """
     ends = {Version(good): good, Version(bad): bad}
-    known = {release.parsed: release.version for release in locks.releases(package, yanked=yanked, pre=pre)}
+    known = {release.parsed: release.version for release in locks.releases(package)}
     inside = {version: text for version, text in known.items() if min(ends) < version < max(ends)}
     line = sorted({**inside, **ends}.items(), reverse=Version(good) > Version(bad))
 
@@ -232,8 +231,6 @@ class Search:
     any_change: bool = False
     clone: Clone | None = None
     max_probes: int | None = None
-    yanked: bool = False
-    pre: bool = False
     stages: list[dict[str, Any]] = field(default_factory=list)
     culprits: Culprits | None = None
     notes: list[str] = field(default_factory=list)
@@ -253,7 +250,7 @@ class Search:
         if Version(one) == Version(other):
             raise ConfigError(f"Good and bad are the same release, {package} {one}.")
         stacks.resolve(base, say=self.prober.say)
-        targets = release_line(package, base, one, other, yanked=self.yanked, pre=self.pre)
+        targets = release_line(package, base, one, other)
         self.prober.learn(targets[0], targets[-1])
         roles = bisector.roles(targets[0], targets[-1], self.any_change)
         self.prober.say(f"both ends verified: {len(targets)} releases of {package}")
@@ -281,9 +278,9 @@ class Search:
     def _add(self, package: str, found: Bisection, bisector: Bisector) -> None:
         good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
         stage = report.stage("release", package, found, self.prober, good < bad)
-        listed = () if self.yanked else locks.releases(package, yanked=True)
         low, high = sorted((good, bad))
         # The change may have come with a yanked release between the two neighbours.
+        listed = locks.releases(package, yanked=True)
         stage["yanked"] = [each.version for each in listed if each.yanked and low < each.parsed < high]
         self.stages.append(stage)
         self.stopped = self.stopped or found.stopped

@@ -64,12 +64,7 @@ class Answer:
         return None if self.label is None else self.label == REPRODUCED
 
     @property
-    def whole(self) -> str | None:
-        """Return label and message, to compare where a change of the message counts too."""
-        return self.label if self.label in (None, PASSED) else f"{self.label}: {self.detail}"
-
-    @property
-    def of_map(self) -> str | None:
+    def result(self) -> str | None:
         """Return the label with the failure's id: a release may change the error and not whether it occurs."""
         return f"{self.label}: {self.failure}" if self.label == REPRODUCED else self.label
 

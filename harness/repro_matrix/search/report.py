@@ -163,7 +163,7 @@ def version_map(
         "probes": [
             {"release": names[i], "document": point.document, "launched": point.attempts,
              "wall_s": round(point.wall_s, 2),
-             "answers": {variant: answer.of_map for variant, answer in point.variants.items()}}
+             "answers": {variant: answer.result for variant, answer in point.variants.items()}}
             for i, point in sorted(points.items())
         ],
     }  # fmt: skip
