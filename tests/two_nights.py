@@ -83,7 +83,7 @@ def main() -> None:
         texts = list((home / "nightly-kept/cpu/results/tuesday/issues").glob("*.md"))
         assert [path.stem for path in texts] == [CASE], f"the text is a file: {texts}"
         assert codes == {"monday": 0, "tuesday": 1}, codes
-        runs = load_history(home / "nightly-kept/cpu/history", [])
+        runs = load_history(home / "nightly-kept/cpu/history")
         assert [each.run_id for each in runs] == list(NIGHTS)
         body = texts[0].read_text(encoding="utf-8").replace(str(folder), "/runner").replace(str(cache_dir()), "/cache")
         assert "transformers 4.44.0" in body, "the search between the two locks names the release"

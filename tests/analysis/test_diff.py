@@ -194,5 +194,5 @@ def test_diff_command_unknown_names_are_usage_errors(results: Path, capsys: pyte
     for words in ((one, results / "none"), (one, one, "case=nothing"), (one, one, "modle=m"), (skipped,) * 2, (one,),
                   (one, results / "empty"), (one, other), (one, other, "--agreement")):  # fmt: skip
         assert diff(*words) == 2, words
-    assert diff(one, __file__) == 2 and "holds no results" in " ".join(capsys.readouterr().err.split())
+    assert diff(one, __file__) == 2 and "no such folder" in " ".join(capsys.readouterr().err.split())
     assert diff(one, "torch2.2-tf4.3") == 2 and "neither a folder nor a stack" in capsys.readouterr().err

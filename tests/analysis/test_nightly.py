@@ -276,7 +276,7 @@ def test_history_stores_runs_without_loss(one: Rows, other: Rows, tmp_path_facto
     first, second = make_run("a", one, 0), replace(make_run("b", other, None), quarantined=(("c/m", "fix"),))
     for run in (make_run("a", other, 0), second, first):
         history.store_run(folder, run)
-    assert history.load_history(folder, []) == [first, second], "in the order of storing; a run replaces itself"
+    assert history.load_history(folder) == [first, second], "in the order of storing; a run replaces itself"
 
 
 @pytest.mark.parametrize(
@@ -294,15 +294,7 @@ def test_history_damaged_line_is_named(edit: dict[str, Any], tmp_path: Path) -> 
         edit = {"rows": [{**line["rows"][0], **edit["rows"][0]}]}
     (tmp_path / history.FILE).write_text(json.dumps({**line, **edit}) + "\n")
     with pytest.raises(ResultsError, match=r"nights\.jsonl:1: damaged"):
-        history.load_history(tmp_path, [])
-
-
-def test_history_truncated_last_line_is_a_note(tmp_path: Path) -> None:
-    history.store_run(tmp_path, PASSING)
-    with open(tmp_path / history.FILE, "a") as file:
-        file.write('{"schema":1,')
-    notes: list[str] = []
-    assert history.load_history(tmp_path, notes) == [PASSING] and len(notes) == 1
+        history.load_history(tmp_path)
 
 
 Night = Callable[..., tuple[int, str]]
@@ -326,7 +318,7 @@ def night(results: Path, capsys: pytest.CaptureFixture[str]) -> Night:
 
 
 def codes(results: Path) -> list[tuple[str, int | None]]:
-    return [(run.run_id, run.exit_code) for run in history.load_history(results / "history", [])]
+    return [(run.run_id, run.exit_code) for run in history.load_history(results / "history")]
 
 
 def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) -> None:

@@ -245,7 +245,7 @@ def test_job_steps_run_in_a_clean_clone(tmp_path: Path) -> None:
     out = clone / "nightly-out"
     assert (out / "page.html").stat().st_size > 10_000 and "1 reproduces" in summary.read_text()
     assert JUnitXml.fromfile(str(out / "junit.xml"))
-    (night,) = load_history(home / "nightly-kept" / "cpu" / "history", [])
+    (night,) = load_history(home / "nightly-kept" / "cpu" / "history")
     assert night.run_id == "run-7" and {row.case for row in night.rows} == {"fsdp-uniform-dtype"}
     assert night.passed
     (document,) = (out / "pinned").rglob("*/*/*/*.json")
@@ -257,7 +257,7 @@ def test_job_steps_run_in_a_clean_clone(tmp_path: Path) -> None:
         if name.startswith("gitlab"):
             run(text, clone, job)
     assert json.loads(document.read_text())["variants"] == before["variants"], "it went on; nothing was measured again"
-    assert len(load_history(home / "nightly-kept" / "cpu" / "history", [])) == 1
+    assert len(load_history(home / "nightly-kept" / "cpu" / "history")) == 1
 
 
 @pytest.mark.ranks

@@ -69,11 +69,9 @@ def make_run(
     )  # fmt: skip
 
 
-def load_history(folder: Path, notes: list[str]) -> list[NightlyRun]:
-    """Load the runs in the order in which they were stored. A truncated last line is added to ``notes``.
-
-    Raises ResultsError: the file cannot be read, or a line of it is damaged.
-    """
+def load_history(folder: Path) -> list[NightlyRun]:
+    """Load the runs in the order in which they were stored. Raises ResultsError: the file cannot be read, or a line of
+    it is damaged."""
     path = folder / FILE
     try:
         content = path.read_bytes()
@@ -82,13 +80,10 @@ def load_history(folder: Path, notes: list[str]) -> list[NightlyRun]:
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read: {error}") from None
     runs = []
-    for number, text in enumerate(content.splitlines(keepends=True), 1):
+    for number, text in enumerate(content.splitlines(), 1):
         try:
             runs.append(_ADAPTER.validate_python(json.loads(text)))
         except ValueError as error:
-            if not text.endswith(b"\n"):
-                notes.append(f"{path}:{number}: truncated line ignored")
-                break
             hint = "Restore the file from a backup, or move it away to start a new history."
             raise ResultsError(f"{path}:{number}: damaged: {line(str(error))}. {hint}") from None
     return runs
@@ -96,7 +91,7 @@ def load_history(folder: Path, notes: list[str]) -> list[NightlyRun]:
 
 def store_run(folder: Path, run: NightlyRun) -> None:
     """Add a run to the history, or replace the one of the same id. Raises ResultsError: it cannot be written."""
-    runs = {each.run_id: each for each in [*load_history(folder, []), run]}
+    runs = {each.run_id: each for each in [*load_history(folder), run]}
     values = [_ADAPTER.dump_python(each, mode="json", exclude_defaults=True) for each in runs.values()]
     try:
         write_text(folder / FILE, "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in values))

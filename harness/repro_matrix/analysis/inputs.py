@@ -17,7 +17,6 @@ from repro_matrix.config.vocabulary import RELEVANT, OutcomeName, VerdictName
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
 from repro_matrix.grading.checks import number
 from repro_matrix.grading.expectations import as_expected
-from repro_matrix.records.document import DocumentPath
 from repro_matrix.results import runs
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row
@@ -130,18 +129,13 @@ class Side:
 
 
 def load_side(name: str) -> Side:
-    """Load a folder or file of results, else a stack of the baseline, by its name or its folder's.
+    """Load a folder of results, else a stack of the baseline, by its name or its folder's.
 
     Raises ResultsError: it is neither, or contains no result; MeasureError: none of its results can be read.
     """
     path = runs.of(Path(name).expanduser())
-    file = Path(DocumentPath.parse(str(path)).file)
-    if file.is_file() and file.suffix not in (".json", ".zst"):
-        raise ResultsError(f"{name}: a file that holds no results. Name a folder of results, or a .json file in it.")
-    if file.exists():
-        side = load_folder(file if file.is_dir() else file.parent, name)
-        if not file.is_dir():  # one file, or one line of a file
-            side.rows = [row for row in side.rows if row.path == str(path) or row.path.startswith(f"{path}:")]
+    if path.exists():
+        side = load_folder(path, name)
         if not side.rows:
             error = MeasureError if side.unreadable else ResultsError
             raise error(f"{name}: contains no results" + "".join(f": {note}" for note in side.notes[:1]))

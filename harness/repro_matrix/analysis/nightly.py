@@ -91,7 +91,7 @@ def finish(night: Nightly) -> Report:
     except OSError as error:
         raise ResultsError(f"{night.folder}: cannot be written: {error.strerror or error}") from None
     with FileLock(str(night.folder / ".lock")):
-        earlier = history.load_history(night.folder, notes)
+        earlier = history.load_history(night.folder)
         stored = {run.run_id: run.started for run in earlier}
         # The same run again replaces itself; another run with the same id becomes ID.2.
         tonight = history.make_run(night.run_id, rows, packages=packages)

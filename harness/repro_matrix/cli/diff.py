@@ -13,7 +13,7 @@ from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.text import counted, log
 
-EPILOG = """A, B: a folder of results, one result file, or a stack of the baseline (torch2.2-tf4.39, current). Where
+EPILOG = """A, B: a folder of results, or a stack of the baseline (torch2.2-tf4.39, current). Where
 each side has one stack or one hardware and they differ, the comparison goes across them.
 
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B

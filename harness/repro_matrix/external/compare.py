@@ -123,10 +123,11 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         location, good = self.location, self.good
+        changed = differences(good.run.stack.versions, self.bad.stack.versions)
         return {
             "schema": 1, "verdict": location.verdict, "sentence": location.sentence(), "location": location.to_json(),
             "good": good.run.to_json(), "bad": self.bad.to_json(), "noise": [each.to_json() for each in good.noise],
-            "versions": {name: list(pair) for name, pair in changed_versions(good.run.stack, self.bad.stack).items()},
+            "versions": {name: list(pair) for name, pair in changed.items()},
         }  # fmt: skip
 
 
@@ -135,12 +136,6 @@ def compare(runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, S
     trusted = Trusted(runner, *good, window)
     after = traced(runner, *bad, window)
     return Comparison(trusted.locate(after.trace), trusted, after)
-
-
-def changed_versions(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
-    """Return the packages that differ, the usual causes of failures first."""
-    pairs = differences(good.versions, bad.versions)
-    return {name: pairs[name] for name in dict.fromkeys([*RELEVANT, *sorted(pairs)]) if name in pairs}
 
 
 # -- as lines for a terminal
@@ -170,7 +165,7 @@ def describe(found: Comparison) -> Iterator[str]:
             yield f"    it calls {models} models: one was replaced, or it has several"
         if side.problem:
             yield f"    it did not end well: {side.problem}"
-    changed = changed_versions(found.good.run.stack, found.bad.stack)
+    changed = differences(found.good.run.stack.versions, found.bad.stack.versions)
     pairs = [f"{name} {one or 'absent'} -> {other or 'absent'}" for name, (one, other) in changed.items()
              if name in RELEVANT or (one and other)]  # fmt: skip
     rest = (

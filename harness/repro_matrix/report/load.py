@@ -92,12 +92,12 @@ def load_results(
         expired += quarantine.expired(rows, entries, today)
         cells += cells_of(quarantine.mark_rows(rows, entries, today), name if len(folders) > 1 else "")
     rows, since = [row for cell in cells for row in cell.rows], Regressions()
-    past, truncated = list[NightlyRun](), list[str]()
+    past: list[NightlyRun] = []
     if history is not None:
         if not history.is_dir():
             raise ResultsError(f"{history}: no such folder")
         end = max((row.started for row in stored), default=0.0)
-        past = [run for run in load_history(history, truncated) if run.started < end]
+        past = [run for run in load_history(history) if run.started < end]
         since = compare_to_last_passing(map(from_row, rows), past)
     elif len(folders) == 1:
         since = since_last_passing(folders[0], rows, catalog.cases)
@@ -113,7 +113,7 @@ def load_results(
     ungraded = sorted(stored_cases - catalog.cases.keys())
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]
     damaged = lost(texts)
-    notes = [*(text for text in texts if text not in damaged), *truncated]
+    notes = [text for text in texts if text not in damaged]
     notes += [f"left out: {text}" for text in catalog.left_out]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     claims = ledger(shown, stored)

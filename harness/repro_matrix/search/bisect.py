@@ -129,7 +129,7 @@ class Bisector:
         """Return the smallest set of packages that, at the versions of ``bad``, gives ``good`` the bad answer.
 
         ``spec``: the specification of ``good``."""
-        changed = changed_packages(good, bad)
+        changed = {name: pair for name, pair in differences(good.versions, bad.versions).items() if all(pair)}
         tried: dict[str, str] = {}
 
         def probe(taken: frozenset[str]) -> Side:
@@ -163,13 +163,6 @@ class Bisector:
             return self.search(targets, roles, max_probes)
         except (StackError, InvalidVersion, ReproError) as error:
             return f"The release of {package} could not be found: {error}"
-
-
-def changed_packages(good: Stack, bad: Stack) -> dict[str, tuple[str, str]]:
-    """Return the packages of which both have different versions, the usual causes of failures first."""
-    pairs = {name: pair for name, pair in differences(good.versions, bad.versions).items() if all(pair)}
-    rank = {name: at for at, name in enumerate(RELEVANT)}
-    return dict(sorted(pairs.items(), key=lambda item: rank.get(item[0], len(rank))))
 
 
 def _with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:

@@ -131,14 +131,14 @@ class Stack:
 
 
 def differences(good: Mapping[str, str], bad: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the packages whose versions differ ("" where one is missing), to search for the culprit among them.
+    """Return the packages whose versions differ ("" where one is missing), the usual causes of failures first.
 
     What torch brings with it moves with torch, and Python is not a package.
     """
     return {
         name: (good.get(name, ""), bad.get(name, ""))
-        for name in sorted({*good, *bad} - {"python"})
-        if good.get(name) != bad.get(name) and (name == "torch" or not HEAVY.match(name))
+        for name in dict.fromkeys([*RELEVANT, *sorted({*good, *bad})])
+        if good.get(name) != bad.get(name) and (name == "torch" or not HEAVY.match(name)) and name != "python"
     }
 
 
