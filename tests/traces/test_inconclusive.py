@@ -50,14 +50,6 @@ def test_nothing_agrees_of_which_nothing_was_compared(edited, kinds, reason):
     assert location.verdict == "inconclusive" and reason in location.reason
 
 
-def test_nothing_agrees_where_parameters_are_trained_that_no_called_model_has(edited):
-    def change(event):
-        return {"k": "note", "s": 0, "text": "the parameters of SGD", "unseen": True} if event["k"] == "clip" else event
-
-    location = edited(change)
-    assert location.verdict == "inconclusive" and "SGD" in location.reason
-
-
 def test_parameters_that_nothing_changed_are_no_update(edited):
     values = {}
 

@@ -7,6 +7,7 @@ whole. Samples are known by a number of their inputs, and equal ones by counting
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from repro_matrix.traces.reader import Event, K, Trace
 from repro_matrix.traces.tolerance import epsilon
 
 Array = Any  # numpy's, whose type parameters say nothing here
-Sample = tuple[Any, ...]  # root, checksum of its inputs, and how often it was seen before
-Batch = tuple[int, tuple[str, ...], tuple[str, ...]]  # root, samples, labels
+Sample = tuple[Any, ...]  # root, checksum of its inputs, with gradients or not, and how often it was seen before
+Batch = tuple[int, tuple[str, ...], tuple[str, ...], bool]  # root, samples, labels, with gradients
+ROOT = re.compile(r"root(\d+)\.")
 ACTIVATIONS = ("in", "fwd", "bwd")
 PER_BATCH = (*ACTIVATIONS, "lgrad")
 UNSCALED = 1e-3  # residue up to which gradients count as scaled by one factor
@@ -68,10 +70,12 @@ NOTHING = Rows([], [], np.zeros((0, 1)), np.zeros(0))
 
 
 class Step:
-    """One step of a training. ``names``: how names of this side are called on the other."""
+    """One step of a training. ``names``: how names of this side are called on the other; ``roots``: the same of the
+    numbers of its models."""
 
-    def __init__(self, trace: Trace, number: int, names: Mapping[str, str] | None = None) -> None:
-        self.trace, self.number, self.names = trace, number, names or {}
+    def __init__(self, trace: Trace, number: int, names: Mapping[str, str] | None = None,
+                 roots: Mapping[int, int] | None = None) -> None:  # fmt: skip
+        self.trace, self.number, self.names, self.roots = trace, number, names or {}, roots or {}
         self.stopped = trace.stopped_in(number)
         self.batches: dict[tuple[int, int], Batch] = {}
         self.events: dict[Key, list[tuple[int, Event]]] = {}  # tensors
@@ -81,21 +85,39 @@ class Step:
             if kind == "batch":
                 labels = event.get("labels") or [""] * len(event["samples"])
                 samples, labels = tuple(map(str, event["samples"])), tuple(map(str, labels))
-                self.batches[rank, event["m"]] = (event["root"], samples, labels)
+                self.batches[rank, event["m"]] = (event["root"], samples, labels, event.get("grad", True))
             elif kind == "opt":
                 self.optimizers.setdefault(rank, []).append(event)
             elif "rows" in event:
                 self._add(rank, event)
 
     def _add(self, rank: int, event: Event) -> None:
-        kind, name = event["k"], self.names.get(event["n"], event["n"])
-        root = self.batches.get((rank, event["m"]), (0,))[0] if kind in ACTIVATIONS else 0
-        name = f"root{root}.{name}" if root else name  # as the tracer calls its parameters
+        kind, name = event["k"], event["n"]
+        if kind in ACTIVATIONS:  # the tracer puts the model before the names of parameters only
+            root, name = self.batches.get((rank, event["m"]), (0,))[0], self.names.get(name, name)
+            name = f"root{root}.{name}" if root else name
+        name = self._called(name)
         kind = f"{kind} {event['w']}" if kind == "buffer" else kind
         key = Key(kind, name, event.get("i", 0), event.get("t", 0))
         while kind == "clip" and any(rank == other for other, _ in self.events.get(key, ())):
             key = key._replace(call=key.call + 1)
         self.events.setdefault(key, []).append((rank, event))
+
+    def _called(self, name: str) -> str:
+        """Return how the other side calls a parameter, a buffer, or a module with its model before it."""
+        found = ROOT.match(name)
+        root = int(found[1]) if found else 0
+        if root in self.roots:
+            rest = name[found.end() if found else 0 :]
+            name = f"root{self.roots[root]}.{rest}" if self.roots[root] else rest
+        elif root in self.roots.values():
+            name = f"replaced.{name}"
+        return self.names.get(name, name)
+
+    @cached_property
+    def called(self) -> list[int]:
+        """The models in the order of their first calls."""
+        return list(dict.fromkeys(batch[0] for batch in self.batches.values()))
 
     @cached_property
     def groups(self) -> list[tuple[int, ...]]:
@@ -115,14 +137,13 @@ class Step:
     def ids(self) -> dict[tuple[int, int], list[Sample]]:
         """The samples of each rank and micro-batch."""
         seen: Counter[Hashable] = Counter()
-        called = list(dict.fromkeys(root for root, _, _ in self.batches.values()))
         found: dict[tuple[int, int], list[Sample]] = {}
-        for (rank, micro), (root, samples, _) in sorted(self.batches.items()):
+        for (rank, micro), (root, samples, _, grad) in sorted(self.batches.items()):
             if rank == self.group_of[rank][0]:
                 ids: list[Sample] = []
                 for sample in samples:
-                    ids.append((called.index(root), sample, seen[root, sample]))
-                    seen[root, sample] += 1
+                    ids.append((self.called.index(root), sample, grad, seen[root, sample, grad]))
+                    seen[root, sample, grad] += 1
                 found |= {(each, micro): ids for each in self.group_of[rank]}
         return found
 
@@ -131,6 +152,11 @@ class Step:
         """Each sample, with the ranks that saw it and the micro-batch."""
         return {id_: (self.group_of[rank], micro) for (rank, micro), ids in self.ids.items() for id_ in ids}
 
+    @property
+    def trained(self) -> dict[Sample, Owner]:
+        """The samples of calls with gradients: an evaluation beside the training is no difference of its data."""
+        return {id_: owner for id_, owner in self.samples.items() if id_[2]}
+
     @cached_property
     def labels(self) -> dict[Sample, str]:
         return {id_: label for key, ids in self.ids.items() for id_, label in zip(ids, self.batches[key][2])}
@@ -138,7 +164,7 @@ class Step:
     @cached_property
     def parameters(self) -> dict[str, tuple[str, bool]]:
         """The dtype of each parameter, and whether it is trained."""
-        return {self.names.get(name, name): each for name, each in self.trace.parameters.items()}
+        return {self._called(name): each for name, each in self.trace.parameters.items()}
 
     def trains(self, name: str) -> bool:
         return self.parameters.get(name, ("", True))[1]
@@ -259,3 +285,10 @@ def paired(trusted: Rows, other: Rows) -> list[tuple[int, int]]:
     pairs = [(index.get((id_, owner), index.get(id_, -1)), row)
              for row, (id_, owner) in enumerate(zip(other.ids, other.owners))]  # fmt: skip
     return [pair for pair in pairs if pair[0] >= 0]
+
+
+def replaced(trusted: Step, suspect: Step) -> dict[int, int]:
+    """Return the models of the suspect that are called in the place of one of the trusted side's: a callback or a copy
+    replaced it."""
+    theirs = [root for root in suspect.called if root not in trusted.called]
+    return dict(zip(theirs, (root for root in trusted.called if root not in suspect.called)))

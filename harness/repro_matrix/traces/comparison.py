@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import Owner, Step
+from repro_matrix.traces.alignment import Owner, Step, replaced
 from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location, Stage
 from repro_matrix.traces.names import renamed
@@ -27,6 +27,7 @@ OPTIMIZER = "the optimizer"  # the place of a step that was not made
 ALSO = 20  # other places that are listed
 ANOTHER_RUN = (0.02, 0.5)  # what rounding never does to a forward pass in the first step; in low precision
 ABSORBED = 0.01  # what is left of a difference in the output of a module that computes the same in another way
+MORE_THAN_CLIPPING = 4  # times the clipping's difference: that of a gradient that was changed
 ON_SHARED = ("initial weights", "buffer", "forward", "backward")  # stages that can be compared where data differ
 
 
@@ -77,6 +78,8 @@ def _steps(trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> Iterator[t
         main, other = Step(trusted, number), Step(suspect, number, names)
         if not names and (names := renamed(main, other)):
             other = Step(suspect, number, names)
+        if roots := replaced(main, other):
+            other = Step(suspect, number, names, roots)
         pair = Pair(main, other, shown)
         runs = [Pair(main, Step(run, number), shown) for run in noise if number in run.steps]
         pair.judge(runs)
@@ -104,7 +107,7 @@ def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
 
 def _data(pair: Pair, total: Total) -> Location | None:
     """Compare which samples each side saw, and their labels."""
-    trusted, suspect, labels = pair.trusted.samples, pair.other.samples, (pair.trusted.labels, pair.other.labels)
+    trusted, suspect, labels = pair.trusted.trained, pair.other.trained, (pair.trusted.labels, pair.other.labels)
     missing = [each for each in trusted if each not in suspect]
     extra = [each for each in suspect if each not in trusted]
     relabelled = [s for s in suspect if s in trusted and labels[0][s] and labels[1][s] and labels[0][s] != labels[1][s]]
@@ -113,7 +116,7 @@ def _data(pair: Pair, total: Total) -> Location | None:
     ranks, micro = affected(pair.other, [suspect[each] for each in extra or relabelled])
     found = Location("differs", stage="data", step=pair.trusted.number, ranks=ranks, micro=micro)
     trace, number = pair.trusted.trace, pair.trusted.number + 1
-    following = {sample[:2] for sample in Step(trace, number).samples} if number in trace.steps else set()
+    following = {sample[:2] for sample in Step(trace, number).trained} if number in trace.steps else set()
     if extra and not missing and {sample[:2] for sample in extra} <= following:
         relation = "no step; the next samples of the trusted side are in the same step"
         return replace(found, stage="update", micro=(), place=OPTIMIZER, role="step", relation=relation)
@@ -176,7 +179,7 @@ def _wrong(pair: Pair) -> list[Difference]:
         "clipping": received == 1 or bool(pair.no_step),
         "gradient before the optimizer": bool(pair.no_step),
     }
-    inner = _absorbed(pair)
+    inner = [*_absorbed(pair), *_follow_from_an_edit(pair)]
     every = [
         each for each in pair.differences
         if each.wrong and not harmless.get(each.stage) and not any(each is other for other in inner)
@@ -206,6 +209,15 @@ def _absorbed(pair: Pair) -> list[Difference]:
             found.append(each)
     keys = {each.key[1:] for each in found if each.key.kind == "fwd"}
     return [*found, *(each for each in pair.differences if each.stage == "backward" and each.key[1:] in keys)]
+
+
+def _follow_from_an_edit(pair: Pair) -> list[Difference]:
+    """A gradient that is further off than the clipping was changed before it: norm and other gradients follow."""
+    clipping = [each for each in pair.differences if each.stage == "clipping" and each.wrong]
+    received = [each for each in pair.differences if each.stage == "gradient before the optimizer" and each.wrong]
+    explained = MORE_THAN_CLIPPING * max((each.size for each in clipping), default=np.inf)
+    rest = [each for each in received if each.size <= explained]
+    return [*clipping, *rest] if len(rest) < len(received) else []
 
 
 def _confirmed(pair: Pair, missing: Difference) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from repro_matrix.text import counted
 from repro_matrix.traces.location import Coverage
-from repro_matrix.traces.pair import Pair
+from repro_matrix.traces.pair import STAGE_OF, Pair
 from repro_matrix.traces.reader import Trace
 
 GRADIENTS = ("backward", "local gradient", "reduction", "gradient before the optimizer")
@@ -39,11 +39,13 @@ class Total:
         self.largest = max([self.largest, *(each.size / each.tolerance for each in kept)])
         self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
-        self.notes |= {f"the suspect shows no {kind} events": None for kind in sorted(absent)}
+        self.notes |= {
+            f"the suspect's trace has no values of the stage {STAGE_OF[kind]}": None for kind in sorted(absent)
+        }
         ours, theirs = set(pair.trusted.samples), set(pair.other.samples)
         self.samples |= {sample[:2] for sample in theirs}
         self.counts.update(
-            shapes_differ=len(pair.shapes_differ), shared=len(ours & theirs), only_trusted=len(ours - theirs),
+            steps=1, shapes_differ=len(pair.shapes_differ), shared=len(ours & theirs), only_trusted=len(ours - theirs),
             only_suspect=len(theirs - ours), not_aligned=len(pair.differences) - len(kept)
             + sum(key.kind not in {*absent, "in"} for key in pair.not_aligned),
         )  # fmt: skip
@@ -57,8 +59,6 @@ class Total:
         known = self.agreed + self.counts["not_aligned"] + self.counts["shapes_differ"]
         if not reason and 2 * self.agreed < known:
             reason = f"only {self.agreed} of {counted(known, 'tensor')} could be compared"
-        unseen = (rank.unseen for trace in (self.trusted, self.suspect) for rank in trace.ranks.values() if rank.unseen)
-        reason = reason or next(unseen, "")
         if reason and self.not_numbers:
             reason += f"; not a number (NaN or infinite) on both sides from {self.not_numbers} on"
         return reason
@@ -74,9 +74,10 @@ class Total:
             notes += [f"only the {side} has {counted(len(only), 'module')}: {listed}"] if only else []
         notes += [] if self.noise else ["no noise run: the tolerance is a guess"]
         notes += [f"not a number on both sides: {self.not_numbers}"] if self.not_numbers else []
-        names = ("not_aligned", "shapes_differ", "shared", "only_trusted", "only_suspect")
+        more = any(rank.end == "window" for trace in (self.trusted, self.suspect) for rank in trace.ranks.values())
+        names = ("steps", "not_aligned", "shapes_differ", "shared", "only_trusted", "only_suspect")
         return Coverage(
             trusted=self.trusted.strategy, suspect=self.suspect.strategy, aligned=self.agreed,
             stages=dict(self.stages), renamed={ours: theirs for theirs, ours in self.names.items()},
-            notes=(*notes, *self.notes), **{name: self.counts[name] for name in names},
+            notes=(*notes, *self.notes), more=more, **{name: self.counts[name] for name in names},
         )  # fmt: skip

@@ -22,6 +22,8 @@ class Coverage:
     trusted: str = ""  # the strategy that really ran
     suspect: str = ""
     aligned: int = 0  # tensors of the trusted side that were compared
+    steps: int = 0
+    more: bool = False  # a training goes on after these steps
     not_aligned: int = 0
     shapes_differ: int = 0
     stages: dict[str, int] = field(default_factory=dict)  # tensors compared, by stage
@@ -75,7 +77,8 @@ class Location:
             return f"inconclusive: {self.reason}"
         compared = counted(self.coverage.aligned, "tensor")
         if self.verdict == "agrees":
-            return f"no difference in {compared}; the largest is {short(self.largest or 0)} of its tolerance"
+            steps, more = counted(self.coverage.steps, "step"), " (the training goes on)" * self.coverage.more
+            return f"no difference in {compared} of {steps}{more}; the largest is {short(self.largest or 0)} of its tolerance"
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []
         where += [f"micro-batch {', '.join(map(str, self.micro))}"] if self.micro else []

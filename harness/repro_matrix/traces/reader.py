@@ -49,7 +49,6 @@ class RankTrace:
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unseen: str = ""  # which parameters are trained and not traced
     random: dict[tuple[int, int], Any] = field(default_factory=dict)  # state of random numbers by step and micro-batch
     events: dict[int, list[Event]] = field(default_factory=dict)  # by step; ``rows`` is the decoded sketch
     complete: set[int] = field(default_factory=set)
@@ -70,7 +69,6 @@ class RankTrace:
                     self.models.append(event)
                 elif kind == "note":
                     self.notes.append(event["text"])
-                    self.unseen = self.unseen or event["text"] * bool(event.get("unseen"))
                 elif kind == "random":
                     self.random[event["s"], event["m"]] = event.get("v")
                 elif kind == "end":
@@ -121,7 +119,9 @@ class Trace:
 
     @property
     def wrappers(self) -> list[str]:
-        return list(dict.fromkeys(str(model["strategy"].get("wrapper", "none")) for model in self.models))
+        """The strategy of each model; parameters without one belong to an optimizer only."""
+        models = (model["strategy"] for model in self.models if model["names"])
+        return list(dict.fromkeys(str(strategy.get("wrapper", "none")) for strategy in models))
 
     @property
     def strategy(self) -> str:

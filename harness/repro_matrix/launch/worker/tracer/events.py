@@ -56,6 +56,7 @@ class Tracer:
         self.open, self.recording, self.stepped = True, first == 0, False
         self.reduced = False  # the gradients of this step are recorded
         self.zero, self.engine = False, None  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
+        self.optimizers: Dict[int, int] = {}  # those with parameters that no model has -> number
         self.hooked: Dict[int, Any] = {}  # parameters whose gradients are seen
         self.forget()
         self.writer.add("start", **start)
@@ -82,9 +83,8 @@ class Tracer:
         if self.recording:
             self.writer.add(kind, values, s=self.step, m=max(0, self.micro if micro is None else micro), **fields)
 
-    def note(self, text: str, **fields: Any) -> None:
-        """``unseen=True``: parameters that are trained and not traced."""
-        self.writer.add("note", s=self.step, m=max(0, self.micro), text=text[:500], **fields)
+    def note(self, text: str) -> None:
+        self.writer.add("note", s=self.step, m=max(0, self.micro), text=text[:500])
 
     def fail(self, where: str, error: Exception) -> None:
         self.note(f"the tracer stopped in {where}: {type(error).__name__}: {error}")
@@ -135,7 +135,7 @@ class Tracer:
             batch.samples = self.batch.samples  # features that another model made of them
         self.root = root
         self._begin_batch(batch)
-        self.add("batch", root=root, **self.batch.fields())
+        self.add("batch", root=root, grad=grad, **self.batch.fields())
         self.add("random", v=random_state())
 
     def _register(self, module: torch.nn.Module) -> int:
@@ -312,6 +312,22 @@ class Tracer:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         return [name for name, each in self.parameters.items() if id(each.held) in held]
 
+    def _register_rest(self, optimizer: Any) -> None:
+        """Trace the parameters that no called module has: those of functional code, and an optimizer's own copies."""
+        held = {id(each.held) for each in self.parameters.values()}
+        every = [each for group in optimizer.param_groups for each in group["params"]]
+        found = []
+        for place, tensor in enumerate(every):
+            if id(tensor) not in held:
+                number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
+                plain = list(tensor.shape), layout.dtype_name(tensor), tensor.requires_grad, tensor
+                found.append(layout.Parameter(f"optimizer{number or ''}.{place}", *plain, []))
+        if found:
+            self.add("model", root=0, names=[], parameters=[each.line() for each in found], strategy={})
+            for each in found:
+                self._add_parameter(each)
+            self._add_values("before", [each.name for each in found], ())
+
     def _add_settings(self, optimizer: Any, groups: Any) -> None:
         self.add("opt", **{"class": type(optimizer).__name__}, groups=[settings(each) for each in groups])
 
@@ -324,10 +340,8 @@ class Tracer:
             self._add_parts("ograd", methodcaller("received", self.engine.optimizer, optimizer))
             return
         self._add_settings(optimizer, optimizer.param_groups)
-        names = self._stepped_names(optimizer)
-        if not names:
-            self.note(f"the parameters of {type(optimizer).__name__} belong to no model that was called", unseen=True)
-        self._add_parts("ograd", methodcaller("gradient"), names)
+        self._register_rest(optimizer)
+        self._add_parts("ograd", methodcaller("gradient"), self._stepped_names(optimizer))
 
     @guarded
     def after_step(self, optimizer: Any) -> None:

@@ -1,0 +1,95 @@
+"""Training loops of users, in this process: what the comparison of two of them names, and that healthy ones agree."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repro_matrix.traces.comparison import locate
+from repro_matrix.traces.location import Location
+from repro_matrix.traces.reader import read
+
+torch = pytest.importorskip("torch")
+from repro_matrix.launch.worker import tracer
+
+functional = torch.nn.functional
+
+
+class Chunked(torch.nn.Module):
+    """Its head is never called: the loss uses the weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh())
+        self.head = torch.nn.Linear(16, 4)
+
+    def loss(self, batch: Any, targets: Any) -> Any:
+        return functional.cross_entropy(functional.linear(self.body(batch), self.head.weight, self.head.bias), targets)
+
+
+def train(bug: str) -> None:
+    """Train three steps. ``bug``: what the suspect does otherwise."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1).eval(), torch.nn.Linear(16, 4))
+    model = Chunked() if bug.startswith("chunked") else model
+    scale = torch.nn.Parameter(torch.ones(4))
+    owners = [*(copy.deepcopy(model) if bug == "copied optimizer" else model).parameters(), scale]
+    optimizer = torch.optim.SGD(owners, 0.1, momentum=0.9 if bug.startswith("momentum") else 0.0)
+    for step in range(3):
+        batch, targets = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        if bug == "evaluation":
+            with torch.no_grad():
+                model(batch)
+        optimizer.zero_grad()
+        if isinstance(model, Chunked):
+            loss = model.loss(batch, targets)
+        else:
+            loss = functional.cross_entropy(model(batch) * scale, targets)
+        loss.backward()
+        if bug == "edited":
+            model[2].bias.grad.mul_(1.05)
+        if bug == "chunked head" and step == 2:
+            model.head.weight.grad.neg_()
+        if bug == "outside":
+            scale.grad.zero_()
+        torch.nn.utils.clip_grad_norm_(owners, 0.1)
+        optimizer.step()
+        if bug in ("swapped", "momentum swapped") and not step:
+            model = copy.deepcopy(model)
+            owners = [*model.parameters(), scale]
+            optimizer = torch.optim.SGD(owners, 0.1, momentum=optimizer.defaults["momentum"])
+
+
+def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: str, bad: str) -> Location:
+    traces = []
+    for name, bug, noise in (("good", good, ""), ("noise1", good, "1"), ("noise2", good, "2"), ("bad", bad, "")):
+        (folder / name).mkdir()
+        monkeypatch.setenv("REPRO_TRACE_NOISE", noise)
+        tracer.install(str(folder / name), 0, 1)
+        train(bug)
+        tracer.close("exit")
+        traces.append(read(folder / name))
+    return locate(traces[0], traces[3], traces[1:3])
+
+
+@pytest.mark.parametrize(
+    "good, bad, step, stage, place",
+    [
+        ("chunked", "chunked head", 2, "gradient before the optimizer", "optimizer.2"),
+        ("", "outside", 0, "gradient before the optimizer", "optimizer.4"),
+        ("", "edited", 0, "gradient before the optimizer", "2.bias"),
+        ("", "copied optimizer", 0, "update", "0.weight"),
+        ("momentum", "momentum swapped", 1, "update", "0.weight"),
+    ],
+)
+def test_an_error_of_a_training_loop_is_named(tmp_path, monkeypatch, good, bad, step, stage, place):
+    found = compare(tmp_path, monkeypatch, good, bad)
+    assert (found.verdict, found.step, found.stage, found.place) == ("differs", step, stage, place), found.sentence()
+
+
+@pytest.mark.parametrize("bad", ["swapped", "evaluation"])
+def test_a_model_that_is_copied_and_an_evaluation_beside_the_training_agree(tmp_path, monkeypatch, bad):
+    found = compare(tmp_path, monkeypatch, "", bad)
+    assert found.verdict == "agrees" and found.coverage.steps == 3, found.sentence()
