@@ -77,8 +77,8 @@ class Location:
             return f"inconclusive: {self.reason}"
         compared = counted(self.coverage.aligned, "tensor")
         if self.verdict == "agrees":
-            steps, more = counted(self.coverage.steps, "step"), " (the training goes on)" * self.coverage.more
-            return f"no difference in {compared} of {steps}{more}; the largest is {short(self.largest or 0)} of its tolerance"
+            compared += f" of {counted(self.coverage.steps, 'step')}" + " (the training goes on)" * self.coverage.more
+            return f"no difference in {compared}; the largest is {short(self.largest or 0)} of its tolerance"
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []
         where += [f"micro-batch {', '.join(map(str, self.micro))}"] if self.micro else []
