@@ -39,7 +39,7 @@ class Total:
         self.largest = max([self.largest, *(each.size / each.tolerance for each in kept)])
         self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
-        self.notes |= {f"the suspect's trace has nothing of the stage {STAGE_OF[kind]}": None for kind in sorted(absent)}
+        self.notes |= {f"the suspect has nothing of the stage {STAGE_OF[kind]}": None for kind in sorted(absent)}
         ours, theirs = set(pair.trusted.samples), set(pair.other.samples)
         self.samples |= {sample[:2] for sample in theirs}
         self.counts.update(
