@@ -126,7 +126,7 @@ def _data(pair: Pair, total: Total) -> Location | None:
     parts += [f"{len(missing)} of the trusted side's {len(trusted)} are missing"] if missing else []
     parts += [f"{len(relabelled)} of {counted(len(suspect), 'sample')} have other labels"] if relabelled else []
     ratios = [each.size / each.tolerance for each in pair.differences if each.stage in ON_SHARED]
-    agrees = Location("agrees", coverage=Coverage(aligned=len(ratios)), largest=max(ratios, default=0.0))
+    agrees = Location("agrees", coverage=Coverage(aligned=len(ratios), steps=1), largest=max(ratios, default=0.0))
     role, beyond = "samples" if extra or missing else "labels", _first(pair, ON_SHARED) or agrees
     return replace(found, role=role, relation=", ".join(parts), beyond=beyond)
 
