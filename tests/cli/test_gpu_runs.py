@@ -173,8 +173,9 @@ def test_run_that_nvml_cannot_watch_uses_no_gpu(run: Run, monkeypatch: pytest.Mo
     enter = workplace.Nvml.__enter__
 
     def fail(self: Any) -> Any:
-        monkeypatch.setattr("repro_matrix.environment.gpus.open_driver", FakeNvml(init_error=18)._open)
-        return enter(self)
+        with pytest.MonkeyPatch.context() as patch:  # ends before the fixture's own, which it must not restore
+            FakeNvml(init_error=18).install(patch)
+            return enter(self)
 
     monkeypatch.setattr(workplace, "Nvml", type("Nvml", (workplace.Nvml,), {"__enter__": fail}))
     code, said, attempts = run([FakeGpu(), FakeGpu()])

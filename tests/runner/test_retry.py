@@ -120,3 +120,10 @@ def test_repeated_ambiguous_error_is_the_programs() -> None:
     assert attempts.resolve_repeated_error(ended(either, retry_of=either))["infra_error"] is None
     for first, second in ((either, None), (gpu, either), (None, either), (either, gpu)):
         assert attempts.resolve_repeated_error(ended(first, retry_of=second)) == ended(first, retry_of=second)
+
+
+def test_pass_with_blocking_launches_after_an_asynchronous_error_is_no_evidence() -> None:
+    either = {"kind": EITHER, "message": "m"}
+    assert attempts.unconfirmed_pass(ended(None, retry_of=either))["infra_error"]["kind"] == EITHER
+    for other in (None, {"kind": GPU_FAILURE, "message": "m"}, {"kind": TOO_SLOW, "message": "m"}):
+        assert attempts.unconfirmed_pass(ended(None, retry_of=other)) == ended(None, retry_of=other)

@@ -19,7 +19,7 @@ each side has one stack or one hardware and they differ, the comparison goes acr
 exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B
 lacks results of A that its run was asked for, or a file cannot be read; 2 usage, no results, or no cell in common.
 Results that only B has are listed and do not change the exit code.
---agreement: 0 a GPU was compared with a CPU; 3 no such pair; 2 as above."""
+--agreement: 0 a GPU agrees with a CPU; 1 they differ; 3 no such pair; 2 as above."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _agreement(args: argparse.Namespace, one: Side, other: Side) -> int:
     else:
         print_wrapped("", *diffs.describe_agreement(cases, args.all))
     if any(each.across for each in cases):
-        return ExitCode.OK
+        return ExitCode.DIFFERS if any(each.disagreements for each in cases) else ExitCode.OK
     log(
         f"repro: no GPU was compared with a CPU: {args.one} and {args.other} have no cell that was measured on a GPU "
         "in one of them and on the CPU in the other. Measure one where `repro doctor` lists a usable GPU."

@@ -19,6 +19,7 @@ from repro_matrix.results import runs
 from repro_matrix.runner import session
 from repro_matrix.runner.prerequisites import ask_torch, plan
 from repro_matrix.runner.session import ask
+from repro_matrix.text import counted
 
 _SHOWN = ("python", "transformers", "accelerate", "peft", "deepspeed")
 
@@ -91,7 +92,8 @@ def main(args: argparse.Namespace) -> int:
         *(f"note: {text}" for text in notes),
     )
     terminal.print_lines([*terminal.doctor_lines(rows, terminal.columns()), ""])
-    print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run here")
+    first = f", once {counted(len(problems), 'problem')} (PROBLEM, above) is solved" if problems else ""
+    print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run here{first}")
     return 3 if problems else 0
 
 

@@ -132,7 +132,10 @@ class Pynvml:
             return getattr(self.lib, name)(*args)
         except self.lib.NVMLError as error:
             lost = error.value in [getattr(self.lib, f"NVML_ERROR_{kind}", None) for kind in _LOST]
-            raise DriverError(f"NVML: {error}", error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND, lost) from None
+            text = f"NVML: {str(error).rstrip('.')}"
+            if error.value == getattr(self.lib, "NVML_ERROR_LIB_RM_VERSION_MISMATCH", None):
+                text += "; the driver was updated: load its new kernel modules, or reboot"
+            raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND, lost) from None
 
     def _optional(self, name: str, *args: Any, **options: Any) -> Any:
         """Return the answer; None where this GPU or driver gives none (most questions may be refused)."""
@@ -173,7 +176,7 @@ class Pynvml:
 
     def _problem(self, handle: Any) -> str | None:
         if (self._optional("nvmlDeviceGetMigMode", handle) or [0])[0]:
-            return "it is in MIG mode; measurements need whole GPUs"
+            return "it is in MIG mode, and measurements need whole GPUs: nvidia-smi -mig 0 ends it"
         action = getattr(self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)  # drivers from r570 on
         values = self._optional("nvmlDeviceGetFieldValues", handle, [action]) if action is not None else None
         if values and values[0].nvmlReturn == 0 and values[0].value.uiVal:

@@ -125,7 +125,7 @@ def visible_gpus(text: str | None, gpus: Sequence[Gpu], order: str | None) -> tu
         if len(matches) != 1 or matches[0] in shown:
             named = "a GPU a second time" if len(matches) == 1 else f"{len(matches) or 'none'} of the {len(gpus)} GPUs"
             mig = "; measurements need whole GPUs, not MIG devices" if entry.startswith("MIG-") else ""
-            return (), f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}{mig}"
+            return (), f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}{mig}. Correct or unset it"
         shown += matches
     models = {gpu.name for gpu in gpus if gpu.name}  # a lost GPU has no name
     if not by_uuid and order != "PCI_BUS_ID" and len(shown) < len(gpus) and len(models) > 1:
@@ -327,7 +327,7 @@ def _detect_name(known: dict[str, Hardware], machine: Machine) -> str:
         reasons = ";\n  ".join(machine.unusable)
         raise HardwareError(
             f"hardware=auto: GPUs are here or were requested, and none can be used:\n  {reasons}.\n"
-            "hardware=cpu runs with gloo anyway; `repro doctor` lists the details."
+            "hardware=cpu runs with gloo anyway."
         )
     fits = [
         spec

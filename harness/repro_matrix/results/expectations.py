@@ -206,20 +206,17 @@ def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) 
         return ExitCode.DIFFERS
     measured = {row.cell for row in rows if row.attempts and row.complete}
     few = stopped_early or len(measured) < min_cells
-    return ExitCode.INCOMPLETE if few or lacking(rows) or mostly_unconfirmed(rows) else ExitCode.OK
+    return ExitCode.INCOMPLETE if few or lacking(rows) else ExitCode.OK
 
 
 def lacking(rows: Sequence[Row]) -> list[Row]:
-    """Return variants with attempts that gave no evidence, and those of cells without an end or a comparison."""
+    """Return variants with attempts that gave no evidence, those of cells without an end or a comparison, and what GPUs
+    showed where more than half of it differs from a CPU or has no expectation."""
     # A build that failed is no property of the stack: another try, or a compiler, would measure it.
     lost = [row for row in rows if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete]
-    return lost + uncompared_failures(rows)
-
-
-def mostly_unconfirmed(rows: Iterable[Row]) -> bool:
-    """Whether more than half of what GPUs showed differs from a CPU or has no expectation."""
-    on_gpus = [row.state for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"]
-    return 2 * sum(state in ("no_expectation", "differs_from_cpu") for state in on_gpus) > len(on_gpus)
+    on_gpus = [row for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"]
+    unconfirmed = [row for row in on_gpus if row.state in ("no_expectation", "differs_from_cpu")]
+    return lost + uncompared_failures(rows) + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else [])
 
 
 def bisect_exit(rows: Iterable[Row]) -> int:

@@ -33,6 +33,7 @@ from repro_matrix.runner.attempts import (
     resolve_repeated_error,
     run_attempt,
     take_over,
+    unconfirmed_pass,
     variant_of,
     with_infra_error,
 )
@@ -292,8 +293,11 @@ class Engine:
             self.on_event(Event("more", cell.plan, task.variant, attempts=1, seconds=task.seconds, text=why))
         else:
             cell.left -= 1
-        attempt = observation["attempt"]
-        outcome = grade.grade(self._cases[cell.plan.cell.case], task.variant, observation, self._cases).to_json()
+        attempt, case = observation["attempt"], self._cases[cell.plan.cell.case]
+        outcome = grade.grade(case, task.variant, observation, self._cases).to_json()
+        if outcome["outcome"] == "passed":
+            observation = unconfirmed_pass(observation)
+            outcome = grade.grade(case, task.variant, observation, self._cases).to_json()
         cell.document["variants"][task.variant]["attempts"].append({"observation": observation, "outcome": outcome})
         self._count(cell, task, observation, outcome)
         if cell.left:
