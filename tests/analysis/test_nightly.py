@@ -437,16 +437,22 @@ def test_nightly_run_is_compared_with_those_stored_before_it_whatever_the_clock(
     assert codes(results) == [("mon", 0), ("tue", 1), ("wed", 0)]
 
 
+def test_nightly_of_a_run_that_another_night_has_stored_is_exit_3(night: Night) -> None:
+    assert night("mon", {"unfixed": FIRED}, 1.0)[0] == 0
+    code, text = night("mon", None, 1.0, "--run-id", "tue")
+    assert code == 3 and "this run is stored as" in text
+
+
 def test_nightly_missing_cell_is_exit_3_unless_it_was_not_requested(results: Path, night: Night) -> None:
     other = {"case": "fsdp-generate", "cell_id": "fsdp-generate/qwen1.5-0.5b-fsdp"}
     at = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp"}
     both = f"case=fsdp-generate,{CASE}"
     write(results / "mon", {"unfixed": KNOWN}, **at)
-    for name, texts, left, expected in (
+    for started, (name, texts, left, expected) in enumerate((
         ("mon", [both], None, 0), ("tue", [both], None, 3), ("thu", ["case=fsdp-generate"], None, 0),
         ("wed", [both, "time_limit=60m"], [f"cpu current {KEY}"], 0),
-    ):  # fmt: skip
-        write(results / name, {"unfixed": EMBEDDING}, **other)
+    ), 1):  # fmt: skip
+        write(results / name, {"unfixed": EMBEDDING}, started, **other)
         runs.note(results / name, [*texts, "hardware=cpu"], runs.ENDED, left)
         code, text = night(name)
         assert code == expected and ("Missing: 1 variant" in text) == bool(expected), name

@@ -127,6 +127,8 @@ def finish(night: Nightly) -> Report:
             if not _is_finished(folder)
         ]
         incomplete += _missing_shards(night.folders)
+        before = next((name for name, at in stored.items() if at == started and name != run_id), None)
+        incomplete += [f"this run is stored as {before}: nothing was measured since"] if before else []
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
         lacking = [cell for side in night.sides for cell in side.lacking]

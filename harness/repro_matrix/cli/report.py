@@ -14,7 +14,6 @@ from repro_matrix.report import load
 from repro_matrix.report.load import AXES, Results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
-from repro_matrix.text import counted, one_line
 
 EPILOG = "Exit codes: 0; 2 usage error; 3 less was measured than requested, or evidence cannot be read."
 FORMATS = ("html", "text", "junit", "markdown", "json")
@@ -67,16 +66,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _exit_code(found: Results) -> int:
-    damaged = found.remarks.damaged
-    if damaged:
-        text = f"{counted(len(damaged), 'file')} of evidence cannot be read, the first: {one_line(damaged[0])}"
-    elif not any(row.attempts for row in found.headline.rows):
-        text = "nothing was measured"
-    elif found.remarks.incomplete or not all(row.complete for row in found.headline.rows):
-        text = "less was measured than requested"
-    else:
+    text = found.headline.incomplete
+    if not text and any(row.attempts for row in found.headline.rows):
         return ExitCode.OK
-    print(f"exit code {ExitCode.INCOMPLETE}: {text}", file=sys.stderr)
+    print(f"exit code {ExitCode.INCOMPLETE}: {text or 'nothing was measured'}", file=sys.stderr)
     return ExitCode.INCOMPLETE
 
 

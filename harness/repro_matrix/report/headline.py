@@ -55,6 +55,7 @@ class Headline:
     no_previous: str = ""
     earlier: bool = False
     unselected: int = 0
+    incomplete: str = ""  # why less is here than was measured or requested
 
     # What is counted
 
@@ -171,13 +172,14 @@ class Headline:
             return {"Results": [Fact("Nothing was measured.")], **({"Not measured": skipped} if skipped else {})}
         listed = "unconfirmed" if self.new or self.flaky or self.unanswered else "attention-list"
         answers = {
+            "Incomplete": [Fact(f"{self.incomplete}.", "", True)] if self.incomplete else [],
             "Needs attention": [Fact(f"{text}.", "attention-list", True) for text in self.differences],
             "Known failures": list(self._failures()),
             "Documented fixes": list(self._fixes()),
+            "Changes": [Fact(self.changed)],
             "What to do": list(self._what_to_do()),
             "Other failures": list(self._other_failures()),
             "Other fixes": list(self._other_fixes()),
-            "Changes": [Fact(self.changed)],
             "Controls": list(self._controls()),
             "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
             "Not measured": skipped,

@@ -49,7 +49,7 @@ from repro_matrix.report.terminal import Label, columns, label
 from repro_matrix.results import quarantine, runs
 from repro_matrix.results.rows import Row
 from repro_matrix.results.summary import load_rows, lost
-from repro_matrix.text import block, counted, line, list_ranks, log
+from repro_matrix.text import block, counted, line, list_ranks, log, one_line
 
 AXES = ("case", "model", "strategy", "stack", "hardware")
 PUBLISHED = "published results"
@@ -118,6 +118,11 @@ def load_results(
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     claims = ledger(shown, stored)
     head = headline(rows, catalog.cases, since, _no_previous(folders, history))
+    if damaged:
+        text = f"{counted(len(damaged), 'file')} of evidence missing or not readable, the first: {one_line(damaged[0])}"
+        head = replace(head, incomplete=text)
+    elif incomplete or not all(row.complete for row in rows):
+        head = replace(head, incomplete="Less was measured than requested")
     return Results(catalog, head, cells, remarks, stored_cases, claims, past)
 
 
@@ -134,7 +139,7 @@ def _no_previous(folders: Sequence[Path], history: Path | None) -> str:
     if history is not None:
         return f"Not known yet: {history} has no earlier run that passed. repro nightly adds and compares each night's."
     if folders == [BASELINE]:
-        return "Published results: not compared. A run is compared with the last that passed."
+        return "Not compared: published results."
     return "Not compared: these are several results. repro diff compares two." if len(folders) > 1 else ""
 
 
