@@ -536,7 +536,9 @@ def test_match_of_any_encoding_reads_it(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:20], "end-of-stream")]
+    ("content", "message"),
+    [(bytes(range(256)) * 40, "binary"), (gzip.compress(WELL)[:20], "end-of-stream")],
+    ids=["binary", "cut gzip"],
 )
 def test_match_of_something_else_exits_2(
     content: bytes, message: str, match: Match, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -84,6 +84,9 @@ def load_results(
     for folder, name in zip(folders, source_names(folders)):
         try:
             rows = load_rows(folder, catalog.cases, texts, write=folder != BASELINE)
+        except FileNotFoundError:
+            hint = "`repro run CASE` stores a run, and `repro report --baseline` shows the published results."
+            raise ResultsError(f"{folder}: no such folder of results. {hint}") from None
         except OSError as error:
             raise ResultsError(f"{folder}: cannot be read ({error.strerror or error})") from None
         stored += rows
