@@ -122,7 +122,8 @@ def load_results(
     claims = ledger(shown, stored)
     head = headline(rows, catalog.cases, since, _no_previous(folders, history))
     if damaged:
-        text = f"{counted(len(damaged), 'file')} of evidence missing or not readable, the first: {one_line(damaged[0])}"
+        first = one_line(damaged[0]).partition(". ")[0]
+        text = f"{counted(len(damaged), 'file')} of evidence missing or not readable, the first: {first}"
         head = replace(head, incomplete=text)
     elif incomplete or not all(row.complete for row in rows):
         head = replace(head, incomplete="Less was measured than requested")
