@@ -123,7 +123,7 @@ class Headline:
         fixes = sum(row.role == "fix" for row in self.flaky)
         numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
                    (len(self.flaky), "flaky result",
-                    f"on {_stacks(self.flaky)}" + f" (fixes among them: {fixes})" * bool(fixes)),
+                    f"on {_stacks(self.flaky)}" + f" ({counted(fixes, 'fix')}, not counted as working)" * bool(fixes)),
                    (len(self.new), "result", "without an expectation"),
                    (len(self.unanswered), "variant", "without a verdict"))  # fmt: skip
         return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
@@ -199,6 +199,9 @@ class Headline:
         elif self.failures:
             verb = f"reproduce{'s' * (reproduce == 1)}"
             yield Fact(f"{reproduce} of {self.failures} {which}{verb} {self.stack}.", "reproduces")
+        if simulated := sum(each.simulated and each.state == "reproduces" for each in self.cases):
+            which = f"{simulated} of the {reproduce}" if reproduce > 1 else "It"
+            yield Fact(f"{which} {'is' if simulated == 1 else 'are'} simulated.", "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more are in the catalog.", "")
 
@@ -210,9 +213,6 @@ class Headline:
                 before = f", {gone} of them reproduced before" if gone and state == "absent" else ""
                 verb = f"fail{'s' * (number == 1)} with " if state == "other_failure" else ""
                 yield Fact(f"{number} {verb}{CASE_STATES[state][1]}{before}.", state)
-        if simulated := sum(each.simulated and each.state == "reproduces" for each in self.cases):
-            what = f"{simulated} of those that reproduce {'is' if simulated == 1 else 'are'} simulated."
-            yield Fact(what, "reproduces")
 
     def _fixes(self) -> Iterator[Fact]:
         """Yield how many stopped working, then how many work."""

@@ -93,7 +93,7 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
             reason = next(each.reason for each in row.evidence_attempts if each.outcome not in ("reproduced", "passed"))
             yield from wrap(f"case={row.case} {' '.join(row.axes)}: {reason}", "  ", 4, width)
     lists: dict[str, list[tuple[str | None, Row]]] = {
-        "NO VERDICT: {}, not counted above": [(row.reason, row) for row in head.unanswered],
+        "NO VERDICT: {}, counted neither as working nor as stopped": [(row.reason, row) for row in head.unanswered],
         "FLAKY: {}, whose attempts disagree": [(_outcomes(row), row) for row in head.flaky],
         "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
         "NO EXPECTATION: {}. `repro accept` writes expectations": [(row.verdict, row) for row in head.new],
