@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import as_promised, case, check, made, observation, ok, record
+from observations import as_promised, case, check, failed, made, observation, ok, record
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.checks import evaluate
-from repro_matrix.grading.effect import missing_effect, unread_change
+from repro_matrix.grading.effect import missing_effect, never_on_gpu, unread_change
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.paths import REPROS
 
@@ -245,6 +245,21 @@ def test_every_rank_must_use_its_gpus(kind: str, devices: int, checks: Any, peak
     assert reason is None if part is None else part in str(reason)
     simulated = training(kind=kind).model_copy(update={"simulated": "devices"})
     assert missing_effect(simulated, "unfixed", seen) is None
+
+
+def test_failure_of_ranks_that_never_used_their_gpus_is_no_evidence() -> None:
+    stored = observation(failed(0), failed(1), settings={"device": "cuda"})
+    stored["attempt"]["backend"] = "nccl"
+    for rank in stored["ranks"]:
+        del rank["record"]["peak_gpu_mb"]
+    seen = Attempt(stored)
+    assert "rank 0" in str(never_on_gpu(training(), seen))
+    seen.ranks[0].record["peak_gpu_mb"] = 0.0  # it failed before it computed
+    assert "rank 1" in str(never_on_gpu(training(), seen))
+    seen.ranks[1].record["ended"] = None  # killed
+    assert never_on_gpu(training(), seen) is None
+    stored["attempt"]["backend"] = "gloo"
+    assert never_on_gpu(training(), Attempt(stored)) is None
 
 
 def test_promises_of_a_variant_replace_those_of_the_strategy() -> None:

@@ -56,6 +56,15 @@ def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
     return _unread(case, variant, attempt) if recorded and attempt.ranks else None
 
 
+def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
+    """Return which rank never touched its GPU, for an attempt that failed: NCCL connects before the case's body, so a
+    rank that ended and has not initialized CUDA computed elsewhere."""
+    if attempt.accelerator != "cuda" or attempt.backend != "nccl" or attempt.world_size < 2 or case.simulated:
+        return None
+    away = [rank for rank in attempt.ranks if rank.record.get("ended") and "peak_gpu_mb" not in rank.record]
+    return f"no GPU was in effect: rank {away[0].rank} did not initialize CUDA" if away else None
+
+
 def _evidence(rank: Rank, what: str) -> list[Effect]:
     return [item for item in rank.record.get("effects", ()) if item["what"] == what]
 

@@ -30,7 +30,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from repro_matrix.config.schema import INFINITE, AdhocCase, Case
-from repro_matrix.grading.effect import missing_effect, unread_change
+from repro_matrix.grading.effect import missing_effect, never_on_gpu, unread_change
 from repro_matrix.grading.expectations import same_release
 from repro_matrix.grading.hangs import timeout_without_hang
 from repro_matrix.grading.observation import Attempt, Rank
@@ -186,9 +186,11 @@ def _judge(
     matching = [item for item in recognized if item.case == case.slug]
     others = [item for item in recognized if item.case != case.slug and item.kind != "log"]
     if matching:
-        unread = None if isinstance(case, AdhocCase) else unread_change(case, variant, attempt)
-        if unread:  # the variant is the unfixed one under another name
-            return _no_evidence("no_effect", first_line(unread))
+        # A variant that changed nothing is the unfixed one under another name.
+        adhoc = isinstance(case, AdhocCase)
+        doubt = None if adhoc else unread_change(case, variant, attempt) or never_on_gpu(case, attempt)
+        if doubt:
+            return _no_evidence("no_effect", first_line(doubt))
         also = "".join(f"; also {item.case}" for item in others)
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognized)]
         different = f"; {_describe(rest[0])}" if rest and not also else ""

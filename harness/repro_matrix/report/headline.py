@@ -180,6 +180,7 @@ class Headline:
             "What to do": list(self._what_to_do()),
             "Other failures": list(self._other_failures()),
             "Other fixes": list(self._other_fixes()),
+            "Simulated": list(self._simulated()),
             "Controls": list(self._controls()),
             "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
             "Not measured": skipped,
@@ -199,11 +200,12 @@ class Headline:
         elif self.failures:
             verb = f"reproduce{'s' * (reproduce == 1)}"
             yield Fact(f"{reproduce} of {self.failures} {which}{verb} {self.stack}.", "reproduces")
-        if simulated := sum(each.simulated and each.state == "reproduces" for each in self.cases):
-            which = f"{simulated} of the {reproduce}" if reproduce > 1 else "It"
-            yield Fact(f"{which} {'is' if simulated == 1 else 'are'} simulated.", "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more are in the catalog.", "")
+
+    def _simulated(self) -> Iterator[Fact]:
+        if number := sum(each.simulated and each.state == "reproduces" for each in self.cases):
+            yield Fact(f"{number} of the {self.count('reproduces')} that reproduce.", "reproduces")
 
     def _other_failures(self) -> Iterator[Fact]:
         """Yield the failures that do not reproduce, by their state, and those that no device takes part in."""
@@ -254,10 +256,8 @@ class Headline:
     def changed(self) -> str:
         """Say what changed since the last passing run."""
         if not self.previous:
-            why = "No earlier run here passed." if self.earlier else "First run here."
-            fails = ", which does not pass" if self.differences else ""
-            next_run = f"is {'not ' * bool(fails)}compared with this one{fails}"
-            return self.no_previous or f"{why} The next one {next_run}."
+            why = "no earlier run here passed" if self.earlier else "first run here"
+            return self.no_previous or f"Not compared: {why}."
         what = counted(self.changes, "result") if self.changes else "Nothing"
         partial = ", which measured less than requested" * self.partial
         removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
