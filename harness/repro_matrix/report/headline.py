@@ -195,7 +195,8 @@ class Headline:
     def _failures(self) -> Iterator[Fact]:
         reproduce, which = self.count("reproduces"), "selected " * bool(self.unselected)
         if self.failures == 1:
-            verb = "reproduces" if reproduce else "does not reproduce"
+            absent = "gave no answer" if self.count("unclear") else "does not reproduce"
+            verb = "reproduces" if reproduce else absent
             yield Fact(f"The one {which or 'measured '}{verb} {self.stack}.", "reproduces")
         elif self.failures:
             verb = f"reproduce{'s' * (reproduce == 1)}"
