@@ -62,7 +62,7 @@ def _lines(raw: Any, path: str) -> Iterator[str]:
     """A carriage return alone (a progress bar) ends a line as well. Of a long line only the beginning is kept."""
     file: Any = io.BufferedReader(raw)
     if file.peek(2).startswith(b"\x1f\x8b"):
-        file = io.BufferedReader(gzip.GzipFile(fileobj=file))
+        file = _Gzip(fileobj=file)
     head = file.peek(4096)
     encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     if encoding != "utf-16" and b"\0" in head:
@@ -73,6 +73,21 @@ def _lines(raw: Any, path: str) -> Iterator[str]:
         if begins:
             yield part
         begins = part.endswith("\n")
+    if damage := getattr(file, "damage", None):
+        raise damage
+
+
+class _Gzip(gzip.GzipFile):
+    """A file that ends where it is damaged: an exception would discard the text that has been read and not returned."""
+
+    damage: Exception | None = None
+
+    def read1(self, size: int = -1) -> bytes:
+        try:
+            return super().read1(size)
+        except (OSError, EOFError, zlib.error) as error:
+            self.damage = error
+            return b""
 
 
 # --- versions: from what a log prints of its environment
