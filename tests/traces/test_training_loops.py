@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def train(bug: str) -> None:
         if isinstance(model, Chunked):
             loss = model.loss(batch, targets)
         else:
-            loss = functional.cross_entropy(model(batch) * scale, targets)
+            loss = functional.cross_entropy(model(batch) * (scale.detach() if bug == "detached" else scale), targets)
         loss.backward()
         if bug == "edited":
             model[2].bias.grad.mul_(1.05)
@@ -62,13 +63,43 @@ def train(bug: str) -> None:
             optimizer = torch.optim.SGD(owners, 0.1, momentum=optimizer.defaults["momentum"])
 
 
-def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: str, bad: str) -> Location:
+def train_two(loop: str, accumulation: int) -> None:
+    """Train two models, one of which gets what the other one made, for two steps of four samples."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in torch.randn(4, 8).chunk(accumulation):
+            loss = LOOPS[loop](first, second, batch)
+            (loss.mean() / accumulation).backward()
+        optimizer.step()
+
+
+def no_grad(model: Any, batch: Any) -> Any:
+    with torch.no_grad():
+        return model(batch)
+
+
+LOOPS: dict[str, Any] = {
+    "one after another": lambda first, second, batch: second(first(batch)),
+    "code between": lambda first, second, batch: second(first(batch) * 2),
+    "frozen encoder": lambda first, second, batch: second(no_grad(first, batch)),
+    "frozen encoder, code between": lambda first, second, batch: second(no_grad(first, batch) * 2),
+    "teacher": lambda first, second, batch: (no_grad(first, batch) - second(batch)) ** 2,
+    "discriminator": lambda first, second, batch: second(first(batch).detach()) - second(batch + 1),
+    "real data first": lambda first, second, batch: second(batch + 1) - second(first(batch)),
+}
+
+
+def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: Any, bad: Any) -> Location:
+    """Trace ``good`` and ``bad``, and ``good`` twice more with noise."""
     traces = []
-    for name, bug, noise in (("good", good, ""), ("noise1", good, "1"), ("noise2", good, "2"), ("bad", bad, "")):
+    for name, train, noise in (("good", good, ""), ("noise1", good, "1"), ("noise2", good, "2"), ("bad", bad, "")):
         (folder / name).mkdir()
         monkeypatch.setenv("REPRO_TRACE_NOISE", noise)
         tracer.install(str(folder / name), 0, 1)
-        train(bug)
+        train()
         tracer.close("exit")
         traces.append(read(folder / name))
     return locate(traces[0], traces[3], traces[1:3])
@@ -79,17 +110,25 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: str, bad: str) 
     [
         ("chunked", "chunked head", 2, "gradient before the optimizer", "optimizer.2"),
         ("", "outside", 0, "gradient before the optimizer", "optimizer.4"),
+        ("", "detached", 0, "gradient before the optimizer", "optimizer.4"),
         ("", "edited", 0, "gradient before the optimizer", "2.bias"),
         ("", "copied optimizer", 0, "update", "0.weight"),
         ("momentum", "momentum swapped", 1, "update", "0.weight"),
     ],
 )
 def test_an_error_of_a_training_loop_is_named(tmp_path, monkeypatch, good, bad, step, stage, place):
-    found = compare(tmp_path, monkeypatch, good, bad)
+    found = compare(tmp_path, monkeypatch, partial(train, good), partial(train, bad))
     assert (found.verdict, found.step, found.stage, found.place) == ("differs", step, stage, place), found.sentence()
 
 
 @pytest.mark.parametrize("bad", ["swapped", "evaluation"])
 def test_a_model_that_is_copied_and_an_evaluation_beside_the_training_agree(tmp_path, monkeypatch, bad):
-    found = compare(tmp_path, monkeypatch, "", bad)
+    found = compare(tmp_path, monkeypatch, partial(train, ""), partial(train, bad))
     assert found.verdict == "agrees" and found.coverage.steps == 3, found.sentence()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_models_agree_whatever_the_accumulation(tmp_path, monkeypatch, loop):
+    good, bad = partial(train_two, loop, 1), partial(train_two, loop, 2)
+    found = compare(tmp_path, monkeypatch, good, bad)
+    assert found.verdict == "agrees" and found.coverage.steps == 2, found.sentence()

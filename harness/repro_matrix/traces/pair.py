@@ -34,7 +34,7 @@ ORDER = [*(kind for kind in STAGE_OF if kind not in ("in", "buffer after")), "bu
 ROLES = {"in": "input", "fwd": "output", "bwd": "gradient", "state": "value before the step",
          "param": "value after the step", "buffer before": "value", "buffer after": "value"}  # fmt: skip
 ALIKE = 1e-5  # rounding, for tensors that few operations made
-COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad")  # a gradient that is not there
+COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad", "ograd")  # a gradient that is not there
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Pair:
         if key.kind == "bwd" and (forward := key._replace(kind="fwd")) in self.other.events:
             outputs = self.other.rows(forward)
             owners = dict(zip(outputs.ids, outputs.owners))
-        elif key.name in self.other.parameters and not shown:
+        elif key.name in self.other.parameters and not shown and not (key.kind == "ograd" and self.left_out(key.name)):
             owners = dict.fromkeys(rows.ids, (tuple(self.other.trace.ranks), -1))
         lacking = [row for row, (id_, norm) in enumerate(zip(rows.ids, rows.norms))
                    if norm > 0 and id_ in owners and id_ not in arrived.ids]  # fmt: skip

@@ -18,7 +18,7 @@ def install(folder: str, rank: int, world: int) -> None:
     """Begin to trace this process, which is a rank."""
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     place.update(folder=folder, rank=rank, world=world)
-    os.register_at_fork(after_in_child=hooks.remove)  # a child does not write into its parent's trace
+    os.register_at_fork(after_in_child=forget)  # a child does not write into its parent's trace
     side("", _integer("REPRO_TRACE_NOISE"))
 
 
@@ -35,7 +35,11 @@ def side(name: str, noise: Optional[int] = None, world: Optional[int] = None) ->
 def close(reason: str) -> None:
     if hooks.tracer is not None:
         hooks.tracer.close(reason)
-    hooks.remove()
+    forget()
+
+
+def forget() -> None:
+    hooks.tracer = None
 
 
 def _integer(name: str) -> Optional[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
 from .layout import dtype_name, located
-from .sketch import crc, sketch, unwrapped
+from .sketch import crc, sketch
 
 DEPTH = 4  # of nested lists and mappings
 
@@ -16,7 +16,7 @@ DEPTH = 4  # of nested lists and mappings
 def tensors(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[Tuple[str, torch.Tensor]]:
     """Yield the tensors in nested sequences, mappings and outputs of models, with their names."""
     if isinstance(value, torch.Tensor):
-        yield name, unwrapped(value)
+        yield name, value
     elif depth and isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
             yield from tensors(each, f"{name}.{number}" if name else str(number), depth - 1)
@@ -38,17 +38,16 @@ def pick(found: Dict[str, torch.Tensor], *names: str) -> Optional[torch.Tensor]:
 
 @dataclasses.dataclass
 class Batch:
-    """The samples of one root call. length: elements of a sample that models may merge with the first dimension.
-    rounded: they are known by numbers that may come from another model, with rounding."""
+    """The samples of one root call. length: elements of a sample that models may merge with the first dimension."""
 
     samples: List[int] = dataclasses.field(default_factory=list)
     labels: List[int] = dataclasses.field(default_factory=list)
     length: int = 0
-    rounded: bool = False
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Dict[str, Any]) -> Batch:
-        """Find the samples. They are known by input_ids where there are any, without what the mask hides."""
+    def of(args: Sequence[Any], kwargs: Dict[str, Any], maker: Callable[[torch.Tensor], Optional[Batch]]) -> Batch:
+        """Find the samples. They are known by input_ids where there are any, without what the mask hides. Features have
+        the samples of which a model made them: ``maker`` returns its batch."""
         found = {name: each for name, each in [*tensors(args), *tensors(kwargs)] if each.device.type != "meta"}
         ids = pick(found, "input_ids", "decoder_input_ids")
         if ids is None:
@@ -57,8 +56,11 @@ class Batch:
         if ids is None or hasattr(ids, "placements"):
             return Batch()
         mask, labels = pick(found, "attention_mask"), pick(found, "labels", "label")
+        source = maker(ids) if ids.is_floating_point() else None
         ids = ids.detach().cpu()
-        if mask is not None and mask.shape == ids.shape:
+        if source is not None and len(source.samples) == len(ids):
+            samples = source.samples
+        elif mask is not None and mask.shape == ids.shape:
             mask = mask.detach().cpu().bool()
             samples = [crc(row[own]) for row, own in zip(ids, mask)]
         else:
@@ -66,7 +68,7 @@ class Batch:
         marks: List[int] = []
         if labels is not None and labels.dim() and labels.shape[0] == len(samples):
             marks = [crc(row[row != -100]) for row in labels.detach().cpu()]
-        return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0, ids.is_floating_point())
+        return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
 
     def fields(self) -> Dict[str, Any]:
         return {"samples": self.samples, **({"labels": self.labels} if self.labels else {})}

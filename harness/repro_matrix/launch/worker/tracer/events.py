@@ -6,9 +6,10 @@ from __future__ import annotations
 import functools
 import weakref
 from operator import methodcaller
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import layout
 from .batches import Batch, floating
@@ -36,6 +37,12 @@ def guarded(method: Callable) -> Callable:
     return call
 
 
+def key_of(tensor: torch.Tensor) -> Tuple[int, int]:
+    """Return what a tensor has in common with itself detached or reshaped. A key is not used again as long as there is
+    a StorageWeakRef."""
+    return tensor.untyped_storage()._cdata, tensor.data_ptr()
+
+
 def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -58,6 +65,7 @@ class Tracer:
         self.zero, self.engine = False, None  # the engine of DeepSpeed that steps: its optimizer holds flat tensors
         self.optimizers: Dict[int, int] = {}  # those with parameters that no model has -> number
         self.hooked: Dict[int, Any] = {}  # parameters whose gradients are seen
+        self.grad = True  # gradients were enabled in the last root call
         self.forget()
         self.writer.add("start", **start)
         self.writer.flush()
@@ -69,6 +77,8 @@ class Tracer:
         self.parameters: Dict[str, layout.Parameter] = {}
         self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}  # module -> its attributes and their parameters
         self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}  # gradients of this backward
+        self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, Batch]] = {}  # outputs of this step's root calls
+        self.sources: Set[int] = set()  # roots that got samples which no model made
         self._begin_batch(Batch())
 
     def _begin_batch(self, batch: Batch) -> None:
@@ -108,35 +118,52 @@ class Tracer:
     # A root call is the outermost call of a module with parameters: a micro-batch.
 
     @guarded
-    def begin_root(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any], grad: bool) -> None:
+    def begin_root(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Dict[str, Any], grad: bool) -> bool:
         """Begin a micro-batch, unless the module is a loss function: that has no parameters. grad: enabled here."""
         if next(module.parameters(), None) is None:
-            return
+            return False
         if self.stepped:
             self.step, self.micro, self.quiet_calls, self.stepped, self.reduced = self.step + 1, -1, 0, False, False
         if self.step >= self.stop:
             self.close("window")
             leave(self.writer.file.name, self.world)
-            return
+            return False
         if self.step == self.first and self.micro < 0:  # the window begins: models are described in it
             self.forget()
         self.micro += 1
         self.quiet_calls += not grad
         self.recording = self.step >= self.first
         if not self.micro:
+            self.made.clear()
             self._add_values("before", self.parameters, self.places)
         root = self._register(module)
         if not grad and self.quiet_calls > QUIET_CALLS:
             if self.quiet_calls == QUIET_CALLS + 1 and self.recording:
                 self.note(f"there are more calls of models without gradients in this step than {QUIET_CALLS}")
             self.recording = False
-        batch = Batch.of(args, kwargs)
-        if batch.rounded and self.micro and root != self.root and len(batch.samples) == len(self.batch.samples):
-            batch.samples = self.batch.samples  # features that another model made of them
-        self.root = root
+        batch = Batch.of(args, kwargs, functools.partial(self._maker, root))
+        self.root, self.grad = root, grad
         self._begin_batch(batch)
         self.add("batch", root=root, grad=grad, **self.batch.fields())
         self.add("random", v=random_state())
+        return True
+
+    def _maker(self, root: int, features: torch.Tensor) -> Optional[Batch]:
+        """Return the batch of the call in which a model made the features that this root gets, if one did: they are its
+        output, or autograd knows that they were computed. Without gradients nothing says so: a model that is called
+        after such a call, and not with samples of its own before, is taken to get them."""
+        if key_of(features) in self.made:
+            return self.made[key_of(features)][1]
+        guessed = not self.grad and root not in self.sources
+        if self.micro and root != self.root and (features.grad_fn is not None or guessed):
+            return self.batch
+        self.sources.add(root)
+        return None
+
+    @guarded
+    def end_root(self, output: Any) -> None:
+        for tensor in (each for each in floating(output) if not layout.is_dtensor(each)):
+            self.made[key_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), self.batch
 
     def _register(self, module: torch.nn.Module) -> int:
         """Name the modules and parameters of a root at its first call, and again when it has got others."""

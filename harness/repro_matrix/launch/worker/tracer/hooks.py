@@ -1,10 +1,10 @@
-"""Set the hooks in torch, DeepSpeed and FSDP that call the current tracer, and take them away."""
+"""Set the hooks in torch, DeepSpeed and FSDP that call the current tracer; without one they do nothing."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Optional, Set, Tuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -12,31 +12,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .events import Tracer, recomputing
 
 tracer: Optional[Tracer] = None
-handles: List[Any] = []
-patched: List[Tuple[Any, str, Any, Any]] = []  # owner, attribute, the original, ours
+patched: Set[Tuple[Any, str]] = set()  # owner, attribute
 depth = 0
 
 
 def patch(owner: Any, attribute: str, wrap: Callable[[Any], Callable]) -> None:
     original = getattr(owner, attribute, None)
-    if original is not None and not any(each[:2] == (owner, attribute) for each in patched):
-        ours = functools.wraps(original)(wrap(original))
-        patched.append((owner, attribute, original, ours))
-        setattr(owner, attribute, ours)
+    if original is not None and (owner, attribute) not in patched:
+        patched.add((owner, attribute))
+        setattr(owner, attribute, functools.wraps(original)(wrap(original)))
 
 
 def install() -> None:
     """Set the hooks once; torch has been imported."""
-    if handles:
+    if patched:
         return
     patch(torch.nn.Module, "__call__", calling)
     patch(torch.autograd, "backward", backward)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             patch(owner, name, clipping)
-    handles.append(torch.nn.modules.module.register_module_forward_hook(on_forward))
-    handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: tracer and tracer.before_step(optimizer)))
-    handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: tracer and tracer.after_step(optimizer)))
+    torch.nn.modules.module.register_module_forward_hook(on_forward)
+    register_optimizer_step_pre_hook(lambda optimizer, *_: tracer and tracer.before_step(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: tracer and tracer.after_step(optimizer))
 
 
 def install_late() -> None:
@@ -49,36 +47,25 @@ def install_late() -> None:
         patch(fsdp.FullyShardedDataParallel, "clip_grad_norm_", clipping)
 
 
-def remove() -> None:
-    """Take the hooks away, and forget the tracer."""
-    global tracer
-    tracer = None
-    for handle in handles:
-        handle.remove()
-    for owner, attribute, original, ours in reversed(patched):
-        if getattr(owner, attribute) is ours:
-            setattr(owner, attribute, original)
-    handles.clear()
-    patched.clear()
-
-
 def calling(original: Callable) -> Callable:
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global depth
         own = tracer
         if own is None or not own.open:
             return original(self, *args, **kwargs)
+        is_root = False
         if depth == 0 and not recomputing():
             install_late()
-            own.begin_root(self, args, kwargs, torch.is_grad_enabled())
+            is_root = own.begin_root(self, args, kwargs, torch.is_grad_enabled())
         own.on_inputs(self, args, kwargs)
         depth += 1
         try:
-            return original(self, *args, **kwargs)
+            output = original(self, *args, **kwargs)
+            if is_root:
+                own.end_root(output)
+            return output
         finally:
             depth -= 1
-            if depth == 0 and not own.open:
-                remove()
 
     return __call__
 

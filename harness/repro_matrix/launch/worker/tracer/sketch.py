@@ -12,8 +12,6 @@ import zlib
 from typing import Iterator, Optional
 
 import torch
-from torch._C import _functorch as functorch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 PRODUCTS = 8
@@ -50,20 +48,12 @@ def block_signs(blocks: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Compute beside the script: no gradient is recorded; no mode (selective checkpointing) and no transform of
-    torch.func sees it."""
+    """Compute beside the script: no gradient is recorded, and no mode (selective checkpointing) sees it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
-        while functorch.peek_interpreter_stack() is not None:
-            stack.enter_context(temporarily_pop_interpreter_stack())
         yield
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a transform of torch.func computes with."""
-    return unwrapped(functorch.get_unwrapped(tensor)) if functorch.is_functorch_wrapped_tensor(tensor) else tensor
 
 
 def sketch(rows: torch.Tensor, start: int = 0, index: Optional[torch.Tensor] = None) -> torch.Tensor:
