@@ -136,7 +136,7 @@ def as_promised(settings: dict[str, Any], ranks: int, also: Sequence[str] = ()) 
     items.append({"what": "collectives", "actual": dict.fromkeys(invariants.get("collectives", ()), 1)})
     items += [{"what": name, "actual": 1, "least": 1} for name in also]
     read = {"flags": list(settings["flags"]), "options": list(settings["strategy"].get("options") or {})}
-    used = {"peak_gpu_mb": 1.0} if settings.get("device") == "cuda" else {}
+    used = {"peak_gpu_mb": 1.0, "device": "cuda:0"} if settings.get("device") == "cuda" else {}
     return {"effects": items, "read": read, **used}
 
 

@@ -404,6 +404,8 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
             run.phase("init_process_group")
             run.init_process_group()
         run.phase("body")
+        if run.device_kind == "cuda":
+            record_device(record)
         tracing.install(rank, world)
         body(run)
         tracing.close()
@@ -419,6 +421,14 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
         traceback.print_exc()
     _finish(record, settings, code)
     return code
+
+
+def record_device(record: Record) -> None:
+    """Write down that this rank has initialized CUDA, before its body: one that hangs or is killed shows it, too."""
+    import torch
+
+    record.data["device"] = f"cuda:{torch.cuda.current_device()}"
+    record.write()
 
 
 def _witness(settings: dict[str, Any], rank: int) -> Witness | None:

@@ -114,6 +114,28 @@ def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: 
     assert unusable.code == 3 and "a build without CUDA" in json.loads(unusable.out)["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "visible", "why"),
+    [
+        ([FakeGpu(mig=["MIG-x"]) for _ in range(8)], None, "MIG mode"),
+        ([FakeGpu(mode="prohibited") for _ in range(8)], None, "prohibited"),
+        ([FakeGpu() for _ in range(8)], "0,1,1", "a second time"),
+    ],
+    ids=["MIG", "mode", "duplicates"],
+)
+def test_doctor_does_not_contradict_itself_where_no_gpu_can_be_used(
+    gpus: list[FakeGpu], visible: str | None, why: str, repro: Repro, tmp_path: Path
+) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python_that_says(tmp_path, *lines(8))}", env=env)
+    shown = " ".join(done.out.split())
+    assert done.code == 3 and "PROBLEM: hardware=auto: GPUs are here" in shown and why in shown
+    assert "GPUs: none that can be used" in shown and "8 of 8 GPUs" not in shown and "run here" not in shown
+    assert done.out.splitlines()[-1].startswith(
+        "1 of 1 cells can run with hardware=cpu; those of the GPUs, once 1 problem"
+    )
+
+
 def test_doctor_reports_a_gpu_that_is_lost_while_it_is_probed(
     repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

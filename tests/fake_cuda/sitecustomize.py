@@ -71,10 +71,22 @@ def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
         for item in self.data.get("effects") or []:
             if item.get("what") == "group":
                 item["backend"] = backend
-        self.data["peak_gpu_mb"] = 1.0
+        if "FAKE_CUDA_UNUSED" not in os.environ or settings["case"].startswith("canary"):
+            self.data |= {"peak_gpu_mb": 1.0, "device": "cuda:0"}
         write(self)
 
     Record.write = written  # type: ignore[method-assign]
+    from repro_kit.run import Run
+
+    phase = Run.phase
+
+    def begun(self: Any, name: str) -> None:
+        """Write the record where the body begins, as on a GPU."""
+        phase(self, name)
+        if name == "body":
+            self.record.write()
+
+    Run.phase = begun  # type: ignore[method-assign]
     if os.environ.get("RANK") == "0" and (how := os.environ.get("FAKE_CUDA_ASSERT")):
         fail_in_a_kernel(how)
     if os.environ.get("RANK") == "0" and (text := os.environ.get("FAKE_NCCL_START")):
@@ -114,7 +126,8 @@ def fail_in_a_kernel(noticed_by: str) -> None:
         raise error
 
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        torch.nn.functional.embedding = fail
+        if noticed_by != "race":  # where the host waits, there is none
+            torch.nn.functional.embedding = fail
     else:
         torch.Tensor.item = fail  # type: ignore[method-assign]
 

@@ -247,18 +247,22 @@ def test_every_rank_must_use_its_gpus(kind: str, devices: int, checks: Any, peak
     assert missing_effect(simulated, "unfixed", seen) is None
 
 
-def test_failure_of_ranks_that_never_used_their_gpus_is_no_evidence() -> None:
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("ended", [112.0, None], ids=["ended", "hung or killed"])
+def test_failure_of_ranks_that_began_without_their_gpus_is_no_evidence(backend: str, ended: float | None) -> None:
     stored = observation(failed(0), failed(1), settings={"device": "cuda"})
-    stored["attempt"]["backend"] = "nccl"
-    for rank in stored["ranks"]:
-        del rank["record"]["peak_gpu_mb"]
-    seen = Attempt(stored)
-    assert "rank 0" in str(never_on_gpu(training(), seen))
-    seen.ranks[0].record["peak_gpu_mb"] = 0.0  # it failed before it computed
-    assert "rank 1" in str(never_on_gpu(training(), seen))
-    seen.ranks[1].record["ended"] = None  # killed
-    assert never_on_gpu(training(), seen) is None
-    stored["attempt"]["backend"] = "gloo"
+    stored["attempt"]["backend"] = backend
+    stored["ranks"][0]["record"]["device"] = "cuda:0"
+    away = stored["ranks"][1]["record"]
+    away["ended"] = ended
+    away.pop("device", None)
+    assert "rank 1" in str(never_on_gpu(training(), Attempt(stored)))
+    for phase in ("start", "init_process_group"):  # it could not start: that is another failure
+        away["phase"] = phase
+        assert never_on_gpu(training(), Attempt(stored)) is None
+    away.update(phase="body", device="cuda:1")
+    assert never_on_gpu(training(), Attempt(stored)) is None
+    stored["ranks"][1]["record"] = None  # killed before its first record
     assert never_on_gpu(training(), Attempt(stored)) is None
 
 

@@ -184,6 +184,8 @@ def test_failure_with_unread_change_is_no_evidence() -> None:
         if read is None:
             del seen["ranks"][1]["record"]["read"]
         assert grade(CASE, "fix", seen, [CASE]).outcome == expected
+        seen["ranks"][0]["record"]["ended"] = None  # hung or killed: it may have read it after its last record
+        assert grade(CASE, "fix", seen, [CASE]).outcome == "reproduced"
 
 
 def test_near_miss_is_described_for_the_unfixed_variant_only() -> None:

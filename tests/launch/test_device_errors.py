@@ -98,6 +98,7 @@ def forms(row: DeviceError) -> list[dict[str, Any]]:
     return [
         {"type": "AcceleratorError", "message": "in other words", "error_code": row.code},
         {"type": "RuntimeError", "message": f"CUDA error: {text}\nFor debugging ..."},
+        {"type": "RuntimeError", "message": f"Triton Error [CUDA]: {text}"},
         {"type": "DistBackendError",
          "message": f"NCCL error\nncclUnhandledCudaError: Call failed.\nLast error:\nCuda failure {row.code} '{text}'"},
     ]  # fmt: skip
@@ -127,6 +128,8 @@ def test_table_has_sources_and_no_error_twice() -> None:
     rows = device_errors()
     codes = [row.code for row in rows if row.code is not None]
     assert len(rows) >= 100 and all(row.source for row in rows)
+    names = {row.name.partition("_")[0].partition("-")[0] for row in rows}
+    assert {"CUBLAS", "CUDNN", "CUSOLVER", "CUFFT", "CUSPARSE", "triton"} <= names
     assert len({row.name for row in rows}) == len(rows) and len(set(codes)) == len(codes)
 
 

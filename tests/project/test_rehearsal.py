@@ -109,6 +109,15 @@ def test_matrix_repeats_an_asynchronous_error_with_blocking_launches(tmp_path: P
     assert len(ids) == 1 and "cudaErrorAssert" in ids.pop()
 
 
+def test_matrix_names_a_failure_that_only_blocking_launches_show(tmp_path: Path) -> None:
+    words = ["case=ddp-ready-once", "model=qwen1.5-0.5b", "variants=[unfixed]", "hardware=gpu2", "repeat=1"]
+    code, said, found = matrix(tmp_path, [FakeGpu(), FakeGpu()], *words, "env.FAKE_CUDA_ASSERT=race")
+    first, again = found["gpu2 ddp-ready-once"]["variants"]["unfixed"]["attempts"]
+    assert (code, first["outcome"]["infra_error"], again["outcome"]["outcome"]) == (0, "gpu_or_program", "reproduced")
+    (line,) = (line for line in said.splitlines() if line.startswith("note: graded with CUDA_LAUNCH_BLOCKING=1"))
+    assert "ddp-ready-once/unfixed" in line
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -124,6 +133,21 @@ def test_matrix_where_nccl_cannot_start_has_no_result(text: str, tmp_path: Path)
     for document in found.values():
         for variant in document["variants"].values():
             assert [each["outcome"]["infra_error"] for each in variant["attempts"]] == ["device", "device"]
+
+
+@pytest.mark.parametrize(
+    ("case", "hardware", "gpus"),
+    [("ddp-uneven-batches", "gpu2", 2), ("ddp-ready-once", "gpu1-shared", 1)],
+    ids=["hang", "failure over gloo"],
+)
+def test_known_failure_of_ranks_without_their_gpus_is_no_evidence(
+    case: str, hardware: str, gpus: int, tmp_path: Path
+) -> None:
+    words = [f"case={case}", "model=qwen1.5-0.5b", "variants=[unfixed]", f"hardware={hardware}", "repeat=1"]
+    code, said, found = matrix(tmp_path, [FakeGpu(H200) for _ in range(gpus)], *words, fault="FAKE_CUDA_UNUSED=1")
+    (attempt,) = found[f"{hardware} {case}"]["variants"]["unfixed"]["attempts"]
+    assert (code, attempt["outcome"]["infra_error"]) == (3, "no_effect"), said
+    assert attempt["outcome"]["recognized"], "its text is the known one"
 
 
 def test_matrix_where_every_answer_of_the_gpus_differs_is_not_green(tmp_path: Path) -> None:

@@ -318,6 +318,18 @@ def test_ambiguous_gpu_error_is_repeated_on_other_gpus(run: Run) -> None:
     assert run.blocking.count("1") == 1 and "CUDA_LAUNCH_BLOCKING" in str(again["settings"]["env"])
 
 
+def test_failure_that_only_blocking_launches_show_counts_and_is_named(run: Run) -> None:
+    def fail(attempt: Attempt, stop: threading.Event) -> Any:
+        usual = "CUDA_LAUNCH_BLOCKING" not in attempt.env and attempt.settings["variant"] == "unfixed"
+        return fail_on(attempt.gpus[0], LAUNCH, attempt) if usual else None
+
+    summary = run([FakeGpu() for _ in range(2)], fail)
+    assert verdicts(summary) == FIXED and outcomes(summary, "unfixed") == ["infra_error", "reproduced"]
+    document = summary.documents[0]
+    assert document["verdicts"]["root-call"]["reason"].count("unfixed only with CUDA_LAUNCH_BLOCKING=1") == 1
+    assert [each["outcome"]["blocking"] for each in attempts_of(summary)] == [False, True, False]
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_repeated_gpu_error_is_the_programs(run: Run, count: int) -> None:
     def fail(attempt: Attempt, stop: threading.Event) -> Any:

@@ -29,11 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    problems = []
+    problems, where = [], "here"
     try:
         prepared = session.prepare(args.overrides, build_stacks=False, as_locked=True)
     except HardwareError as error:  # a run would end with it; the rest is reported for the CPU
-        problems.append(str(error))
+        problems, where = [str(error)], "with hardware=cpu"
         request = ask(args.overrides).with_values({"hardware": "cpu"})
         prepared = session.prepare(request, build_stacks=False, as_locked=True)
     machine, profile = prepared.machine, prepared.profile
@@ -91,9 +91,10 @@ def main(args: argparse.Namespace) -> int:
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
     )
-    terminal.print_lines([*terminal.doctor_lines(rows, terminal.columns()), ""])
+    terminal.print_lines([*terminal.doctor_lines(rows, where, terminal.columns()), ""])
     first = f", once {counted(len(problems), 'problem')} (PROBLEM, above) is solved" if problems else ""
-    print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run here{first}")
+    first = first if where == "here" else f"; those of the GPUs{first}"
+    print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells can run {where}{first}")
     return 3 if problems else 0
 
 
@@ -113,7 +114,8 @@ def _print_gpus(machine: Machine, states: dict[str, GpuState]) -> None:
     """Print one line per GPU, and one per other user's process on it."""
     cuda = f", CUDA up to {machine.cuda}" if machine.cuda else ""
     driver = f"; driver {machine.driver}{cuda}" if machine.driver else ""
-    lines = [f"GPUs: {len(machine.gpus) or 'none'}{driver}"]
+    none = "none that can be used" if machine.unusable else "none"
+    lines = [f"GPUs: {len(machine.gpus) or none}{driver}"]
     for gpu in machine.gpus:
         lines.append(f"  {describe_gpu(gpu, states[gpu.uuid])}")
         lines += [f"    in use by {process}" for process in states[gpu.uuid].others]

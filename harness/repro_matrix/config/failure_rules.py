@@ -50,7 +50,7 @@ class DeviceError(Strict):
         """The regular expression for a message, in a line of a log as well."""
         if self.code is None:
             return self.text
-        return rf"CUDA error: {self.text}|Cuda failure (?:\d+ )?'{self.text}"
+        return rf"(?:CUDA(?: driver)? error|Triton Error \[CUDA\]): {self.text}|Cuda failure (?:\d+ )?'{self.text}"
 
 
 # What stands before a failure that a sentence only mentions.

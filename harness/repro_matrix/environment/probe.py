@@ -162,10 +162,10 @@ def record(answer: Mapping[str, Any]) -> Json:
 
 
 def describe(answer: Mapping[str, Any]) -> str:
-    """Describe torch and its build, and on how many GPUs it computes."""
+    """Describe torch and its build, and on how many of the GPUs that were tried it computes."""
     parts = [("CUDA", answer.get("cuda")), ("HIP", answer.get("hip")), ("NCCL", answer.get("nccl_version"))]
     built = ", ".join(f"{name} {version}" for name, version in parts if version) or "no CUDA"
-    devices = answer.get("devices") or []
+    devices = answer["devices"] if answer.get("asked") else []
     working = sum(bool(one.get("touched")) and not one.get("error") for one in devices)
     gpus = f": it computes on {working} of {len(devices)} GPUs" if devices else ""
     return f"torch {answer.get('torch') or 'unknown'} ({built}){gpus}"

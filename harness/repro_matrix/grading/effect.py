@@ -19,7 +19,7 @@ from typing import Any
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.checks import number, same_json
 from repro_matrix.grading.observation import Attempt, Rank
-from repro_matrix.records.attempt import Effect, StrategySettings
+from repro_matrix.records.attempt import STARTING, Effect, StrategySettings
 from repro_matrix.text import list_ranks
 
 SHARE = 1.1  # a shard may be this much larger than an equal part of the whole: padding, uneven rows ...
@@ -52,17 +52,20 @@ def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
 
     A rank that was stopped before it could record what it read may have read it.
     """
-    recorded = all("read" in rank.record for rank in attempt.ranks)
+    recorded = all("read" in rank.record and rank.ended_at is not None for rank in attempt.ranks)
     return _unread(case, variant, attempt) if recorded and attempt.ranks else None
 
 
 def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
-    """Return which rank never touched its GPU, for an attempt that failed: NCCL connects before the case's body, so a
-    rank that ended and has not initialized CUDA computed elsewhere."""
-    if attempt.accelerator != "cuda" or attempt.backend != "nccl" or attempt.world_size < 2 or case.simulated:
+    """Return which rank began the case's body without CUDA, for an attempt that failed or hangs: it computed elsewhere.
+
+    The kit initializes CUDA before the body, with any backend, and writes the record there.
+    """
+    if attempt.accelerator != "cuda" or case.simulated:
         return None
-    away = [rank for rank in attempt.ranks if rank.record.get("ended") and "peak_gpu_mb" not in rank.record]
-    return f"no GPU was in effect: rank {away[0].rank} did not initialize CUDA" if away else None
+    begun = (rank for rank in attempt.ranks if rank.wrote and rank.record["phase"] not in STARTING)
+    away = next((rank.rank for rank in begun if "device" not in rank.record), None)
+    return None if away is None else f"no GPU was in effect: rank {away} did not initialize CUDA"
 
 
 def _evidence(rank: Rank, what: str) -> list[Effect]:

@@ -93,9 +93,11 @@ def grade(
     if outcome.outcome == "reproduced" and all(item.kind == "log" for item in matching):
         others = tuple(item for item in recognized if item not in matching)
         without_warning = _judge(case, variant, attempt, failures, others).outcome
+    blocking = observation["attempt"].get("retry_of", {}).get("kind") == "gpu_or_program"
     return replace(
-        outcome, recognized=recognized, primary=primary, failed=failed, outcome_without_warning=without_warning
-    )
+        outcome, recognized=recognized, primary=primary, failed=failed, outcome_without_warning=without_warning,
+        blocking=blocking,
+    )  # fmt: skip
 
 
 # -- 1. no evidence

@@ -129,6 +129,9 @@ def judge_pair(
     base = _counts(unfixed, fix)
     lost = len(all_unfixed) - len(unfixed) + len(all_fix) - len(fix)
     note = f" ({counted(lost, 'attempt')} not counted)" if lost and unfixed and fix else ""
+    for name, outcomes in (("unfixed", unfixed), ("the fix", fix)):
+        if outcomes and all(outcome.blocking for outcome in outcomes):
+            note += f"; {name} only with CUDA_LAUNCH_BLOCKING=1, without which it ends with an asynchronous CUDA error"
 
     def verdict(name: VerdictName, reason: str, failing: Sequence[Outcome] = ()) -> Verdict:
         ids = all_failure_ids(case, failing) if name in FAILING else ()

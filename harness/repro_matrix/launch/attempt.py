@@ -43,7 +43,6 @@ _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing pu
 MAX_LOG = 64 << 20  # bytes; a rank that prints without limit must not fill the disk
 KEPT_TAIL = 64 << 10
 CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
-STARTING = frozenset({"start", "init_process_group"})  # phases of a rank (repros/repro_kit/run.py) before its work
 
 
 @dataclass(frozen=True)

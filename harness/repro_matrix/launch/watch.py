@@ -20,8 +20,9 @@ import psutil
 
 from repro_matrix.grading.hangs import attempt_progress, find_deadlock
 from repro_matrix.launch import processes, sampling
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, STARTING, Attempt, cut, environment, read_launch
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, cut, environment, read_launch
 from repro_matrix.launch.sampling import Sample
+from repro_matrix.records.attempt import STARTING
 
 POLL_S = 0.05
 LOOK_S = 1.0  # how often the process tree, its memory files and the size of the logs are checked

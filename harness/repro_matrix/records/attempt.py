@@ -15,6 +15,7 @@ InfraErrorKind = Literal[
     "launch", "port", "disk", "memory", "import", "device", "gpu_failure", "gpu_or_program", "not_enough_gpus",
     "launcher_died", "script_error", "timeout_while_progressing", "startup_timeout", "missing_check", "unknown",
 ]  # fmt: skip
+STARTING = frozenset({"start", "init_process_group"})  # phases of a rank (repros/repro_kit/run.py) before its body
 FailureKind = Literal["exception", "signal", "exit", "left"]  # left: exit code 0, without the done marker
 
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -134,6 +135,7 @@ class Record(TypedDict):
     started: NotRequired[float]
     ended: NotRequired[float | None]
     phase: str
+    device: NotRequired[str]  # the GPU on which it began its body
     done: bool
     done_at: NotRequired[float | None]
     exception: Exception_ | None

@@ -81,6 +81,7 @@ class Outcome(_Json):
     ranks: tuple[int, ...] = ()  # that the reason is about; empty: all
     check: str | None = None  # that the reason is about: the worst failed one, or the missing one
     infra_error: InfraErrorKind | NoEvidence | None = None
+    blocking: bool = False  # with CUDA_LAUNCH_BLOCKING=1, because the usual launch ended with an asynchronous error
 
     def others(self, case: str) -> tuple[Recognized, ...]:
         """Return other cases' failures in it; their log records do not count."""

@@ -230,6 +230,10 @@ def lines(
         texts.append(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {names}")
     for reason, count in summary.torchrun_reasons.most_common():
         texts.append(f"{counted(count, 'attempt')} used torchrun: {reason}")
+    blocking = {f"{row.case}/{row.variant}" for row in head.rows for each in row.evidence_attempts if each.blocking}
+    if blocking:
+        names = ", ".join(sorted(blocking))
+        texts.append(f"note: graded with CUDA_LAUNCH_BLOCKING=1, after an asynchronous CUDA error without it: {names}")
     unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:

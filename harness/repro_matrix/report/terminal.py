@@ -211,14 +211,14 @@ def axes_of(cells: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def doctor_lines(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+def doctor_lines(rows: Sequence[Mapping[str, Any]], where: str, width: int) -> Iterator[str]:
     """Yield the cases that run, then cells and variants that do not, by reason. ``rows``: case, simulated, runs,
-    reason, skipped_variants (name -> reason)."""
+    reason, skipped_variants (name -> reason). ``where``: "here", or the hardware that was planned instead."""
     partly = {row["case"] for row in rows if not row["runs"] or row["skipped_variants"]}
     whole = dict.fromkeys(named(row["case"], row["simulated"]) for row in rows if row["case"] not in partly)
     if whole:
-        yield from ("", *wrap(f"All variants run here: {', '.join(whole)}", width=width, most=None))
+        yield from ("", *wrap(f"All variants run {where}: {', '.join(whole)}", width=width, most=None))
     skipped = [(row["reason"], row["case"]) for row in rows if not row["runs"]]
     skipped += [(reason, f"{row['case']}/{name}") for row in rows for name, reason in row["skipped_variants"].items()]
     if skipped:
-        yield from ("", "These cells, or variants of cells, cannot run here:", *by_reason(skipped, width))
+        yield from ("", f"These cells, or variants of cells, cannot run {where}:", *by_reason(skipped, width))

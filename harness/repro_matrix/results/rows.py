@@ -63,6 +63,7 @@ class Attempt:
     peak_gpu_mb: float | None
     launcher: str
     metrics: Mapping[str, float]
+    blocking: bool = False  # with CUDA_LAUNCH_BLOCKING=1, after an asynchronous error
     outcome_without_warning: str | None = None  # its outcome without a failure that is only a remark in a log
 
 
