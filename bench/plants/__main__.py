@@ -4,7 +4,7 @@
     python -m bench.plants --kinds norm-eps --strategies ddp,tp --healthy 0 --out /dev/null
     python -m bench.plants --plants ddp.norm-eps,tp.unreduced --healthy 0 --out /dev/null
 
-The trusted side is one process. A planted error counts only where an untraced run shows that it changes the training.
+The good side is one process. A planted error counts only where an untraced run shows that it changes the training.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ NO_EFFECT = 1e-6
 
 
 class Traces:
-    """Traces of train.py; those of a trusted run, with its noise runs, are taken once for each set of options."""
+    """Traces of train.py; those of a good run, with its noise runs, are taken once for each set of options."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._trusted: dict[tuple[str, ...], list[Any]] = {}
+        self._good: dict[tuple[str, ...], list[Any]] = {}
 
-    def trusted(self, options: tuple[str, ...]) -> list[Any]:
-        if options not in self._trusted:
-            name = f"trusted-{len(self._trusted)}"
-            self._trusted[options] = [self.trace(options, 1, f"{name}-{noise}", noise)[0] for noise in (0, *NOISE)]
-        return self._trusted[options]
+    def good(self, options: tuple[str, ...]) -> list[Any]:
+        if options not in self._good:
+            name = f"good-{len(self._good)}"
+            self._good[options] = [self.trace(options, 1, f"{name}-{noise}", noise)[0] for noise in (0, *NOISE)]
+        return self._good[options]
 
     def trace(self, words: tuple[str, ...], world: int, name: str, noise: int = 0) -> tuple[Any, runs.Ran]:
         from repro_matrix.traces.reader import read
@@ -54,12 +54,12 @@ class Traces:
             print(f"{name} {' '.join(words)}: exit codes {ran.codes}\n{ran.log}", file=sys.stderr)
         return read(folder), ran
 
-    def locate(self, words: tuple[str, ...], world: int, trusted: tuple[str, ...], name: str) -> tuple[Any, runs.Ran]:
+    def locate(self, words: tuple[str, ...], world: int, good: tuple[str, ...], name: str) -> tuple[Any, runs.Ran]:
         from repro_matrix.traces.comparison import locate
 
-        first, *noise = self.trusted(trusted)
-        suspect, ran = self.trace(words, world, name)
-        return locate(first, suspect, noise), ran
+        first, *noise = self.good(good)
+        bad, ran = self.trace(words, world, name)
+        return locate(first, bad, noise), ran
 
     def healthy(self, words: tuple[str, ...], world: int) -> runs.Ran:
         """Return an untraced run without an error."""
@@ -150,7 +150,7 @@ def main(words: list[str] | None = None) -> None:
         print(table.line(row), flush=True)
     clean = []
     for number, each in enumerate(healthy.trainings(arguments.healthy)):
-        location, ran = traces.locate(each.words, each.world, each.trusted, f"healthy-{number}")
+        location, ran = traces.locate(each.words, each.world, each.good, f"healthy-{number}")
         clean.append({"words": " ".join(each.words), "world": each.world, "trained": ran.passed, **described(location)})
         print(f"{clean[-1]['words']} --nproc {each.world}: {clean[-1]['sentence']}", flush=True)
     if not arguments.keep:

@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Expected:
-    """Where a comparison should say that the error begins. ``ranks``: the suspect's, where one rank alone is wrong."""
+    """Where a comparison should say that the error begins. ``ranks``: the bad side's, where one rank alone is wrong."""
 
     stages: tuple[str, ...]
     places: tuple[str, ...] = ()  # none: the error is in all of them
@@ -64,7 +64,7 @@ class Error:
     expected: Expected | None = None
     instead: dict[str, Expected] = {}  # strategies where it begins elsewhere  # noqa: RUF012
     cannot: dict[str, str] = {}  # strategies that cannot have it, and why  # noqa: RUF012
-    options: tuple[str, ...] = ()  # train.py's, of the trusted run too
+    options: tuple[str, ...] = ()  # train.py's, of the good run too
     adamw: dict[str, Any] = {}  # noqa: RUF012
     deepspeed: dict[str, Any] = {}  # noqa: RUF012
     divides_loss = True

@@ -10,10 +10,10 @@ COUNT = 100
 
 @dataclass(frozen=True)
 class Training:
-    """``words``: arguments of train.py; ``trusted``: those of the run in one process."""
+    """``words``: arguments of train.py; ``good``: those of the run in one process."""
 
     words: tuple[str, ...]
-    trusted: tuple[str, ...]
+    good: tuple[str, ...]
     world: int = 2
 
 

@@ -34,4 +34,4 @@ def test_reference_and_trained_model_are_sides_of_one_trace(
     launched(warm, dataclasses.replace(made, run_id="test-run", stack_cache=STACK_CACHE, trace=trace))
     place = tracing.place(tmp_path / "trace")
     assert (place["verdict"], place["stage"], place["step"]) == (verdict, stage, step), place["sentence"]
-    assert place["coverage"]["trusted"].endswith("1 rank") and place["coverage"]["suspect"].endswith("2 ranks")
+    assert place["coverage"]["good"].endswith("1 rank") and place["coverage"]["bad"].endswith("2 ranks")

@@ -1,4 +1,4 @@
-"""The trusted side of the comparisons: one process, and two runs of it with noise."""
+"""The good side of the comparisons: one process, and two runs of it with noise."""
 
 import pytest
 from repro_matrix.traces.comparison import locate
@@ -7,18 +7,18 @@ from simulated import train
 
 
 @pytest.fixture(scope="session")
-def trusted(tmp_path_factory):
-    """Return the folders of the trusted side and of its noise runs."""
-    folder = tmp_path_factory.mktemp("trusted")
-    return [train(folder / "trusted"), train(folder / "noise1", noise=1), train(folder / "noise2", noise=2)]
+def good(tmp_path_factory):
+    """Return the folders of the good side and of its noise runs."""
+    folder = tmp_path_factory.mktemp("good")
+    return [train(folder / "good"), train(folder / "noise1", noise=1), train(folder / "noise2", noise=2)]
 
 
 @pytest.fixture
-def compare(trusted, tmp_path):
-    """Simulate a training and compare it with the trusted side."""
+def compare(good, tmp_path):
+    """Simulate a training and compare it with the good side."""
 
     def compare(**settings):
-        runs = list(map(read, trusted))
-        return locate(runs[0], read(train(tmp_path / "suspect", **settings)), runs[1:])
+        runs = list(map(read, good))
+        return locate(runs[0], read(train(tmp_path / "bad", **settings)), runs[1:])
 
     return compare

@@ -24,22 +24,22 @@ DIVISIONS = st.fixed_dictionaries(
 
 @settings(max_examples=8, deadline=None)
 @given(DIVISIONS)
-def test_any_division_agrees(trusted, division):
-    runs = list(map(read, trusted))
+def test_any_division_agrees(good, division):
+    runs = list(map(read, good))
     with tempfile.TemporaryDirectory() as folder:
         location = locate(runs[0], read(train(Path(folder) / "x", **division)), runs[1:])
     assert location.verdict == "agrees", location.sentence()
     assert location.largest < 0.5
-    assert location.coverage.not_aligned == location.coverage.shapes_differ == 0
+    assert location.coverage.not_compared == 0
     assert location.coverage.shared == 24 and location.coverage.notes == ()
 
 
 @settings(max_examples=4, deadline=None)
 @given(DIVISIONS, st.integers(1, 10**6))
-def test_the_trusted_side_may_be_divided_too(trusted, division, seed):
-    runs = list(map(read, trusted))
+def test_the_good_side_may_be_divided_too(good, division, seed):
+    runs = list(map(read, good))
     with tempfile.TemporaryDirectory() as folder:
-        other = train(Path(folder) / "trusted", **division)
+        other = train(Path(folder) / "good", **division)
         location = locate(read(other), read(train(Path(folder) / "x", kind="shard", world=2, order=seed)), runs[1:])
     assert location.verdict == "agrees", location.sentence()
 
@@ -73,11 +73,11 @@ def test_renamed_modules_are_known_by_their_parameters(compare):
     assert location.verdict == "agrees"
     assert location.coverage.renamed["layers.1.up"] == "model.blocks.1.up"
     assert location.coverage.renamed["layers.0.act"] == "model.blocks.0.act"  # it has no parameters
-    assert location.coverage.not_aligned == 0
+    assert location.coverage.not_compared == 0
 
 
-def test_the_grid_has_a_cell_for_each_module_and_step(trusted, tmp_path):
-    runs = list(map(read, trusted))
+def test_the_grid_has_a_cell_for_each_module_and_step(good, tmp_path):
+    runs = list(map(read, good))
     found = grid(runs[0], read(train(tmp_path / "x", world=2, plant="activation", step=1)), runs[1:])
     rows = {row["module"]: row["cells"] for row in found["rows"]}
     assert found["steps"] == [0, 1, 2]

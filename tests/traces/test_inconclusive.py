@@ -14,18 +14,18 @@ from simulated import train
 
 
 @pytest.fixture
-def edited(trusted, tmp_path):
-    """Compare the trusted side with a copy of it whose events were changed, or left out (None)."""
+def edited(good, tmp_path):
+    """Compare the good side with a copy of it whose events were changed, or left out (None)."""
 
     def edited(change, noise=True, both=False):
-        suspect = tmp_path / "suspect"
-        shutil.rmtree(suspect, ignore_errors=True)
-        suspect.mkdir()
-        lines = (trusted[0] / "trace-0.jsonl").read_text().splitlines()
+        bad = tmp_path / "bad"
+        shutil.rmtree(bad, ignore_errors=True)
+        bad.mkdir()
+        lines = (good[0] / "trace-0.jsonl").read_text().splitlines()
         events = [change(event) for event in map(json.loads, lines)]
-        (suspect / "trace-0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events if event))
-        runs = list(map(read, trusted))
-        return locate(read(suspect) if both else runs[0], read(suspect), runs[1:] if noise else [])
+        (bad / "trace-0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events if event))
+        runs = list(map(read, good))
+        return locate(read(bad) if both else runs[0], read(bad), runs[1:] if noise else [])
 
     return edited
 
@@ -73,7 +73,7 @@ def test_without_noise_runs_the_tolerance_is_said_to_be_a_guess(edited):
     assert location.verdict == "agrees" and any("guess" in note for note in location.coverage.notes)
 
 
-def test_not_a_number_on_both_sides_does_not_agree(trusted, tmp_path):
+def test_not_a_number_on_both_sides_does_not_agree(good, tmp_path):
     folders = [train(tmp_path / str(noise), plant="nan", step=0, noise=noise) for noise in (None, 1, 2)]
     runs = list(map(read, folders))
     location = locate(runs[0], runs[0], runs[1:])
@@ -95,10 +95,10 @@ def test_an_error_before_the_cut_is_found(edited):
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_without_a_trace_is_said_to_have_none(trusted, tmp_path, missing):
+def test_a_rank_without_a_trace_is_said_to_have_none(good, tmp_path, missing):
     folder = train(tmp_path / "x", world=2)
     (folder / f"trace-{missing}.jsonl").unlink()
-    runs = list(map(read, trusted))
+    runs = list(map(read, good))
     location = locate(runs[0], read(folder), runs[1:])
     assert location.verdict == "inconclusive" and location.ranks == (missing,)
 
@@ -122,7 +122,7 @@ def test_more_layers_in_one_release(compare):
     assert any("layers.2" in note for note in location.coverage.notes)
 
 
-def test_modules_in_another_order_on_two_ranks(trusted, tmp_path):
+def test_modules_in_another_order_on_two_ranks(good, tmp_path):
     folder = train(tmp_path / "x", world=2)
     path = folder / "trace-1.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -130,17 +130,17 @@ def test_modules_in_another_order_on_two_ranks(trusted, tmp_path):
     for place, line in zip(forward, [lines[place] for place in reversed(forward)]):
         lines[place] = line
     path.write_text("".join(lines))
-    runs = list(map(read, trusted))
+    runs = list(map(read, good))
     assert locate(runs[0], read(folder), runs[1:]).verdict == "agrees"
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0, 1), st.binary(max_size=40), st.booleans())
-def test_reading_never_fails(trusted, share, garbage, cut):
-    content = (trusted[0] / "trace-0.jsonl").read_bytes()
+def test_reading_never_fails(good, share, garbage, cut):
+    content = (good[0] / "trace-0.jsonl").read_bytes()
     place = int(share * len(content))
     rest = b"" if cut else content[place + len(garbage) :]
-    runs = list(map(read, trusted))
+    runs = list(map(read, good))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trace-0.jsonl").write_bytes(content[:place] + garbage + rest)
         (Path(folder) / "trace-1.jsonl").write_bytes(garbage)
@@ -150,32 +150,6 @@ def test_reading_never_fails(trusted, share, garbage, cut):
     assert not (cut and place < len(content) - 1) or location.verdict != "agrees"
 
 
-PLAIN = st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3)
-JSON = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(st.text(max_size=3), PLAIN, max_size=3)
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("short")
-    return [train(folder / str(noise), noise=noise, steps=1) for noise in (None, 1)]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_events_with_other_values_never_fail(short, data):
-    """Any value of any field of an event may be anything."""
-    lines = (short[0] / "trace-0.jsonl").read_text().splitlines()
-    place = data.draw(st.integers(0, len(lines) - 1))
-    event = json.loads(lines[place])
-    event[data.draw(st.sampled_from(sorted(event)))] = data.draw(JSON)
-    lines[place] = json.dumps(event)
-    runs = list(map(read, short))
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "trace-0.jsonl").write_text("\n".join(lines))
-        runs.insert(data.draw(st.integers(0, 2)), read(Path(folder)))  # the trusted side, the suspect or a noise run
-        assert locate(runs[0], runs[1], runs[2:]).sentence()
-
-
-def test_a_folder_that_is_not_there(tmp_path, trusted):
-    location = locate(read(trusted[0]), read(tmp_path / "nothing"))
+def test_a_folder_that_is_not_there(tmp_path, good):
+    location = locate(read(good[0]), read(tmp_path / "nothing"))
     assert location.verdict == "inconclusive" and "nothing" in location.reason

@@ -31,7 +31,7 @@ class Chunked(torch.nn.Module):
 
 
 def train(bug: str) -> None:
-    """Train three steps. ``bug``: what the suspect does otherwise."""
+    """Train three steps. ``bug``: what the bad side does otherwise."""
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1).eval(), torch.nn.Linear(16, 4))
     model = Chunked() if bug.startswith("chunked") else model
@@ -63,15 +63,17 @@ def train(bug: str) -> None:
             optimizer = torch.optim.SGD(owners, 0.1, momentum=optimizer.defaults["momentum"])
 
 
-def train_two(loop: str, accumulation: int) -> None:
-    """Train two models, one of which gets what the other one made, for two steps of four samples."""
+def train_two(loop: str, accumulation: int, wrong: int = -1) -> None:
+    """Train two models, one of which gets what the other one made, for two steps of four samples. ``wrong``: the
+    micro-batch whose features are not right."""
     torch.manual_seed(0)
     first, second = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        for batch in torch.randn(4, 8).chunk(accumulation):
+        for number, batch in enumerate(torch.randn(4, 8).chunk(accumulation)):
             loss = LOOPS[loop](first, second, batch)
+            loss = loss * 1.5 if number == wrong else loss
             (loss.mean() / accumulation).backward()
         optimizer.step()
 
@@ -132,3 +134,9 @@ def test_two_models_agree_whatever_the_accumulation(tmp_path, monkeypatch, loop)
     good, bad = partial(train_two, loop, 1), partial(train_two, loop, 2)
     found = compare(tmp_path, monkeypatch, good, bad)
     assert found.verdict == "agrees" and found.coverage.steps == 2, found.sentence()
+
+
+def test_the_calls_of_each_model_are_counted_by_themselves(tmp_path, monkeypatch):
+    loop = "frozen encoder, code between"
+    found = compare(tmp_path, monkeypatch, partial(train_two, loop, 2), partial(train_two, loop, 2, wrong=1))
+    assert (found.verdict, found.stage, found.micro) == ("differs", "loss weight", (1,)), found.sentence()

@@ -21,7 +21,7 @@ from repro_matrix.search.bisect import is_release
 from repro_matrix.search.prober import CellRunner
 from repro_matrix.text import log, one_line
 
-EPILOG = """The good side is trusted. It runs three times: as it is, and twice with noise of one unit of rounding,
+EPILOG = """The good side runs three times: as it is, and twice with noise of one unit of rounding,
 which measures how far each tensor may differ. Give what differs between the sides:
   repro compare ./train.py --good torch2.6-tf4.51 --bad current       stacks, lock files, python:PATH
   repro compare ./train.py --package transformers --good 5.8.0 --bad 5.9.0

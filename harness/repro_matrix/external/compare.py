@@ -93,7 +93,7 @@ def traced(runner: CellRunner, script: Script, stack: Stack, window: Window, noi
         path.unlink()  # its trace was removed: measure it again
 
 
-class Trusted:
+class GoodSide:
     """The good side, and its runs with noise. Raises Stopped, and MeasureError where it did not train."""
 
     def __init__(self, runner: CellRunner, script: Script, stack: Stack, window: Window) -> None:
@@ -103,18 +103,18 @@ class Trusted:
             raise MeasureError(f"{script.command.shown} on stack {stack.name} made no traced step: {problem}")
         self.noise = [traced(runner, script, stack, window, seed) for seed in range(1, window.noise + 1)]
 
-    def locate(self, suspect: Trace) -> Location:
-        return locate(self.run.trace, suspect, [each.trace for each in self.noise])
+    def locate(self, bad: Trace) -> Location:
+        return locate(self.run.trace, bad, [each.trace for each in self.noise])
 
-    def grid(self, suspect: Trace) -> dict[str, Any]:
+    def grid(self, bad: Trace) -> dict[str, Any]:
         """Return steps across, modules down (traces.comparison.grid)."""
-        return grid(self.run.trace, suspect, [each.trace for each in self.noise])
+        return grid(self.run.trace, bad, [each.trace for each in self.noise])
 
 
 @dataclass(frozen=True)
 class Comparison:
     location: Location
-    good: Trusted
+    good: GoodSide
     bad: Traced
 
     @property
@@ -133,9 +133,8 @@ class Comparison:
 
 def compare(runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, Stack], window: Window) -> Comparison:
     """Launch both sides and the noise runs of the good one."""
-    trusted = Trusted(runner, *good, window)
-    after = traced(runner, *bad, window)
-    return Comparison(trusted.locate(after.trace), trusted, after)
+    trusted, other = GoodSide(runner, *good, window), traced(runner, *bad, window)
+    return Comparison(trusted.locate(other.trace), trusted, other)
 
 
 # -- as lines for a terminal
@@ -150,19 +149,14 @@ def describe(found: Comparison) -> Iterator[str]:
     yield from (f"  also: {text}" for text in location.also)
     stages = ", ".join(f"{name} {count}" for name, count in coverage.stages.items())
     yield f"  compared: {counted(coverage.aligned, 'tensor')}" + (f" ({stages})" if stages else "")
-    lost = {"without a counterpart": coverage.not_aligned, "of other shapes": coverage.shapes_differ,
-            "modules renamed": len(coverage.renamed)}  # fmt: skip
-    if any(lost.values()):
-        yield "  not compared: " + ", ".join(f"{count} {name}" for name, count in lost.items() if count)
-    alone = {"good": coverage.only_trusted, "bad": coverage.only_suspect}
+    if coverage.not_compared:
+        yield f"  not compared: {coverage.not_compared} without a counterpart or of other shapes"
+    alone = {"good": coverage.only_good, "bad": coverage.only_bad}
     yield f"  samples: {coverage.shared} on both sides" + "".join(
         f", {count} only on the {name} side" for name, count in alone.items() if count
     )
-    for name, side, strategy in (("good", found.good.run, coverage.trusted), ("bad", found.bad, coverage.suspect)):
+    for name, side, strategy in (("good", found.good.run, coverage.good), ("bad", found.bad, coverage.bad)):
         yield f"  {name}: {side.script.command.shown} on stack {side.stack.name}; what ran: {strategy or 'unknown'}"
-        models = len({model["root"] for model in side.trace.models})
-        if models > 1:
-            yield f"    it calls {models} models: one was replaced, or it has several"
         if side.problem:
             yield f"    it did not end well: {side.problem}"
     changed = differences(found.good.run.stack.versions, found.bad.stack.versions)
@@ -188,7 +182,7 @@ class NumbersProber(ScriptProber):
 
     def learn(self, good: Target, bad: Target) -> None:
         """Trace the good end, also with noise, and define the failure by the bad end."""
-        self.good = Trusted(self, self.script, self.resolve(good), self.window)
+        self.good = GoodSide(self, self.script, self.resolve(good), self.window)
         found = self.good.locate(traced(self, self.script, self.resolve(bad), self.window).trace)
         if found.verdict != "differs":
             raise ConfigError(f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}. "

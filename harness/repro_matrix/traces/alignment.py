@@ -148,6 +148,16 @@ class Step:
         return found
 
     @cached_property
+    def micro_batches(self) -> dict[tuple[int, int], int]:
+        """The number of each call of a rank among those of the same model, with gradients or without."""
+        calls: Counter[Hashable] = Counter()
+        found: dict[tuple[int, int], int] = {}
+        for (rank, call), (root, _, _, grad) in sorted(self.batches.items()):
+            found[rank, call] = calls[rank, root, grad]
+            calls[rank, root, grad] += 1
+        return found
+
+    @cached_property
     def samples(self) -> dict[Sample, Owner]:
         """Each sample, with the ranks that saw it and the micro-batch."""
         return {id_: (self.group_of[rank], micro) for (rank, micro), ids in self.ids.items() for id_ in ids}
@@ -256,30 +266,30 @@ class Step:
         return Rows([(0,)] * len(factors), list(stacks), values, np.abs(values[:, 0]))
 
 
-def factor(trusted: Array, suspect: Array) -> tuple[float, float]:
+def factor(good: Array, bad: Array) -> tuple[float, float]:
     """Return the factor by which one is the other, and what it leaves unexplained (relative)."""
-    square = float(np.vdot(trusted, trusted))
-    scale = float(np.vdot(trusted, suspect)) / square if square > 0 else 1.0
-    norm = float(np.linalg.norm(suspect))
-    return scale, float(np.linalg.norm(suspect - scale * trusted)) / norm if norm > 0 else 1.0
+    square = float(np.vdot(good, good))
+    scale = float(np.vdot(good, bad)) / square if square > 0 else 1.0
+    norm = float(np.linalg.norm(bad))
+    return scale, float(np.linalg.norm(bad - scale * good)) / norm if norm > 0 else 1.0
 
 
-def differences(trusted: Array, suspect: Array, norms: Array) -> Array:
+def differences(good: Array, bad: Array, norms: Array) -> Array:
     """Return the relative size of the difference of each row; infinite where one side alone is not a number."""
-    width = np.sqrt(trusted.shape[1])
+    width = np.sqrt(good.shape[1])
     norms = np.maximum(norms, 1e-6 * np.max(norms, initial=0.0, where=np.isfinite(norms)))
     with np.errstate(invalid="ignore", over="ignore"):
-        changes = np.linalg.norm(suspect - trusted, axis=1) / width
-        norms = np.where(norms > 0, norms, np.linalg.norm(suspect, axis=1) / width)
+        changes = np.linalg.norm(bad - good, axis=1) / width
+        norms = np.where(norms > 0, norms, np.linalg.norm(bad, axis=1) / width)
         sizes = np.where(changes > 0, changes / np.where(norms > 0, norms, 1.0), 0.0)
-    finite = np.isfinite(trusted).all(axis=1) & np.isfinite(suspect).all(axis=1)
+    finite = np.isfinite(good).all(axis=1) & np.isfinite(bad).all(axis=1)
     return np.where(finite, sizes, np.inf)
 
 
-def paired(trusted: Rows, other: Rows) -> list[tuple[int, int]]:
+def paired(good: Rows, other: Rows) -> list[tuple[int, int]]:
     """Return which rows belong together: of one id, and of one owner where there are several."""
     index: dict[Hashable, int] = {}
-    for row, (id_, owner) in enumerate(zip(trusted.ids, trusted.owners)):
+    for row, (id_, owner) in enumerate(zip(good.ids, good.owners)):
         index.setdefault((id_, owner), row)
         index.setdefault(id_, row)
     pairs = [(index.get((id_, owner), index.get(id_, -1)), row)
@@ -287,8 +297,8 @@ def paired(trusted: Rows, other: Rows) -> list[tuple[int, int]]:
     return [pair for pair in pairs if pair[0] >= 0]
 
 
-def replaced(trusted: Step, suspect: Step) -> dict[int, int]:
-    """Return the models of the suspect that are called in the place of one of the trusted side's: a callback or a copy
+def replaced(good: Step, bad: Step) -> dict[int, int]:
+    """Return the models of the bad side that are called in the place of one of the good side's: a callback or a copy
     replaced it."""
-    theirs = [root for root in suspect.called if root not in trusted.called]
-    return dict(zip(theirs, (root for root in trusted.called if root not in suspect.called)))
+    theirs = [root for root in bad.called if root not in good.called]
+    return dict(zip(theirs, (root for root in good.called if root not in bad.called)))

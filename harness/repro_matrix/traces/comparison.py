@@ -15,7 +15,7 @@ import numpy as np
 from repro_matrix.text import counted, list_ranks
 from repro_matrix.traces.alignment import Owner, Step, replaced
 from repro_matrix.traces.coverage import Total
-from repro_matrix.traces.location import Coverage, Location, Stage
+from repro_matrix.traces.location import Coverage, Location
 from repro_matrix.traces.names import renamed
 from repro_matrix.traces.pair import ROLES, STAGES, Difference, Pair
 from repro_matrix.traces.reader import Trace
@@ -31,15 +31,15 @@ MORE_THAN_CLIPPING = 4  # times the clipping's difference: that of a gradient th
 ON_SHARED = ("initial weights", "buffer", "forward", "backward")  # stages that can be compared where data differ
 
 
-def locate(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> Location:
-    """Return the first event of the suspect that is outside the tolerance that the noise runs give."""
-    for side, trace in (("the trusted side", trusted), ("the suspect", suspect)):
+def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
+    """Return the first event of the bad side that is outside the tolerance that the noise runs give."""
+    for side, trace in (("the good side", good), ("the bad side", bad)):
         if not trace.ranks:
             return Location("inconclusive", reason=f"{side} left no trace in {trace.folder.name}")
         if not trace.steps:
             return Location("inconclusive", stage="stopped", reason=f"{side} ended before its first forward pass")
-    total = Total(trusted, suspect, noise)
-    for pair, runs in _steps(trusted, suspect, noise):
+    total = Total(good, bad, noise)
+    for pair, runs in _steps(good, bad, noise):
         found = _unlike_runs(runs) or _data(pair, total) or _first(pair)
         agreed, last = total.agreed, total.last
         total.add(pair)
@@ -47,39 +47,39 @@ def locate(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> Locat
             last = found.last_agreeing or last
             return replace(found, agreed=agreed + found.agreed, last_agreeing=last, coverage=total.coverage())
     reason = total.too_little()
-    found = _stopped(trusted, suspect) or (
+    found = _stopped(good, bad) or (
         Location("inconclusive", reason=reason) if reason else Location("agrees", largest=total.largest)
     )
     return replace(found, agreed=total.agreed, last_agreeing=total.last, coverage=total.coverage())
 
 
-def grid(trusted: Trace, suspect: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]:
+def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]:
     """Return ``{"steps": [0, ...], "rows": [{"module": name, "cells": [largest size/tolerance or None, ...]}, ...]}``;
-    modules in the order of the trusted side."""
+    modules in the order of the good side."""
     steps: list[int] = []
     cells: dict[str, dict[int, float]] = {}
-    for pair, _ in _steps(trusted, suspect, noise):
-        steps.append(pair.trusted.number)
+    for pair, _ in _steps(good, bad, noise):
+        steps.append(pair.good.number)
         for each in pair.differences:
             module = each.key.name if each.key.kind in ("in", "fwd", "bwd") else each.key.name.rpartition(".")[0]
             if each.stage not in ("loss weight", "clipping") and not each.missing:
                 row = cells.setdefault(module, {})
                 row[steps[-1]] = max(row.get(steps[-1], 0.0), min(each.size / each.tolerance, 1e9))
-    order = list(trusted.modules)
+    order = list(good.modules)
     modules = sorted(cells, key=lambda name: order.index(name) if name in order else len(order))
     return {"steps": steps, "rows": [{"module": m, "cells": [cells[m].get(step) for step in steps]} for m in modules]}
 
 
-def _steps(trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> Iterator[tuple[Pair, list[Pair]]]:
-    """Yield each step that both sides have, and the same step of the trusted side and its runs with noise."""
+def _steps(good: Trace, bad: Trace, noise: Sequence[Trace]) -> Iterator[tuple[Pair, list[Pair]]]:
+    """Yield each step that both sides have, and the same step of the good side and its runs with noise."""
     names: dict[str, str] = {}
     shown: frozenset[str] = frozenset()
-    for number in sorted({*trusted.steps} & {*suspect.steps}):
-        main, other = Step(trusted, number), Step(suspect, number, names)
+    for number in sorted({*good.steps} & {*bad.steps}):
+        main, other = Step(good, number), Step(bad, number, names)
         if not names and (names := renamed(main, other)):
-            other = Step(suspect, number, names)
+            other = Step(bad, number, names)
         if roots := replaced(main, other):
-            other = Step(suspect, number, names, roots)
+            other = Step(bad, number, names, roots)
         pair = Pair(main, other, shown)
         runs = [Pair(main, Step(run, number), shown) for run in noise if number in run.steps]
         pair.judge(runs)
@@ -88,43 +88,43 @@ def _steps(trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> Iterator[t
 
 
 def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
-    """Two runs of the trusted side that are not one training with other rounding give no tolerance."""
+    """Two runs of the good side that are not one training with other rounding give no tolerance."""
     for pair in runs:
         reason = ""
-        if set(pair.trusted.samples) != set(pair.other.samples):
-            reason = "data on each run: two runs of the trusted side saw other samples"
+        if set(pair.good.samples) != set(pair.other.samples):
+            reason = "data on each run: two runs of the good side saw other samples"
         for stage in ("initial weights", "forward"):
             sizes = [each for each in pair.differences if each.stage == stage]
             unlike = [each for each in sizes if ANOTHER_RUN[pair.low] < each.size < np.inf]
             if len(unlike) > len(sizes) / 10 and not reason:
-                reason = f"random draws on each run: two runs of the trusted side differ by {unlike[0].size:.2g}"
+                reason = f"random draws on each run: two runs of the good side differ by {unlike[0].size:.2g}"
                 reason += f" in the {stage} of {unlike[0].name}"
         if reason:
-            reason, step = f"other {reason}. Set all seeds.", pair.trusted.number
+            reason, step = f"other {reason}. Set all seeds.", pair.good.number
             return Location("inconclusive", stage="random draws", step=step, reason=reason)
     return None
 
 
 def _data(pair: Pair, total: Total) -> Location | None:
     """Compare which samples each side saw, and their labels."""
-    trusted, suspect, labels = pair.trusted.trained, pair.other.trained, (pair.trusted.labels, pair.other.labels)
-    missing = [each for each in trusted if each not in suspect]
-    extra = [each for each in suspect if each not in trusted]
-    relabelled = [s for s in suspect if s in trusted and labels[0][s] and labels[1][s] and labels[0][s] != labels[1][s]]
-    if not extra and not relabelled and (not missing or pair.other.stopped or pair.trusted.stopped):
+    good, bad, labels = pair.good.trained, pair.other.trained, (pair.good.labels, pair.other.labels)
+    missing = [each for each in good if each not in bad]
+    extra = [each for each in bad if each not in good]
+    relabelled = [s for s in bad if s in good and labels[0][s] and labels[1][s] and labels[0][s] != labels[1][s]]
+    if not extra and not relabelled and (not missing or pair.other.stopped or pair.good.stopped):
         return None
-    ranks, micro = affected(pair.other, [suspect[each] for each in extra or relabelled])
-    found = Location("differs", stage="data", step=pair.trusted.number, ranks=ranks, micro=micro)
-    trace, number = pair.trusted.trace, pair.trusted.number + 1
+    ranks, micro = affected(pair.other, [bad[each] for each in extra or relabelled])
+    found = Location("differs", stage="data", step=pair.good.number, ranks=ranks, micro=micro)
+    trace, number = pair.good.trace, pair.good.number + 1
     following = {sample[:2] for sample in Step(trace, number).trained} if number in trace.steps else set()
     if extra and not missing and {sample[:2] for sample in extra} <= following:
-        relation = "no step; the next samples of the trusted side are in the same step"
+        relation = "no step; the next samples of the good side are in the same step"
         return replace(found, stage="update", micro=(), place=OPTIMIZER, role="step", relation=relation)
     seen = sum(sample[:2] in total.samples for sample in extra)
-    parts = [f"{len(extra)} of {counted(len(suspect), 'sample')} are not in the trusted side's step"] if extra else []
+    parts = [f"{len(extra)} of {counted(len(bad), 'sample')} are not in the good side's step"] if extra else []
     parts += [f"{seen} of them are from an earlier step"] if seen else []
-    parts += [f"{len(missing)} of the trusted side's {len(trusted)} are missing"] if missing else []
-    parts += [f"{len(relabelled)} of {counted(len(suspect), 'sample')} have other labels"] if relabelled else []
+    parts += [f"{len(missing)} of the good side's {len(good)} are missing"] if missing else []
+    parts += [f"{len(relabelled)} of {counted(len(bad), 'sample')} have other labels"] if relabelled else []
     ratios = [each.size / each.tolerance for each in pair.differences if each.stage in ON_SHARED]
     agrees = Location("agrees", coverage=Coverage(aligned=len(ratios), steps=1), largest=max(ratios, default=0.0))
     role, beyond = "samples" if extra or missing else "labels", _first(pair, ON_SHARED) or agrees
@@ -137,9 +137,9 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     first = wrong[0] if wrong else None
     before = pair.differences[: pair.differences.index(first)] if first else pair.differences
     right = [each for each in before if not each.wrong]
-    found = Location("differs", step=pair.trusted.number, agreed=len(right))
+    found = Location("differs", step=pair.good.number, agreed=len(right))
     if first is None or first.stage == "update" or first.key.kind == "buffer after":
-        setting = different_setting(pair.trusted, pair.other)
+        setting = different_setting(pair.good, pair.other)
         if setting:
             place, text, ranks = setting
             return replace(found, stage="optimizer setting", place=place, role="setting", relation=text, ranks=ranks)
@@ -152,9 +152,7 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     found = replace(found, stage=first.stage, ranks=ranks, micro=micro, place=first.name, role=role, relation=relation,
                     last_agreeing=last[-1].place if last else "")  # fmt: skip
     if first.stage == "update" and pair.no_step:
-        ended = _ended_in(pair)
-        stage: Stage = "stopped" if ended else "update"
-        return replace(found, stage=stage, place=OPTIMIZER, role="step", relation=ended or relation)
+        return replace(found, place=OPTIMIZER, role="step")
     if first.stage == "initial weights" and "param" in pair.shown:
         found = replace(found, stage="update")
     if first.stage == "forward" and _draws_differ(pair, sources):
@@ -230,27 +228,18 @@ def _confirmed(pair: Pair, missing: Difference) -> bool:
 
 def _draws_differ(pair: Pair, owners: Sequence[Owner]) -> bool:
     """Both sides draw random numbers in each forward pass, and from another state or for other batches."""
-    trusted, other = ([rank.random for _, rank in sorted(s.trace.ranks.items())] for s in (pair.trusted, pair.other))
-    if not all(len(set(map(str, side[0].values()))) == len(side[0]) > 1 for side in (trusted, other)):
+    good, other = ([rank.random for _, rank in sorted(s.trace.ranks.items())] for s in (pair.good, pair.other))
+    if not all(len(set(map(str, side[0].values()))) == len(side[0]) > 1 for side in (good, other)):
         return False
-    number = pair.trusted.number
+    number = pair.good.number
     states = [pair.other.trace.ranks[rank].random.get((number, micro)) for ranks, micro in owners for rank in ranks]
-    same_state = all(state == trusted[0].get((number, micro)) for state, (_, micro) in zip(states, owners))
-    return not same_state or set(map(tuple, pair.trusted.ids.values())) != set(map(tuple, pair.other.ids.values()))
+    same_state = all(state == good[0].get((number, micro)) for state, (_, micro) in zip(states, owners))
+    return not same_state or set(map(tuple, pair.good.ids.values())) != set(map(tuple, pair.other.ids.values()))
 
 
-def _ended_in(pair: Pair) -> str:
-    """Say that the side without an update ended before its optimizer's first step."""
-    step = pair.other if pair.no_step == "suspect" else pair.trusted
-    if step.optimizers or step.number != step.trace.steps[-1]:
-        return ""
-    reasons = ", ".join(sorted({rank.end for rank in step.trace.ranks.values()}))
-    return f"the {pair.no_step} ended ({reasons}) before its optimizer's step; the other goes on"
-
-
-def _stopped(trusted: Trace, suspect: Trace) -> Location | None:
+def _stopped(good: Trace, bad: Trace) -> Location | None:
     """Say that a side ended early; whether it ended by itself or its trace was cut."""
-    for name, trace, other in (("suspect", suspect, trusted), ("trusted side", trusted, suspect)):
+    for name, trace, other in (("bad side", bad, good), ("good side", good, bad)):
         lacking = [step for step in other.complete_steps if step not in trace.complete_steps]
         ranks = tuple(trace.stopped_in(lacking[0])) if lacking else ()
         ends = {rank: trace.ranks[rank].end if rank in trace.ranks else "" for rank in ranks}

@@ -18,12 +18,12 @@ NEEDED = {"forward pass": ("forward",), "gradient": GRADIENTS, "update": ("updat
 class Total:
     """What was compared in the steps so far."""
 
-    def __init__(self, trusted: Trace, suspect: Trace, noise: Sequence[Trace]) -> None:
-        self.trusted, self.suspect, self.noise = trusted, suspect, noise
+    def __init__(self, good: Trace, bad: Trace, noise: Sequence[Trace]) -> None:
+        self.good, self.bad, self.noise = good, bad, noise
         self.stages: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.largest, self.last = 0.0, ""
-        self.names: dict[str, str] = {}  # of the suspect -> of the trusted side
+        self.names: dict[str, str] = {}  # of the bad side -> of the good side
         self.samples: set[Any] = set()
         self.notes: dict[str, None] = {}  # in order
         self.not_numbers = ""
@@ -39,22 +39,22 @@ class Total:
         self.largest = max([self.largest, *(each.size / each.tolerance for each in kept)])
         self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
-        self.notes |= {f"the suspect has nothing of the stage {STAGE_OF[kind]}": None for kind in sorted(absent)}
-        ours, theirs = set(pair.trusted.samples), set(pair.other.samples)
+        self.notes |= {f"the bad side has nothing of the stage {STAGE_OF[kind]}": None for kind in sorted(absent)}
+        ours, theirs = set(pair.good.samples), set(pair.other.samples)
         self.samples |= {sample[:2] for sample in theirs}
         self.counts.update(
-            steps=1, shapes_differ=len(pair.shapes_differ), shared=len(ours & theirs), only_trusted=len(ours - theirs),
-            only_suspect=len(theirs - ours), not_aligned=len(pair.differences) - len(kept)
+            steps=1, shared=len(ours & theirs), only_good=len(ours - theirs), only_bad=len(theirs - ours),
+            not_compared=len(pair.differences) - len(kept) + len(pair.shapes_differ)
             + sum(key.kind not in {*absent, "in"} for key in pair.not_aligned),
         )  # fmt: skip
         if pair.not_numbers and not self.not_numbers:
-            self.not_numbers = f"step {pair.trusted.number}, {pair.not_numbers[0].name or 'the model'}"
+            self.not_numbers = f"step {pair.good.number}, {pair.not_numbers[0].name or 'the model'}"
 
     def too_little(self) -> str:
         """Return why what was compared is not enough; empty where it is."""
         lacking = [name for name, stages in NEEDED.items() if not sum(self.stages[stage] for stage in stages)]
         reason = f"no {' and no '.join(lacking)} was compared" if lacking else ""
-        known = self.agreed + self.counts["not_aligned"] + self.counts["shapes_differ"]
+        known = self.agreed + self.counts["not_compared"]
         if not reason and 2 * self.agreed < known:
             reason = f"only {self.agreed} of {counted(known, 'tensor')} could be compared"
         if reason and self.not_numbers:
@@ -62,20 +62,19 @@ class Total:
         return reason
 
     def coverage(self) -> Coverage:
-        theirs = {self.names.get(name, name) for name in self.suspect.modules}
-        ours, notes = set(self.trusted.modules), []
+        theirs = {self.names.get(name, name) for name in self.bad.modules}
+        ours, notes = set(self.good.modules), []
         for side, trace, only in (
-            ("trusted side", self.trusted, ours - theirs), ("suspect", self.suspect, theirs - ours)
+            ("good side", self.good, ours - theirs), ("bad side", self.bad, theirs - ours)
         ):  # fmt: skip
             notes += [f"{side}: {note}" for note in trace.notes]
             listed = ", ".join(sorted(only)[:4])
             notes += [f"only the {side} has {counted(len(only), 'module')}: {listed}"] if only else []
         notes += [] if self.noise else ["no noise run: the tolerance is a guess"]
         notes += [f"not a number on both sides: {self.not_numbers}"] if self.not_numbers else []
-        more = any(rank.end == "window" for trace in (self.trusted, self.suspect) for rank in trace.ranks.values())
-        names = ("steps", "not_aligned", "shapes_differ", "shared", "only_trusted", "only_suspect")
+        names = ("steps", "not_compared", "shared", "only_good", "only_bad")
         return Coverage(
-            trusted=self.trusted.strategy, suspect=self.suspect.strategy, aligned=self.agreed,
+            good=self.good.strategy, bad=self.bad.strategy, aligned=self.agreed,
             stages=dict(self.stages), renamed={ours: theirs for theirs, ours in self.names.items()},
-            notes=(*notes, *self.notes), more=more, **{name: self.counts[name] for name in names},
+            notes=(*notes, *self.notes), **{name: self.counts[name] for name in names},
         )  # fmt: skip

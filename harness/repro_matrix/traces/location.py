@@ -1,4 +1,4 @@
-"""The answer of a comparison: where the suspect training first differs from the trusted one. Pure."""
+"""The answer of a comparison: where the bad side training first differs from the good one. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ _WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient"} 
 class Coverage:
     """What was compared, and what was not."""
 
-    trusted: str = ""  # the strategy that really ran
-    suspect: str = ""
-    aligned: int = 0  # tensors of the trusted side that were compared
+    good: str = ""  # the strategy that really ran
+    bad: str = ""
+    aligned: int = 0  # tensors of the good side that were compared
     steps: int = 0
-    more: bool = False  # a training goes on after these steps
-    not_aligned: int = 0
-    shapes_differ: int = 0
+    not_compared: int = 0  # tensors without a counterpart, or of other shapes
     stages: dict[str, int] = field(default_factory=dict)  # tensors compared, by stage
-    renamed: dict[str, str] = field(default_factory=dict)  # module of the trusted side -> of the suspect
+    renamed: dict[str, str] = field(default_factory=dict)  # module of the good side -> of the bad side
     shared: int = 0  # samples, over all steps compared
-    only_trusted: int = 0
-    only_suspect: int = 0
+    only_good: int = 0
+    only_bad: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -38,7 +36,7 @@ class Coverage:
 class Location:
     """The first difference in causal order; or that there is none; or why nothing can be said.
 
-    ``ranks`` and ``micro`` are those of the suspect; empty where all are meant. ``size``, ``tolerance`` and
+    ``ranks`` and ``micro`` are those of the bad side; empty where all are meant. ``size``, ``tolerance`` and
     ``rounding`` are relative differences; ``size`` is None where no number says it (a setting, data, a tensor that is
     not a number). ``largest``: the largest size/tolerance, where both agree. ``beyond``: where the data differ, the
     first difference on the samples that both trainings saw.
@@ -66,19 +64,14 @@ class Location:
     def to_json(self) -> dict[str, Any]:
         return adapter(Location).dump_python(self, mode="json")
 
-    @classmethod
-    def from_json(cls, data: Any) -> Location:
-        """Raise ValueError where the data is no location."""
-        return adapter(cls).validate_python(data)
-
     def sentence(self) -> str:
         """Return the answer as one sentence."""
         if self.verdict == "inconclusive":
             return f"inconclusive: {self.reason}"
         compared = counted(self.coverage.aligned, "tensor")
         if self.verdict == "agrees":
-            compared += f" of {counted(self.coverage.steps, 'step')}" + " (the training goes on)" * self.coverage.more
-            return f"no difference in {compared}; the largest is {short(self.largest or 0)} of its tolerance"
+            steps = counted(self.coverage.steps, "step")
+            return f"no difference in {compared} of {steps}; the largest is {short(self.largest or 0)} of its tolerance"
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []
         where += [f"micro-batch {', '.join(map(str, self.micro))}"] if self.micro else []

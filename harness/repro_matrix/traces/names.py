@@ -9,11 +9,11 @@ import numpy as np
 from repro_matrix.traces.alignment import Key, Step
 
 
-def renamed(trusted: Step, suspect: Step) -> dict[str, str]:
-    """Return the names of the suspect's modules and parameters that are called differently on the trusted side."""
-    theirs, ours = suspect.trace.modules, trusted.trace.modules
+def renamed(good: Step, bad: Step) -> dict[str, str]:
+    """Return the names of the bad side's modules and parameters that are called differently on the good side."""
+    theirs, ours = bad.trace.modules, good.trace.modules
     names: dict[str, str] = {}
-    listed, known = _parameters(trusted), _parameters(suspect)
+    listed, known = _parameters(good), _parameters(bad)
     free = {name: content for name, content in listed.items() if name not in known}
     for name in (each for each in known if each not in listed):
         same = sorted((each for each in free if free[each] == known[name]), key=lambda each: _leaf(each) != _leaf(name))

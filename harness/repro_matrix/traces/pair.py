@@ -32,7 +32,7 @@ STAGES: dict[Stage, tuple[str, ...]] = {
 STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
 ORDER = [*(kind for kind in STAGE_OF if kind not in ("in", "buffer after")), "buffer after"]
 ROLES = {"in": "input", "fwd": "output", "bwd": "gradient", "state": "value before the step",
-         "param": "value after the step", "buffer before": "value", "buffer after": "value"}  # fmt: skip
+         "param": "update", "buffer before": "value", "buffer after": "value"}  # fmt: skip
 ALIKE = 1e-5  # rounding, for tensors that few operations made
 COUNTS_AS_ZERO = ("bwd", "lgrad", "rgrad", "ograd")  # a gradient that is not there
 
@@ -45,8 +45,8 @@ class Difference:
     key: Key
     sizes: Array
     owners: Sequence[Owner]
-    trusted: Array
-    suspect: Array
+    good: Array
+    bad: Array
     dtype: str = "float32"
     floor: float = 1.0  # times the least tolerance
     missing: bool = False
@@ -73,10 +73,10 @@ class Difference:
 
 @dataclass
 class Pair:
-    """A step of the trusted side and the same step of another. ``shown``: the kinds of the other side's events in
+    """A step of the good side and the same step of another. ``shown``: the kinds of the other side's events in
     earlier steps."""
 
-    trusted: Step
+    good: Step
     other: Step
     shown: frozenset[str] = frozenset()
     differences: list[Difference] = field(default_factory=list)
@@ -86,9 +86,9 @@ class Pair:
 
     def __post_init__(self) -> None:
         keys: dict[str, list[Key]] = {}
-        for key in self.trusted.events:  # a module's input comes before its output, and after the outputs before it
+        for key in self.good.events:  # a module's input comes before its output, and after the outputs before it
             keys.setdefault("fwd" if key.kind == "in" else key.kind, []).append(key)
-        if self.trusted.shows_updates and self.other.shows_updates:
+        if self.good.shows_updates and self.other.shows_updates:
             keys["param"] = [key._replace(kind="param") for key in keys.get("state", ())]
         self._weigh(keys.get("bwd", ()))
         for kind in ORDER:
@@ -102,7 +102,7 @@ class Pair:
     @cached_property
     def expected_weight(self) -> float:
         """A mean over the samples of one group weighs each more than a mean over all."""
-        return len(self.other.groups) / max(len(self.trusted.groups), 1)
+        return len(self.other.groups) / max(len(self.good.groups), 1)
 
     @cached_property
     def common_weight(self) -> float:
@@ -113,58 +113,58 @@ class Pair:
 
     @cached_property
     def no_step(self) -> str:
-        """Which side's optimizer made no step: "suspect" or "trusted side", if the other's did."""
+        """Which side's optimizer made no step: "bad side" or "good side", if the other's did."""
         updates = [each for each in self.differences if each.stage == "update"]
-        sides = {"suspect": [each.suspect for each in updates], "trusted side": [each.trusted for each in updates]}
+        sides = {"bad side": [each.bad for each in updates], "good side": [each.good for each in updates]}
         return next((name for name, changes in sides.items() if changes and not any(map(np.any, changes))), "")
 
     def left_out(self, name: str) -> bool:
         """Return whether the other side's optimizer does not get the gradient of this parameter, but others'."""
         received, reduced = Key("ograd", name), Key("rgrad", name)
-        missing = received in self.trusted.events and received not in self.other.events
+        missing = received in self.good.events and received not in self.other.events
         return missing and "ograd" in self.other.kinds and reduced in self.other.events
 
     @property
     def low(self) -> bool:
         """Return whether outputs are computed in half precision."""
-        return self.trusted.coarsest.removeprefix("torch.") in LOW
+        return self.good.coarsest.removeprefix("torch.") in LOW
 
     def judge(self, noise: Sequence[Pair]) -> None:
-        """Set the tolerance of each difference. ``noise``: the trusted side and its runs with noise."""
+        """Set the tolerance of each difference. ``noise``: the good side and its runs with noise."""
         measured = [(each.stage, each.key, each.size) for pair in noise for each in pair.differences]
-        tolerance = Tolerance(measured, self.low, len(noise), first=not self.trusted.number)
+        tolerance = Tolerance(measured, self.low, len(noise), first=not self.good.number)
         for each in self.differences:
             each.rounding, each.tolerance = tolerance.of(each.stage, each.key, each.dtype, each.floor)
 
-    def add(self, stage: Stage, key: Key, trusted: Rows, suspect: Array, owners: Sequence[Owner],
+    def add(self, stage: Stage, key: Key, good: Rows, bad: Array, owners: Sequence[Owner],
             floor: float = 1.0, missing: bool = False) -> None:  # fmt: skip
-        """Record by how much rows differ, relative to the trusted side's norms."""
-        keep = np.isfinite(trusted.values).all(axis=1) | np.isfinite(suspect).all(axis=1)
+        """Record by how much rows differ, relative to the good side's norms."""
+        keep = np.isfinite(good.values).all(axis=1) | np.isfinite(bad).all(axis=1)
         if not keep.all():
             self.not_numbers.append(key)
         if keep.any():
-            sizes = differences(trusted.values, suspect, trusted.norms)[keep]
+            sizes = differences(good.values, bad, good.norms)[keep]
             kept = [owner for owner, each in zip(owners, keep) if each]
-            usual = self.trusted.coarsest if stage == "clipping" else "float32"
-            dtype = trusted.dtype or self.trusted.parameters.get(key.name, (usual,))[0]
-            rows = trusted.values[keep], suspect[keep]
+            usual = self.good.coarsest if stage == "clipping" else "float32"
+            dtype = good.dtype or self.good.parameters.get(key.name, (usual,))[0]
+            rows = good.values[keep], bad[keep]
             self.differences.append(Difference(stage, key, sizes, kept, *rows, dtype, floor, missing))
 
     def _match(self, key: Key) -> tuple[Rows, Rows] | None:
         """Return the rows of both sides that belong together; None where nothing does."""
-        trusted, other = self.trusted.rows(key), self.other.rows(key)
-        if trusted.shape != other.shape:
+        good, other = self.good.rows(key), self.other.rows(key)
+        if good.shape != other.shape:
             size = max(map(len, self.other.groups))
-            if size == 1 or key.kind not in ACTIVATIONS or not _is_slice(other.shape, trusted.shape, size):
+            if size == 1 or key.kind not in ACTIVATIONS or not _is_slice(other.shape, good.shape, size):
                 self.shapes_differ.append(key)
                 return None
-            trusted, other = trusted.norms_of(self.trusted.group_of), other.norms_of(self.other.group_of)
-        if key.kind == "lgrad" and set(trusted.ids) != set(other.ids):  # the sides divide the samples differently
-            trusted, other = self.trusted.totals(key.name), self.other.totals(key.name)
-        pairs = paired(trusted, other)
-        if not pairs and key.kind in ACTIVATIONS and _same_for_all(trusted, other):
+            good, other = good.norms_of(self.good.group_of), other.norms_of(self.other.group_of)
+        if key.kind == "lgrad" and set(good.ids) != set(other.ids):  # the sides divide the samples differently
+            good, other = self.good.totals(key.name), self.other.totals(key.name)
+        pairs = paired(good, other)
+        if not pairs and key.kind in ACTIVATIONS and _same_for_all(good, other):
             pairs = [(0, row) for row in range(len(other.ids))]
-        return (trusted.select(pair[0] for pair in pairs), other.select(pair[1] for pair in pairs)) if pairs else None
+        return (good.select(pair[0] for pair in pairs), other.select(pair[1] for pair in pairs)) if pairs else None
 
     def _compare(self, stage: Stage, key: Key) -> None:
         shown = self.other.has(key) and not (key.kind == "lgrad" and not self.other.trains(key.name))
@@ -183,7 +183,7 @@ class Pair:
         if stage == "local gradient":
             values = values / (self.common_weight * self.expected_weight)
         before = key._replace(kind="state")
-        if key.kind == "param" and before in self.trusted.events and before in self.other.events:
+        if key.kind == "param" and before in self.good.events and before in self.other.events:
             old, new = self._match(before) or (NOTHING, NOTHING)
             if len(old.ids) == len(rows.ids):
                 values, changes = values - new.values, rows.values - old.values
@@ -197,7 +197,7 @@ class Pair:
 
     def _lacking(self, key: Key, arrived: Rows, shown: bool) -> tuple[Rows, list[Owner]]:
         """Return the rows of a gradient that the other side should have and does not, and where."""
-        rows, owners = self.trusted.rows(key), dict[Hashable, Owner]()
+        rows, owners = self.good.rows(key), dict[Hashable, Owner]()
         if self.other.stopped or key.kind not in self.other.kinds | self.shown:
             return NOTHING, []
         if key.kind == "bwd" and (forward := key._replace(kind="fwd")) in self.other.events:
@@ -215,11 +215,11 @@ class Pair:
         for key in keys:
             if len(self.weights) >= sum(map(len, self.other.ids.values())):
                 break
-            trusted, other = (self._match(key) if key in self.other.events else None) or (NOTHING, NOTHING)
+            good, other = (self._match(key) if key in self.other.events else None) or (NOTHING, NOTHING)
             for row, (sample, (ranks, micro)) in enumerate(zip(other.ids, other.owners)):
-                scale, rest = factor(trusted.values[row], other.values[row])
-                whole = sample in self.other.samples and trusted.values.shape[1] > 1
-                if whole and trusted.norms[row] > 0 and np.isfinite(scale):
+                scale, rest = factor(good.values[row], other.values[row])
+                whole = sample in self.other.samples and good.values.shape[1] > 1
+                if whole and good.norms[row] > 0 and np.isfinite(scale):
                     # A zero gradient is left out altogether; one of another direction is another, not a scaled one.
                     rest = rest if scale else 0.0
                     scale = scale if rest < 0.1 else self.expected_weight
@@ -242,7 +242,7 @@ class Pair:
 
     def _compare_factors(self) -> None:
         """Compare by which factors gradients were clipped, whatever the norms say."""
-        factors, others = self.trusted.clip_factors(), self.other.clip_factors()
+        factors, others = self.good.clip_factors(), self.other.clip_factors()
         if factors and others:
             values = np.repeat(factors.values[:1], len(others.values), axis=0)
             rows = Rows([], [], values, np.abs(values[:, 0]))
@@ -257,11 +257,11 @@ def _is_slice(part: Sequence[str], whole: Sequence[str], size: int) -> bool:
     ]
 
 
-def _same_for_all(trusted: Rows, other: Rows) -> bool:
+def _same_for_all(good: Rows, other: Rows) -> bool:
     """A tensor that belongs to no sample, and is the same for one call as for another of other samples, is so for all:
     positions, masks."""
-    rows, kinds = np.concatenate([trusted.values[:1], other.values]), {each[0] for each in (*trusted.ids, *other.ids)}
-    if kinds != {"batch"} or len({trusted.ids[0], *other.ids}) < 3 or not np.any(rows[0]):
+    rows, kinds = np.concatenate([good.values[:1], other.values]), {each[0] for each in (*good.ids, *other.ids)}
+    if kinds != {"batch"} or len({good.ids[0], *other.ids}) < 3 or not np.any(rows[0]):
         return False
     alike = np.linalg.norm(rows[:, None] - rows[None], axis=2) <= ALIKE * np.linalg.norm(rows, axis=1)
-    return bool(np.ptp(trusted.values, axis=0).max() == 0 and alike.sum() > len(rows))
+    return bool(np.ptp(good.values, axis=0).max() == 0 and alike.sum() > len(rows))

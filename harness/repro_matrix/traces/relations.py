@@ -19,10 +19,11 @@ SHOWN = 4  # terms of a sum
 
 def affected(step: Step, owners: Sequence[Owner]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return ranks and micro-batches; none where they are all."""
-    ranks, micros = {rank for ranks, _ in owners for rank in ranks}, {micro for _, micro in owners} - {-1}
+    ranks = {rank for ranks, _ in owners for rank in ranks}
+    micros = {step.micro_batches[ranks[0], call] for ranks, call in owners if (ranks[0], call) in step.micro_batches}
     return (
         () if ranks == set(step.trace.ranks) else tuple(sorted(ranks)),
-        () if micros == {micro for _, micro in step.batches} else tuple(sorted(micros)),
+        () if micros == set(step.micro_batches.values()) else tuple(sorted(micros)),
     )
 
 
@@ -30,47 +31,49 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
     """Say what holds instead, and where that comes from. ``wrong``: the differences of one stage, in order."""
     first = wrong[0]
     if first.missing:
-        frozen = "the suspect does not train this parameter (requires_grad is False)"
+        frozen = "the bad side does not train this parameter (requires_grad is False)"
         return "no gradient arrives" if pair.other.trains(first.key.name) else frozen, first.owners
     if first.stage == "update" and pair.no_step:
         return f"the {pair.no_step}'s optimizer made no step; the other side's did", []
     if first.key.kind == "param" and first.key not in pair.other.events:
-        return "the suspect's optimizer does not have this parameter", first.owners
-    bad = first.sizes > first.tolerance
-    trusted, suspect = first.trusted[bad], first.suspect[bad]
-    owners = [owner for owner, each in zip(first.owners, bad) if each]
+        return "the bad side's optimizer does not have this parameter", first.owners
+    off = first.sizes > first.tolerance
+    good, bad = first.good[off], first.bad[off]
+    owners = [owner for owner, each in zip(first.owners, off) if each]
     if first.stage == "initial weights" and "param" in pair.shown:
         return "changed between the steps", owners
+    if first.stage == "update" and not np.any(bad):
+        return "the step did not change it", owners
     if first.stage == "loss weight":
-        low, high = float(suspect.min()), float(suspect.max())
+        low, high = float(bad.min()), float(bad.max())
         equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
-        weights = times(float(suspect.mean())) if equal else f"{times(low)} to {times(high)}"
-        return f"{counted(len(suspect), 'sample')} weigh {weights} times what they should", owners
+        weights = times(float(bad.mean())) if equal else f"{times(low)} to {times(high)}"
+        return f"{counted(len(bad), 'sample')} weigh {weights} times what they should", owners
     if first.stage == "clipping":
-        values = ", ".join(f"{list_ranks(ranks)}: {value[0]:.4g}" for (ranks, _), value in zip(owners, suspect))
-        return f"{first.key.name} {values}; on the trusted side {trusted[0, 0]:.4g}", owners
+        values = ", ".join(f"{list_ranks(ranks)}: {value[0]:.4g}" for (ranks, _), value in zip(owners, bad))
+        return f"{first.key.name} {values}; on the good side {good[0, 0]:.4g}", owners
     if first.stage == "local gradient" and owners[0][1] < 0:
-        text, sources = _describe_sum(pair, first.key.name, trusted[0], owners[0][0][0])
-        return (text, sources) if text else (describe_factor(trusted, suspect), owners)
+        text, sources = _describe_sum(pair, first.key.name, good[0], owners[0][0][0])
+        return (text, sources) if text else (describe_factor(good, bad), owners)
     if first.stage == "reduction":
-        text, sources = _describe_reduction(pair, wrong, owners[0][0][0], alike=bool(bad.all()) and _alike(suspect))
-        return text or describe_factor(trusted, suspect), sources or owners
-    return describe_factor(trusted, suspect), owners
+        text, sources = _describe_reduction(pair, wrong, owners[0][0][0], alike=bool(off.all()) and _alike(bad))
+        return text or describe_factor(good, bad), sources or owners
+    return describe_factor(good, bad), owners
 
 
 def _alike(values: Array) -> bool:
     return bool(np.allclose(values, values[0], rtol=1e-5))
 
 
-def describe_factor(trusted: Array, suspect: Array) -> str:
-    """``1.01 times the trusted side's``, where that explains (nearly) all of the difference."""
-    if not (np.isfinite(trusted).all() and np.isfinite(suspect).all()):
+def describe_factor(good: Array, bad: Array) -> str:
+    """``1.01 times the good side's``, where that explains (nearly) all of the difference."""
+    if not (np.isfinite(good).all() and np.isfinite(bad).all()):
         return "not a number (NaN or infinite) on one side only"
-    if not np.any(suspect):
+    if not np.any(bad):
         return "zero"
-    scale, rest = factor(trusted, suspect)
-    what = "" if trusted.shape[1] > 1 else "its norm is "
-    return f"{what}{times(scale)} times the trusted side's" if rest < 0.05 * abs(scale - 1) else ""
+    scale, rest = factor(good, bad)
+    what = "" if good.shape[1] > 1 else "its norm is "
+    return f"{what}{times(scale)} times the good side's" if rest < 0.05 * abs(scale - 1) else ""
 
 
 def times(scale: float) -> str:
@@ -82,7 +85,7 @@ def times(scale: float) -> str:
 def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, list[Owner]]:
     """Say which local gradients (of a rank, of a micro-batch, or one), scaled by which factor, explain a wrong sum.
 
-    ``total``: the trusted side's sum. ``rank``: that gets the sum.
+    ``total``: the good side's sum. ``rank``: that gets the sum.
     """
     sources, values = pair.other.addends(name, rank)
     values = values / (pair.common_weight * pair.expected_weight)
@@ -112,7 +115,7 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
         sources = sources or owners
         if owners and owners == sources and row is not None and not each.missing:
             scale = float(np.linalg.norm(values)) or 1.0
-            systems.append((values.T / scale, each.suspect[row] / scale))
+            systems.append((values.T / scale, each.bad[row] / scale))
     if not sources or sum(len(right) for _, right in systems) < 2 * len(sources):
         return "", []
     matrix, reduced = (np.concatenate(side) for side in zip(*systems))
@@ -122,16 +125,20 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
     rest = np.linalg.norm(reduced - matrix @ weights) / (np.linalg.norm(reduced) or 1.0)
     if independent < len(sources) or rest > RESIDUE:
         return "no sum of the local gradients", []
-    several = len({micro for _, micro in sources}) > 1
-    names = [f"rank {ranks[0]}'s" + (f" micro-batch {micro}'s" if several else "") for ranks, micro in sources]
+    numbers = [pair.other.micro_batches.get((ranks[0], call), call) for ranks, call in sources]
+    several = len(set(numbers)) > 1
+    names = [f"rank {ranks[0]}'s" + (f" micro-batch {number}'s" if several else "")
+             for (ranks, _), number in zip(sources, numbers)]  # fmt: skip
     terms = [f"{f'{weight:.3g}' if abs(weight) > 5e-4 else '0'} x {name}" for weight, name in zip(weights, names)]
     more = f" + {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    name, odd = _name(weights, sources, 1 / len(pair.other.groups), None if alike else rank)
+    name, odd = _name(weights, sources, numbers, 1 / len(pair.other.groups), None if alike else rank)
     odd = [(pair.other.group_of[ranks[0]], micro) for ranks, micro in odd]
-    return f"{' + '.join(terms[:SHOWN])}{more} local gradient: {name}", odd
+    return f"{name}: {' + '.join(terms[:SHOWN])}{more} local gradient", odd
 
 
-def _name(weights: Array, sources: Sequence[Owner], share: float, rank: int | None) -> tuple[str, list[Owner]]:
+def _name(
+    weights: Array, sources: Sequence[Owner], numbers: Sequence[int], share: float, rank: int | None
+) -> tuple[str, list[Owner]]:
     """Name an error by the weights of the local gradients, each of which should be ``share``. ``rank``: that has this
     sum, where the ranks' differ."""
     weights = weights / share
@@ -145,7 +152,7 @@ def _name(weights: Array, sources: Sequence[Owner], share: float, rank: int | No
             return "the average, but less exact", []
         summed = abs(scale * share - 1) < RESIDUE
         return "summed, not averaged" if summed else f"{times(scale)} times the average", []
-    for what, values in (("micro-batch", [m for _, m in sources]), ("rank", [r[0] for r, _ in sources])):
+    for what, values in (("micro-batch", numbers), ("rank", [r[0] for r, _ in sources])):
         each: dict[Any, Array] = {value: weights[[v == value for v in values]] for value in dict.fromkeys(values)}
         odd = {value: float(w.mean()) for value, w in each.items() if np.abs(w - 1).max() > RESIDUE / 10}
         if len(odd) < len(each) and all(np.ptp(each[value]) < RESIDUE for value in odd):

@@ -10,9 +10,9 @@ from repro_matrix.traces.alignment import Step
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "params", "param_names"})
 
 
-def different_setting(trusted: Step, suspect: Step) -> tuple[str, str, tuple[int, ...]] | None:
+def different_setting(good: Step, bad: Step) -> tuple[str, str, tuple[int, ...]] | None:
     """Return the first setting that differs, how, and on which ranks (none: on all)."""
-    ours, theirs = trusted.optimizers, suspect.optimizers
+    ours, theirs = good.optimizers, bad.optimizers
     found = {rank: _first(ours[min(ours)], events) for rank, events in theirs.items()} if ours else {}
     wrong = {rank: each for rank, each in found.items() if each}
     if not wrong:
@@ -26,7 +26,7 @@ def _first(ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
     for place, (group, other) in enumerate(zip(left, right) if len(left) == len(right) else ()):
         for name in group:
             if name in other and name not in IMPLEMENTATION and not _equal(group[name], other[name]):
-                return f"group {place}: {name}", f"{other[name]}; on the trusted side {group[name]}"
+                return f"group {place}: {name}", f"{other[name]}; on the good side {group[name]}"
     return None
 
 

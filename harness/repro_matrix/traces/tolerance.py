@@ -1,4 +1,4 @@
-"""What rounding explains: how much runs of the trusted side with noise of one ulp differ from it. Pure."""
+"""What rounding explains: how much runs of the good side with noise of one ulp differ from it. Pure."""
 
 from __future__ import annotations
 
