@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "report.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) / "results"  # a report compares a run with the runs beside it
         count = synthetic(folder, args.rows, load_rows(BASELINE))
         write(args.output, baseline=timed("--baseline"), synthetic={"rows": count, **timed(str(folder))})
 

@@ -168,13 +168,6 @@ def test_find_in_page_opens_what_is_folded(browser: Chromium, address: str) -> N
     assert opened == "healthy"
 
 
-def test_link_to_a_cell_opens_it(browser: Chromium, address: str) -> None:
-    browser.open(address)
-    name = browser.evaluate("document.querySelector('#healthy pre[id]').id")
-    browser.open(f"{address}#{name}")
-    assert browser.evaluate(f"document.getElementById('{name}').checkVisibility()")
-
-
 @pytest.mark.parametrize("width", [*WIDTHS, 840])
 def test_no_text_or_column_is_outside_the_window(browser: Chromium, address: str, width: int) -> None:
     browser.open(address, width)

@@ -172,6 +172,12 @@ def test_case_shows_symptom_fixes_claims_and_proof() -> None:
     assert text.count(error.strip()) == 2  # the symptom and the errors; each cell has its beginning
 
 
+def test_proof_of_a_case_is_one_text_and_names_what_variants_share_once() -> None:
+    cells = [skipped_cell(), skipped_cell(model="n")]
+    (proof,) = re.findall(r"commands: 2 cells</summary><pre>(.*?)</pre></details>", render_file(page(*cells)), re.S)
+    assert proof.count("unfixed, fix: not measured") == 2 == proof.count("evidence: ")
+
+
 def test_evidence_is_a_link_only_on_the_page_beside_it() -> None:
     assert 'href="cpu/stack/cell.json"' in render_file(page(cell(), beside=True))
     assert 'href="cpu' not in render_file(page(cell()))

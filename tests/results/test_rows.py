@@ -248,6 +248,9 @@ def test_run_whose_evidence_is_lost_is_no_passing_run(folder: Path, tmp_path: Pa
         shutil.copytree(folder, place, ignore=shutil.ignore_patterns("runs"))
         (place / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.ENDED}))
     assert since_last_passing(later, rows, cases).passing
+    (later / runs.MANIFEST).rename(later / "moved")
+    assert not since_last_passing(later, rows, cases).passing  # a folder that is no run, e.g. published results
+    (later / "moved").rename(later / runs.MANIFEST)
     for file in earlier.rglob("*.json"):
         file.unlink()
     assert not since_last_passing(later, rows, cases).passing

@@ -25,7 +25,7 @@ from repro_matrix.grading.expectations import as_expected, expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
-from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, listed
+from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, listed, read
 from repro_matrix.results.store import changed_files
 from repro_matrix.results.summary import lost
 from repro_matrix.text import list_some
@@ -187,7 +187,10 @@ def compare_to_last_passing(
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
     """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now, nor
-    from the passing runs before it. At most ``LOOK_BACK`` runs are read."""
+    from the passing runs before it. At most ``LOOK_BACK`` runs are read. What is no run, as published results are not,
+    has none before it."""
+    if not read(folder):
+        return Regressions()
     cells, found = {row.cell for row in rows}, list[NightlyRun]()
     earlier = [run for run in listed(folder.resolve().parent) if run.folder.name < folder.resolve().name]
     for run in earlier[-LOOK_BACK:]:

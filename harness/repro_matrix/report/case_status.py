@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from packaging.version import InvalidVersion, Version
@@ -101,6 +102,7 @@ def age(row: Row) -> tuple[Version, ...]:
     return tuple(release(row.stack.versions.get(name, "0")) for name in ("torch", "transformers"))
 
 
+@lru_cache(maxsize=1000)
 def release(text: str) -> Version:
     try:
         return Version(text)

@@ -11,11 +11,12 @@ import hashlib
 import json
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -230,21 +231,15 @@ def write_run_page(folder: Path) -> Path | None:
 
 def render_file(page: Page) -> str:
     """Return the whole page as one file."""
-    return _render("page.html", page, page.title, lambda name: f"#{name}", page.cases)
+    return _render("page.html", page, page.title, "#{}".format, page.cases)
 
 
 def render_site(page: Page) -> dict[str, str]:
     """Return a static site: file name -> content."""
-    home = {cell.id: case.slug for case in page.cases for cell in case.cells}
-
-    def address(current: str, name: str) -> str:
-        slug, anchor = home.get(name, name), f"#{name}" if name in home else ""
-        return anchor if slug == current and anchor else f"{slug}.html{anchor}"
-
-    files = {"index.html": _render("page.html", page, page.title, partial(address, ""), ())}
+    files = {"index.html": _render("page.html", page, page.title, "{}.html".format, ())}
     files["badge.json"] = json.dumps(page.headline.badge()) + "\n"
     for case in page.cases:
-        files[f"{case.slug}.html"] = _render("case.html", page, case.slug, partial(address, case.slug), (case,))
+        files[f"{case.slug}.html"] = _render("case.html", page, case.slug, "{}.html".format, (case,))
     return files
 
 
@@ -287,22 +282,30 @@ def format_value(value: Any) -> str:
 
 
 def proof(cell: Cell) -> Markup:
-    """Return the attempts and checks of a cell's variants, and what repeats them, as lines."""
-    lines = [part for row in cell.rows for part in _proof(row, row_label(row))]
+    """Return the attempts and checks of a cell's variants, and what repeats them, as lines. Variants with the same
+    checks stand together."""
+    same: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in cell.rows:
+        same[tuple(_details(row))][_attempts(row, row_label(row))].append(row.variant)
+    lines = []
+    for details, heads in same.items():
+        lines += [*(f"{', '.join(names)}: {text}" for text, names in heads.items()), *details]
     command = shlex.join(cell.row.command[:-1])
     lines.append(f"again: {command} variants=NAME")
     return Markup(escape("\n".join(block(text, TEXT) for text in lines)))
 
 
-def _proof(row: Row, one: Label) -> Iterator[str]:
-    """Yield the lines of one variant."""
+def _attempts(row: Row, one: Label) -> str:
     if not row.attempts:
-        yield f"{row.variant}: not measured: {row.reason}"
-        return
+        return "not measured"
     outcome = f" ({row.outcome})" if len(row.counts) > 1 else ""
-    yield f"{row.variant}: {one.text}{outcome}, {counted(len(row.attempts), 'attempt')}, {row.wall_s:.1f} s"
-    if row.counts["passed"] < len(row.attempts):
-        yield f"    {line(row.reason, 160)}"
+    return f"{one.text}{outcome}, {counted(len(row.attempts), 'attempt')}, {row.wall_s:.1f} s"
+
+
+def _details(row: Row) -> Iterator[str]:
+    """Yield why a variant did not pass or was not measured, and its checks."""
+    if row.verdict != "NOT_FIXED" and (not row.attempts or row.counts["passed"] < len(row.attempts)):
+        yield f"    {line(row.reason, 240)}"
     for note in filter(None, (row.note, row.quarantine and f"quarantined: {row.quarantine}")):
         yield f"    {note}"
     passed = [check for check in row.checks if check["state"] == "passed"]

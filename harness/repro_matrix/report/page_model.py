@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,14 +44,6 @@ class Cell:
     def row(self) -> Row:
         """The first variant's row, for what all of them share."""
         return self.rows[0]
-
-    @cached_property
-    def id(self) -> str:
-        """The anchor: stable while the cell, its stack and its machine are the same."""
-        row = self.row
-        stack = row.stack.label or sorted(row.stack.versions.items())
-        key = repr((row.case, row.axes, stack, row.hardware.profile, self.source))
-        return "c" + hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:10]
 
     @cached_property
     def flags(self) -> str:
