@@ -61,6 +61,8 @@ FLAKY = replace(BOOM, kinds={"other_failure": 2, "passed": 1})
         ("unfixed", REPRODUCED, BOOM, "no_longer_reproduces", 1),
         ("unfixed", variant(), REPRODUCED, "reproduces_now", 1),
         ("fix", HOLDS, REPRODUCED, "fix_stopped_working", 1),
+        ("fix", HOLDS, variant("hang", 3, "hang", verdict="INCONCLUSIVE"), "fix_stopped_working", 1),
+        ("fix", HOLDS, variant("other_failure", 3, "x", verdict="SIGNATURE_MISMATCH"), "new_failure", 1),
         ("fix", BOOM, HOLDS, "fix_works_now", 1),
         ("new", None, HOLDS, "newly_measured", 0),
         ("new", None, SKIPPED, None, 0),

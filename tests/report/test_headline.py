@@ -102,6 +102,7 @@ def test_state_of_a_case_is_that_of_its_newest_stack() -> None:
         ("fix", "FIXED", "NOT_FIXED", "stopped_working"),
         ("fix", "FIXED", "DIFFERENT_FAILURE", "stopped_working"),
         ("fix", "FIXED", "FLAKY", "stopped_working"),
+        ("fix", "FIXED", "INCONCLUSIVE", "stopped_working"),  # a hang
         ("probe", "FIXED", "NOT_FIXED", "different"),
         ("non_fix", "NOT_FIXED", "FIXED", "different"),
         ("fix", "NOT_REPRODUCED", "FIXED", "came_back"),
@@ -114,7 +115,9 @@ def test_state_of_a_case_is_that_of_its_newest_stack() -> None:
 )
 def test_kinds_of_differences(role: str, expected: str, measured: str, kind: str) -> None:
     row = cell("reproduced", {"a": "FIXED"})[1]
-    row = replace(row, role=role, expected_verdict=expected, verdict=measured, state="unexpected")
+    failing = measured in ("NOT_FIXED", "DIFFERENT_FAILURE", "FLAKY", "SIGNATURE_MISMATCH", "INCONCLUSIVE")
+    attempt = replace(row.attempts[0], outcome="hang" if failing else "passed")
+    row = replace(row, role=role, expected_verdict=expected, verdict=measured, state="unexpected", attempts=(attempt,))
     assert kind_of(row) == kind and kind_of(replace(row, state="differs_from_cpu")) == "differs_from_cpu"
 
 
@@ -122,7 +125,8 @@ def test_most_urgent_comes_first_and_a_failure_that_came_back_counts_once() -> N
     back = cell("reproduced", {"a": "FIXED", "b": "NOT_FIXED"}, case="back")
     back = [replace(row, state="unexpected", expected_verdict="NOT_REPRODUCED") if row.verdict else row for row in back]
     stopped = cell("reproduced", {"a": "NOT_FIXED", "b": "FIXED"}, case="stopped")
-    stopped[1] = replace(stopped[1], state="unexpected", expected_verdict="FIXED")
+    failed = replace(stopped[1].attempts[0], outcome="reproduced")
+    stopped[1] = replace(stopped[1], state="unexpected", expected_verdict="FIXED", attempts=(failed,))
     head = of(control("FAILED"), back, stopped)
     assert [each.kind for each in head.attention] == ["stopped_working", "came_back", "new_failure"]
     assert head.differences == ["1 documented fix stopped working", "1 known failure came back", "1 new failure"]
@@ -197,7 +201,7 @@ def after(before: list[Row], now: list[Row], cases: Any = {}, **changes: Any) ->
         (WORKS, DEAD, "5.24.0", "stopped_working"),  # after an upgrade, too
         (GONE, WORKS, "5.24.0", "came_back"),
         (WORKS, GONE, "5.23.0", "different"),  # no version changed
-        (WORKS, {"a": ("hang", "INCONCLUSIVE"), "b": ("passed", "FIXED")}, "5.23.0", "different"),
+        (WORKS, {"a": ("hang", "INCONCLUSIVE"), "b": ("passed", "FIXED")}, "5.23.0", "stopped_working"),
         (WORKS, GONE, "5.24.0", None),
         (DEAD, WORKS, "5.23.0", None),
         (DEAD, DEAD, "5.23.0", None),

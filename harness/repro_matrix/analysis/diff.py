@@ -181,14 +181,21 @@ def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> 
             reproduced = "reproduced" in new.kinds
             if ("reproduced" in old.kinds) != reproduced:
                 return "reproduces_now" if reproduced else "no_longer_reproduces"
-        elif not before and old.verdict == "FIXED":
+        elif not before and stopped_working(old.verdict, new.verdict, new.kinds):
             return "fix_stopped_working"
-        elif not after and new.verdict == "FIXED":
+        elif not after and stopped_working(new.verdict, old.verdict, old.kinds):
             return "fix_works_now"
         return "new_failure" if before < after else "failure_gone" if after < before else "different_failure"
     if old.steady != new.steady or any(len(earlier) > 1 for earlier, _ in pools):
         return "became_steady" if new.steady else "became_flaky"
     return None
+
+
+def stopped_working(before: str | None, now: str | None, outcomes: Iterable[OutcomeName | str]) -> bool:
+    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A hang is a failure: of a
+    machine that was only slow it would be no evidence. Where the failure itself is another one, no fix is to blame."""
+    another_failure = now in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
+    return before == "FIXED" and not another_failure and any(outcome != "passed" for outcome in outcomes)
 
 
 def chance_explains(before: Counter[OutcomeName], after: Counter[OutcomeName]) -> bool:

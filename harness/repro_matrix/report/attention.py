@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from repro_matrix.analysis.diff import stopped_working
 from repro_matrix.analysis.regressions import ChangedCase, Regressions
 from repro_matrix.analysis.releases import STATES
 from repro_matrix.config.vocabulary import UPSTREAM
@@ -85,8 +86,8 @@ def kind_of(row: Row) -> Kind:
     before, now = STATES.get(row.expected_verdict or ""), STATES.get(row.verdict or "")
     if before == "absent" and now == "reproduces":
         return "came_back"
-    fails_now = now == "reproduces" or (row.verdict == "FLAKY" and row.counts["passed"] < len(row.evidence_attempts))
-    if row.role == "fix" and row.expected_verdict == "FIXED" and fails_now:
+    outcomes = {each.outcome for each in row.evidence_attempts}
+    if row.role == "fix" and stopped_working(row.expected_verdict, row.verdict, outcomes):
         return "stopped_working"
     if row.verdict in ("SIGNATURE_MISMATCH", "FAILED", "FIX_BREAKS", "DIFFERENT_FAILURE"):
         return "new_failure"

@@ -152,10 +152,10 @@ class Page:
 
 
 def row_label(row: Row) -> Label:
-    """Return the label of a row: of its verdict, else of the outcome of its attempts."""
+    """Return the label of a row: of its verdict, else of the outcome of its attempts, e.g. a hang."""
     if not row.attempts:
         return LABELS["skipped"]
-    if row.verdict:
+    if row.verdict and row.verdict != "INCONCLUSIVE":
         return label(row.verdict)
     usual = label(row.counts.most_common(1)[0][0])
     return usual if len(row.counts) == 1 else Label(usual.name, row.outcome, "warn")
@@ -235,7 +235,8 @@ def _variants(cells: Iterable[Cell], places: Mapping[Cell, str]) -> Iterator[Var
         for row in cell.rows[1:]:
             found[row.variant].append((cell, row))
     for name, members in found.items():
-        decided = [item for item in members if (item[1].verdict or "skipped") not in ABSENT]
+        decided = [(cell, row) for cell, row in members
+                   if row.state == "unexpected" or (row.verdict or "skipped") not in ABSENT]  # fmt: skip
         results: dict[Label, list[str]] = defaultdict(list)
         for cell, row in decided or members:
             one = row_label(row)
