@@ -120,11 +120,11 @@ def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
     assert code == 0 and "QwenLM/Qwen3#306" in out and "torchrun" not in out
     assert (
-        out.index("layer-wrap ")
-        < out.index("supported  ")
-        < out.index("Symptom: ")
-        < out.index("Cause: ")
+        out.index("Symptom: ")
+        < out.index("layer-wrap ")
         < out.index("What to do: ")
+        < out.index("supported  ")
+        < out.index("Cause: ")
     )
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "summon")
     assert code == 0 and call(capsys, "show", "qwen15-fsdp-norm-shard", "variants=[summon]")[1] == out
@@ -137,15 +137,20 @@ def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]
     [
         (
             "zero3-load-state-dict",
-            ["load before deepspeed.initialize", "--variant before-initialize", "torch.Size([0])"],
+            ["load before deepspeed.initialize", "--variant before-initialize", "size mismatch for model.embed_tokens"],
         ),
         ("qwen15-fsdp-kv-cache", ["does not reproduce with these packages", "layer-wrap-root-call"]),
         ("train-step", []),  # a control
     ],
 )
-def test_show_ends_with_what_to_do_on_a_screen(capsys: pytest.CaptureFixture[str], case: str, parts: list[str]) -> None:
+def test_show_begins_with_the_symptom_and_has_what_to_do_below_the_table(
+    capsys: pytest.CaptureFixture[str], case: str, parts: list[str]
+) -> None:
     out = call(capsys, "show", case)[1]
-    text = " ".join(" ".join(out.splitlines()[-20:]).split())  # what a terminal of 24 lines shows
+    lines = out.splitlines()
+    end = next((number for number, line in enumerate(lines) if line.startswith("Claims")), len(lines))
+    text = " ".join(" ".join(lines[:end]).split())
+    assert not parts or lines[1].startswith("Symptom: ")
     assert out.startswith(f"{case}: ") and ("What to do: " in text) == bool(parts)
     assert not [part for part in parts if part not in text]
 

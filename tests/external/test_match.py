@@ -438,7 +438,8 @@ def test_recognize_in_the_code_of_another_model_is_possible_only_without_another
         '  File "/v/lib/python3.11/site-packages/torch/nn/functional.py", line 2, in embedding',
         "RuntimeError: 'weight' must be 2-D",
     ]
-    for above, wanted in ([fsdp], {"fsdp-generate"}), ([], {"zero3-outside-engine"}):
+    named = '  File "train.py", line 3, in main', "    with FSDP.summon_full_params(model): model(x)"
+    for above, wanted in ([fsdp], {"fsdp-generate"}), ([], {"zero3-outside-engine"}), (named, {"fsdp-generate"}):
         found = answer(["Traceback (most recent call last):", *above, *frames])
         assert {item.case for failure in found.failures for item in failure.perhaps} == wanted and not found.names
 
@@ -523,8 +524,9 @@ def test_the_own_wording_of_a_case_is_not_another_wording_of_it() -> None:
         ("\n".join(UNIFORM).encode("utf-16"), 0), (WELL.replace(b"\n", b"\r\n"), 0),
         (b"  0%|   | 0/9 [00:00<?]\r" * 5000 + WELL, 0), (b"x" * 3_000_000 + b"\n" + WELL, 0),
         ("Fehler über \xff\n".encode("latin-1") + WELL, 0),
+        (b"\0" * 5000 + WELL.replace(b"dtype", b"dt\0ype"), 0),
     ],
-    ids=["0 bytes", "blank", "gzip", "utf-16", "CRLF", "a bar", "a long line", "latin-1"],
+    ids=["0 bytes", "blank", "gzip", "utf-16", "CRLF", "a bar", "a long line", "latin-1", "zeros"],
 )  # fmt: skip
 def test_match_of_any_encoding_reads_it(
     content: bytes, code: int, match: Match, monkeypatch: pytest.MonkeyPatch
@@ -679,13 +681,31 @@ def test_figures_of_the_guide_are_those_of_the_threads() -> None:
          "no fragmentation"),
         ("total capacty of 80.00 GiB of which 0 bytes is free. Process 7 has 61.00 GiB memory in use. Of the allocated "
          "memory 19.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated",
-         "61.0 GiB belong"),
+         "61.0 GiB belong to other processes (process 7: 61.00 GiB)"),
+        ("total capacity of 80.00 GiB of which 1.00 GiB is free. Process 7 has 60.00 GiB memory in use. Of the "
+         "allocated memory 10.00 GiB is allocated by PyTorch, and 9.00 GiB is reserved by PyTorch but unallocated",
+         "belong to other processes (process 7: 60.00 GiB)"),  # and fragmentation
         ("", ""),
     ],
 )  # fmt: skip
 def test_memory_tells_fragmentation_from_a_full_gpu(sizes: str, verdict: str) -> None:
     text = memory_of(f"CUDA out of memory. Tried to allocate 2.00 GiB ({sizes})")
     assert verdict in text and bool(text) == bool(sizes)
+
+
+@pytest.mark.parametrize(
+    ("example", "first"), [(0, "Unexpected keyword argument: "), (1, "Undefined symbol: "), (3, "Cannot import name: ")]
+)
+def test_advice_for_what_the_error_says_comes_first(example: int, first: str, match: Match) -> None:
+    _, out, _ = match([rules()["version-conflict"].examples[example]])
+    assert out.split("What to try:")[1].strip().startswith(first)
+
+
+def test_what_only_follows_comes_last(match: Match) -> None:
+    _, out, _ = match(b"torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+                      b"Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+                      b"  exitcode  : -9 (pid: 7)\n")  # fmt: skip
+    assert out.splitlines()[-1].startswith("  Follow from another process's failure") and "SIGKILL" in out
 
 
 def test_rules_name_cases_of_the_catalog_and_threads() -> None:

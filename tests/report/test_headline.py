@@ -37,8 +37,9 @@ def cell(outcome: str, verdicts: dict[str, str], roles: str = "fix", **changes: 
     return [row if row.first else replace(row, role=roles) for row in rows(result)]
 
 
-def control(verdict: str, case: str = "control") -> list[Row]:
-    made = document({"control": [("passed", observation(ok(0)))]}, {"control": verdict}, kind="control", case=case)
+def control(verdict: str, case: str = "control", **changes: Any) -> list[Row]:
+    attempts = {"control": [("passed", observation(ok(0)))]}
+    made = document(attempts, {"control": verdict}, kind="control", case=case, **changes)
     made["verdicts"]["control"] |= {"expected": "expected" if verdict == "PASSED" else "unexpected"}
     return rows(made)
 
@@ -63,10 +64,10 @@ def test_healthy_run() -> None:
     assert texts.pop("Changes") == head.changed
     assert texts == {
         "Known failures": "2 of 4 reproduce on torch 2.13.0 + transformers 5.23.0 (CPU).",
-        "Documented fixes": "0 stopped working. All 2 work.",
+        "Documented fixes": "0 stopped working. All 2 measured here work.",
         "What to do": "one: repro show one",
         "Other failures": "1 fixed upstream. 1 fails with another error.",
-        "Controls": "1 of 1 passes: training equals a single process.",
+        "Controls": "1 of 1 cell passes: training equals a single process.",
         "Measured on": head.measured,
     }
     assert head.example and head.example.case == "one"
@@ -81,8 +82,14 @@ def test_only_documented_fixes_are_counted_and_only_where_the_failure_reproduces
     )
     texts = [fact.text for name in ("Documented fixes", "Other fixes") for fact in head.answers[name]]
     assert head.fixes == (1, 2) and texts == [
-        "0 stopped working.", "1 works.", "1 never worked on these releases: one/b.",
+        "0 stopped working.", "1 of 2 measured here work.", "1 never worked on these releases: one/b.",
     ]  # fmt: skip
+
+
+def test_controls_of_several_stacks_are_those_of_the_newest() -> None:
+    old = {"name": "old", "python": "3", "versions": {"torch": "2.2.2", "transformers": "4.36.0"}}
+    (fact,) = of(control("PASSED"), control("PASSED", stack=old)).answers["Controls"]
+    assert fact.text.startswith("1 of 1 cell passes on their newest measured releases")
 
 
 def test_fix_that_works_in_one_of_two_cells_does_not_work() -> None:

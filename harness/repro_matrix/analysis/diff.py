@@ -192,8 +192,9 @@ def result_change(old: VariantResult, new: VariantResult, pools: Pools = ()) -> 
 
 
 def stopped_working(before: str | None, now: str | None, outcomes: Iterable[OutcomeName | str]) -> bool:
-    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A hang is a failure: of a
-    machine that was only slow it would be no evidence. Where the failure itself is another one, no fix is to blame."""
+    """Whether a fix that worked fails now, by its verdicts and the outcomes that are evidence. A hang is a failure: of
+    a machine that was only slow it would be no evidence. Where the failure itself is another one, no fix is to
+    blame."""
     another_failure = now in ("SIGNATURE_MISMATCH", "FIX_BREAKS")
     return before == "FIXED" and not another_failure and any(outcome != "passed" for outcome in outcomes)
 

@@ -1,4 +1,4 @@
-"""`repro show CASE`: its symptom, cause and releases, what each variant changes and shows, and what is claimed of it.
+"""`repro show CASE`: its symptom, what each variant changes and shows, what to do, claims, cause and releases.
 
 Commands are printed on request: they are long.
 """
@@ -39,7 +39,7 @@ from repro_matrix.text import counted
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
 ROLES = "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a condition."
-SYMPTOM = 300  # characters, so that the advice below it stays in sight
+SYMPTOM = 230  # characters, so that the table below it stays in sight
 AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
 
 
@@ -82,13 +82,18 @@ def main(args: argparse.Namespace) -> int:
     title = f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
     if not case.expect:
         title = f"Ways to run it. Nothing is expected yet: `repro accept` writes results/expected/{case.slug}.yaml."
-    print_wrapped(f"{case.slug}: {case.title}", "")
+    print_wrapped(f"{case.slug}: {case.title}")
+    if text:
+        print_wrapped(textwrap.shorten(f"Symptom: {text}", SYMPTOM, placeholder=" ..."))
+    print_wrapped("")
     heads = ["variant", "what it changes", "role", "result", "help"]
     table = [[v["variant"], _changes(case.variants[v["variant"]]), v["role"], _result(v), v["help"]]
              for v in variants]  # fmt: skip
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
     if case.kind == "failure":
         print_wrapped(ROLES)
+        if todo := " ".join(_what_to_do(case, stack.versions if stack else {})):
+            print_wrapped("", f"What to do: {todo}")
     for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
         print(f"\n{each['variant']}{skipped}:\n  {each['torchrun']}")
@@ -96,10 +101,7 @@ def main(args: argparse.Namespace) -> int:
         print_wrapped("", "Claims of the threads, and what stored measurements show")
         terminal.print_lines(terminal.claim_lines(claims, terminal.columns()))
     print_wrapped("", *_details(case), f"script: {place}", "")
-    symptom_text = textwrap.shorten(text, SYMPTOM, placeholder=" ...")
-    about = {"SIMULATED": case.simulated, "Symptom": symptom_text, "Cause": case.summary,
-             "Releases": reproduced.sentence,
-             "What to do": " ".join(_what_to_do(case, stack.versions if stack else {}))}  # fmt: skip
+    about = {"SIMULATED": case.simulated, "Cause": case.summary, "Releases": reproduced.sentence}
     print_wrapped(*(f"{name}: {text}" for name, text in about.items() if text))
     print_wrapped(f"Run it: repro run {case.slug}, or by hand: repro show {case.slug} --commands")
     return 0
@@ -147,7 +149,7 @@ def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
     if found.absent:
         yield "it does not reproduce with these packages (see Releases). Where it does:"
     if not found.helps:
-        yield "no fix is known to work; see the variants that were tried below."
+        yield "no fix is known to work; see the variants above."
         return
     first, *others = found.helps
     yield f"{case.variants[first].help or _changes(case.variants[first])} ({first})."

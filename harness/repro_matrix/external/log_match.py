@@ -28,6 +28,7 @@ from repro_matrix.launch.tracebacks import Error
 from repro_matrix.records.attempt import Attempt as AttemptLeft
 from repro_matrix.records.attempt import Exception_, Frame, Record
 from repro_matrix.records.attempt import Rank as RankLeft
+from repro_matrix.text import list_some
 
 # Errors of launchers and drivers, that only say that some process of theirs failed.
 _LAUNCHERS = re.compile(
@@ -408,8 +409,12 @@ _MEMORY = {  # what torch writes of it, today and until torch 2.0
 }  # fmt: skip
 
 
+_OTHER = rf"Process (\d+) has {_SIZE} memory in use"
+
+
 def memory_of(message: str) -> str:
-    """Describe an error of the GPU's memory: what was wanted and free, and whether fragmentation is the cause."""
+    """Describe an error of the GPU's memory: what was wanted and free, and whether other processes or fragmentation are
+    the cause."""
     found = {name: re.search(pattern, message) for name, pattern in _MEMORY.items()}
     sizes = {name: [each for each in match.groups() if each] for name, match in found.items() if match}
     gib = {name: float(number) * _UNITS[unit] for name, (number, unit) in sizes.items()}
@@ -418,9 +423,11 @@ def memory_of(message: str) -> str:
     unused = max(0.0, gib.get("unused", gib.get("reserved", 0.0) - gib["held"]))
     others = gib["total"] - gib["free"] - gib.get("process", gib["held"] + unused)
     text = f"It wanted {gib['wanted']:.2f} GiB; {gib['free']:.2f} of {gib['total']:.2f} GiB were free"
+    if others > 0.2 * gib["total"]:
+        named = [f"process {pid}: {size} {unit}" for pid, size, unit in re.findall(_OTHER, message)]
+        which = f" ({list_some(named)})" if named else ""
+        return f"{text}. About {others:.1f} GiB belong to other processes{which}: end them, or use another GPU."
     if unused + gib["free"] >= gib["wanted"]:
         text += f", {unused:.2f} reserved but unused: fragmentation"
         return f"{text}. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-    if others > 0.2 * gib["total"]:
-        return f"{text}. About {others:.1f} GiB belong to other processes: look at nvidia-smi."
     return f"{text}, {unused:.2f} reserved but unused: no fragmentation."

@@ -31,6 +31,7 @@ from repro_matrix.external.collectives import Waits
 from repro_matrix.launch.tracebacks import HEADER, Error, Errors, Labels, Line
 from repro_matrix.text import log
 
+_CONTROL = re.compile(rb"[\x01-\x07\x0e-\x1a\x1c-\x1f]")  # bytes that no log has, unlike the zeros of a damaged one
 MAX_LINE = 1 << 16  # characters of one line that are read
 MAX_NOTES = 1000
 MAX_NOTE = 1200  # characters
@@ -65,13 +66,13 @@ def _lines(raw: Any, path: str) -> Iterator[str]:
         file = _Gzip(fileobj=file)
     head = file.peek(4096)
     encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    if encoding != "utf-16" and b"\0" in head:
+    if encoding != "utf-16" and b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
         raise LogError(f"{path}: binary, not the text of a log. Unpack it first.")
     text = io.TextIOWrapper(file, encoding, errors="replace", newline=None)
     begins = True
     while part := text.readline(MAX_LINE):
         if begins:
-            yield part
+            yield part.replace("\0", "")
         begins = part.endswith("\n")
     if damage := getattr(file, "damage", None):
         raise damage

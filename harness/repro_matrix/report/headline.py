@@ -219,14 +219,14 @@ class Headline:
 
     def _fixes(self) -> Iterator[Fact]:
         """Yield how many stopped working, then how many work."""
-        (works, measured), unmeasured = self.fixes, self.unmeasured_fixes
+        works, measured = self.fixes
         stopped = _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
-        if not measured + unmeasured and not stopped:
+        if not measured + self.unmeasured_fixes and not stopped:
             return
         text = f"{len(stopped)} stopped working{': ' * bool(stopped)}{list_some(stopped)}."
         yield Fact(text, "attention-list" if stopped else "matrix", bool(stopped))
-        every = "All " * (works == measured > 1 and not unmeasured)
-        yield Fact(f"{every}{works} work{'s' * (works == 1)}.")
+        counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
+        yield Fact(f"{counts} measured here work.")
 
     def _other_fixes(self) -> Iterator[Fact]:
         """Yield the names of the fixes that did not work before either, and how many were not measured."""
@@ -271,7 +271,9 @@ class Headline:
         failed = sum(row.verdict != "PASSED" for row in controls)
         if controls:
             passed = len(controls) - failed
-            text = f"{passed} of {len(controls)} pass{'es' * (passed == 1)}: training equals a single process."
+            verb = "passes" if passed == 1 else "pass"
+            where = f" {self.stack}" * (len({row.stack.name for row in self.rows}) > 1)
+            text = f"{passed} of {counted(len(controls), 'cell')} {verb}{where}: training equals a single process."
             yield Fact(text, "fails" if failed else "passes", bool(failed))
 
     @property

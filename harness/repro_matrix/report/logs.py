@@ -108,9 +108,6 @@ class _Parts:
             yield from self.failure(failure)
         if len(answer.causes) > MOST_FAILURES or seen.more:
             yield 2, f"{max(0, len(answer.causes) - MOST_FAILURES) + seen.more} more errors: --json lists them"
-        echoes = sorted({f"{each.error.type} (line {each.error.line})" for each in answer.failures if each.echo})
-        if echoes:
-            yield 2, f"Follow from another process's failure: {list_some(echoes, 4)}"
         if ends and (typed or found or answer.hang):
             listed = dict.fromkeys(f"{_place(each)}: {each.kind} (line {each.line})" for each in ends)
             yield 2, f"Then ended: {', '.join(list(listed)[:MOST_FAILURES])}"
@@ -119,6 +116,9 @@ class _Parts:
                 yield from self.finding(next(each for each in ends if each.kind == kind))
             if ends or answer.failures:
                 yield 2, self.elsewhere(ends)
+        echoes = sorted({f"{each.error.type} (line {each.error.line})" for each in answer.failures if each.echo})
+        if echoes:
+            yield 2, f"Follow from another process's failure: {list_some(echoes, 4)}"
         if answer.recovered:
             caught = [_recovered(each) for each in answer.recovered]
             yield 2, f"Training went on after: {list_some(caught, 4)}"
@@ -158,7 +158,7 @@ class _Parts:
             yield 4, f"Perhaps: {self.cases[name].title} ({name}): {'; '.join(item.missing)}"
             yield from self.advice(self.cases[name]) if index == 0 else ()
         if rule and not possible and not failure.known:
-            yield from _rule(rule, error.message)
+            yield from _rule(rule, f"{error.type}: {error.message}")
 
     def who(self, failure: Failure) -> str:
         """Return the rank that failed first, and the others; where no line names it, the one that torchrun reports."""
@@ -227,7 +227,9 @@ def _place(finding: Finding) -> str:
 
 
 def _rule(rule: FailureRule, text: str) -> Iterator[Part]:
+    """Yield what the error says of memory, and what to try: first the advice that begins with words of the error."""
     if memory := memory_of(text):
         yield 4, memory
     yield 4, "What to try:"
-    yield from ((6, advised) for advised in rule.advice)
+    advice = sorted(rule.advice, key=lambda each: each.partition(":")[0].lower() not in text.lower())
+    yield from ((6, advised) for advised in advice)
