@@ -102,7 +102,7 @@ def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
     assert unknown.missing == {(CELLS[0].key, "b")} and "`repro stack lock b`" in upgrade.headline(unknown)
     assert {each.reason for each in unknown.unknown} == {"the releases of b are not known"}
     without = compared(rows(OLD, BROKEN), new={name: v for name, v in NEW.items() if name != "torch"})
-    assert all(each.reason.startswith("b lacks torch") for each in without.unknown) and not without.missing
+    assert all(each.reason.startswith("b pins no torch") for each in without.unknown) and not without.missing
 
 
 def test_packages_that_change_are_named_and_which_of_them_are_not_judged() -> None:
@@ -112,6 +112,24 @@ def test_packages_that_change_are_named_and_which_of_them_are_not_judged() -> No
     assert (data["verdict"], data["changes"]) == ("GO", {"transformers": ("4.39.3", "9.9.9")})
     assert data["not_judged"] == {"mine": ("1.2", "2.0")}
     assert any("mine 1.2 -> 2.0" in line for line in upgrade.describe(result))
+
+
+def test_packages_that_only_one_stack_pins_are_named_with_the_consequence() -> None:
+    result = compared(
+        rows(OLD, BROKEN), old={**OLD, "peft": "0.9.0"}, new={**OLD, "transformers": "9.9.9", "mine": "1"}
+    )
+    assert upgrade.to_json(result)["only_one_side"] == {"peft": ("0.9.0", ""), "mine": ("", "1")}
+    text = "\n".join(upgrade.describe(result))
+    assert "Only in a: peft 0.9.0. What needs peft is not compared." in text and "Only in b: mine 1." in text
+
+
+def test_two_files_with_the_same_packages_are_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / f"{name}.txt" for name in "ab"]
+    for file in files:
+        file.write_text("torch==2.99.0\ntransformers==4.39.3\n", encoding="utf-8")
+    assert main(["upgrade", "--from", str(files[0]), "--to", str(files[1])]) == 2
+    err = capsys.readouterr().err
+    assert "nothing to compare" in " ".join(err.split()) and all(str(file) in err for file in files)
 
 
 def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ _OF_VERDICT: Mapping[str, State] = {
     "FIXED": "passes", "NOT_REPRODUCED": "passes", "PASSED": "passes", "NOT_FIXED": "reproduces",
     "DIFFERENT_FAILURE": "fails", "FIX_BREAKS": "fails",
 }  # fmt: skip
-ABSENT, DISAGREE = "(it has none)", "attempts disagree"
+ABSENT, UNPINNED, DISAGREE = " (it has none)", "pins no", "attempts disagree"
 UNREAD = "the releases of {} are not known"
 EXIT_CODES = {"GO": 0, "GO with these fixes": 1, "NO-GO": 1, "UNDECIDED": 3}
 SHOWN, FIXES, CHANGES = 6, 3, 10  # reasons and cases, fixes of a problem, and packages that are listed
@@ -178,7 +178,7 @@ def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tu
     never = tuple(side.end.name for side, each in zip(sides, found) if each is None)
     reasons = [each for each in found if isinstance(each, str)]
     if reasons:
-        lost = isinstance(found[0], Known) and any(text in reasons[0] for text in (ABSENT, DISAGREE))
+        lost = isinstance(found[0], Known) and any(text in reasons[0] for text in (UNPINNED, DISAGREE))
         return Unknown(cell, variant, reasons[0], lost=lost)
     if never:
         unread = " and ".join(side.end.name for side in sides if not side.end.versions)
@@ -212,7 +212,8 @@ class _Side:
         needs += [item for name in strategies for item in self.catalogue.strategies[name].requires]
         unmet = next(filter(None, (unmet_requirement(item, versions) for item in needs)), None)
         if unmet:
-            return f"{self.end.name} lacks {unmet}"
+            text = unmet.removesuffix(ABSENT)
+            return f"{self.end.name} lacks {unmet}" if text == unmet else f"{self.end.name} {UNPINNED} {text}"
         deciding = frozenset({"torch", "transformers", *(canonical(Requirement(item).name) for item in needs)})
         for row in self.rows[cell.key, variant, hardware]:
             if all(_same(row.stack.versions.get(name), versions.get(name)) for name in deciding.intersection(UPSTREAM)):
@@ -316,11 +317,17 @@ def _unread(upgrade: Upgrade) -> str:
     return f"; {UNREAD.format(' and '.join(names))}: {', '.join(todo)}" if names else ""
 
 
-def _moved(upgrade: Upgrade) -> dict[bool, dict[str, tuple[str, str]]]:
-    """Return the packages of both stacks whose releases differ: those that results depend on, and the others."""
-    moved = differences(upgrade.source.versions, upgrade.target.versions)
-    both = {name: pair for name, pair in moved.items() if all(pair) and not _same(*pair)}
-    return {judged: {n: pair for n, pair in both.items() if (n in UPSTREAM) == judged} for judged in (True, False)}
+Moved = dict[str, tuple[str, str]]
+
+
+def _moved(upgrade: Upgrade) -> tuple[Moved, Moved, Moved]:
+    """Return the packages whose releases differ: those that results depend on, the others, and those that only one
+    stack has ("" in the other)."""
+    found: tuple[Moved, Moved, Moved] = {}, {}, {}
+    for name, pair in differences(upgrade.source.versions, upgrade.target.versions).items():
+        if not _same(*pair):
+            found[2 if not all(pair) else name not in UPSTREAM][name] = pair
+    return found
 
 
 def _what(problem: Problem) -> str:
@@ -351,9 +358,17 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
         fixes = [_fix(each.case, name) for name in each.fixes]
         yield f"  works there: {list_some(fixes, FIXES, '; ') or 'nothing that was compared'}"
     yield ""
-    for head, moved in zip(("Changes", "Changes that are not judged here"), _moved(upgrade).values()):
+    *both, single = _moved(upgrade)
+    for head, moved in zip(("Changes", "Changes that are not judged here"), both):
         listed = [f"{name} {old} -> {new}" for name, (old, new) in moved.items()]
         yield from [f"{head}: {list_some(listed, CHANGES, more='more (--json)')}."] if listed else []
+    for index, name in enumerate((source, target)):
+        listed = [f"{package} {pair[index]}" for package, pair in single.items() if pair[index]]
+        judged = [package for package, pair in single.items() if pair[index] and package in UPSTREAM]
+        consequence = f" What needs {' or '.join(judged)} is not compared." if judged else " Not judged here."
+        yield from (
+            [f"Only in {name}: {list_some(listed, CHANGES, more='more (--json)')}.{consequence}"] if listed else []
+        )
     if upgrade.gone:
         yield f"Fixed by the upgrade: {counted(len(upgrade.gone), 'known failure')} ({list_some(upgrade.gone, SHOWN)})."
     other = upgrade.compared - upgrade.same
@@ -382,7 +397,7 @@ def to_json(upgrade: Upgrade) -> dict[str, Any]:
              "boundary": each.boundary and each.boundary._asdict(), "bisect": each.bisect(source, target)}
             for each in upgrade.problems
         ],
-        "changes": _moved(upgrade)[True], "not_judged": _moved(upgrade)[False],
+        **dict(zip(("changes", "not_judged", "only_one_side"), _moved(upgrade))),
         "fixed": upgrade.gone, "compared": upgrade.compared, "unchanged": upgrade.same,
         "not_compared": [
             {"cell": each.cell.key, "variant": each.variant, "reason": each.reason, "measure_on": list(each.ends)}

@@ -24,7 +24,7 @@ results/expected. Nothing is downloaded, built or launched without --measure. Re
 strategy=fsdp model=qwen1.5-0.5b case='fsdp*'.
 
 exit codes: 0 GO; 1 NO-GO, or GO with fixes to apply first; 3 UNDECIDED: nothing gets worse, but less than half of the
-results can be compared
+results can be compared; 2 usage, also two stacks with the same packages
 
 For a script of your own: repro bisect ./train.py --good STACK --bad STACK"""
 
@@ -43,9 +43,9 @@ def main(args: argparse.Namespace) -> int:
     request, specs = ask(texts), (args.source, args.target)
     described = {spec: stacks.described(spec) for spec in specs}
     ends = {spec: End(spec, stack.versions if stack else {}) for spec, stack in described.items()}
-    if len(ends) == 1 or (ends[specs[0]].versions and ends[specs[0]].versions == ends[specs[1]].versions):
-        raise ConfigError(f"--from and --to are the same stack, {specs[0]}")
     versions = [end.versions for end in ends.values() if end.versions]
+    if len(ends) == 1 or versions[1:] and versions[0] == versions[1]:
+        raise ConfigError(f"--from {specs[0]} and --to {specs[1]} have the same packages: there is nothing to compare.")
     folder, notes = runs.results_folder(request.settings), list[str]()
     if request.settings.results and not folder.is_dir():
         log(f"note: results={folder}: there is no such folder, so nothing is read from it")

@@ -45,6 +45,7 @@ _BEFORE = re.compile(
 _PYTHON = re.compile(
     r"list index out of range|object has no attribute|object is not (?:subscriptable|callable|iterable)"
 )
+_AMBIGUOUS = "it may as well be"
 _MIXED = "lines of several tracebacks stand among each other"
 _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
 _META = re.compile(r"(?<!\\)[][.*+?(){}|^$]|\\\w")  # where a regular expression is no plain text
@@ -239,10 +240,11 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
         if signature.kind == "signal":  # of an unknown script: any mistake can end in a crash
             missing = (*missing, "a crash at this place may have other causes")
         elif ambiguous_with and not clear:
-            missing = (*missing, f"it may as well be {ambiguous_with.cause}")
+            missing = (*missing, f"{_AMBIGUOUS} {ambiguous_with.cause}")
         (perhaps if missing else known).append(Known(case.slug, signature.name, error.line, missing))
     # What has no other cause decides: it comes first.
-    perhaps.sort(key=lambda item: (item.case in catalogue.simulated, len(item.missing)))
+    perhaps.sort(key=lambda item: (item.case in catalogue.simulated,
+                                   any(text.startswith(_AMBIGUOUS) for text in item.missing), len(item.missing)))  # fmt: skip
     names = list(dict.fromkeys(item.case for item in known))
     if len(names) > 1:
         perhaps[:0] = [
