@@ -333,7 +333,9 @@ def test_nightly_change_fails_until_acknowledged(results: Path, night: Night) ->
     assert night("wed", {"unfixed": PASSED}, 3.0, *acknowledged)[0] == 0
     assert not (results / "wed" / "some-case.md").exists()
     assert night("thu", {"unfixed": PASSED}, 4.0)[0] == 0, "compared with wed"
-    assert night("fri", {"unfixed": PASSED}, 5.0, "--run-exit-code", "3")[0] == 3
+    code, text = night("fri", {"unfixed": PASSED}, 5.0, "--run-exit-code", "3")
+    assert code == 3 and "0 cases changed since the last passing run, but less was measured than requested" in text
+    assert "exit code 3: the runs ended with exit code 3" in text
     assert codes(results)[-2:] == [("thu", 0), ("fri", 3)]
 
 

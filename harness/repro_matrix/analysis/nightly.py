@@ -143,6 +143,7 @@ def finish(night: Nightly) -> Report:
     notes += describe_missing(each for each in missing if each.excuse)
     same = "nothing changed" if compared.references else NOTHING_COMPARED
     since = f"{counted(len(changed), 'case')} changed since the last passing run" if compared.references else same
+    since += ", but less was measured than requested" * (code == ExitCode.INCOMPLETE)
     messages = [f"run {run_id}: {counted(len({(r.key, r.hardware, r.stack) for r in rows}), 'cell')}; {since}"]
     for entry in active:
         if any(row.measured and entry.covers(row.key, row.variant) for row in rows):
@@ -163,7 +164,8 @@ def finish(night: Nightly) -> Report:
     if edited := [file for place in places for file in store.uncommitted_files(own.folder, [place])]:
         what = f"{counted(len(edited), 'file')} of expectations not committed"
         messages.append(f"Not reviewed: {what} ({list_some(edited, SHOWN)})")
-    reasons = differs or (["the exit code of the runs"] if night.run_exit_code else incomplete)
+    by_runs = [f"the runs ended with exit code {night.run_exit_code}"] if night.run_exit_code else []
+    reasons = differs or [*by_runs, *incomplete]
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 
 

@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     described = {spec: stacks.described(spec) for spec in specs}
     ends = {spec: End(spec, stack.versions if stack else {}) for spec, stack in described.items()}
     versions = [end.versions for end in ends.values() if end.versions]
-    if len(ends) == 1 or versions[1:] and versions[0] == versions[1]:
+    if len(ends) == 1 or (versions[1:] and versions[0] == versions[1]):
         raise ConfigError(f"--from {specs[0]} and --to {specs[1]} have the same packages: there is nothing to compare.")
     folder, notes = runs.results_folder(request.settings), list[str]()
     if request.settings.results and not folder.is_dir():

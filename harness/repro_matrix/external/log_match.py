@@ -243,8 +243,8 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
             missing = (*missing, f"{_AMBIGUOUS} {ambiguous_with.cause}")
         (perhaps if missing else known).append(Known(case.slug, signature.name, error.line, missing))
     # What has no other cause decides: it comes first.
-    perhaps.sort(key=lambda item: (item.case in catalogue.simulated,
-                                   any(text.startswith(_AMBIGUOUS) for text in item.missing), len(item.missing)))  # fmt: skip
+    ambiguous = {item.case for item in perhaps if any(text.startswith(_AMBIGUOUS) for text in item.missing)}
+    perhaps.sort(key=lambda item: (item.case in catalogue.simulated, item.case in ambiguous, len(item.missing)))
     names = list(dict.fromkeys(item.case for item in known))
     if len(names) > 1:
         perhaps[:0] = [
