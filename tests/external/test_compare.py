@@ -194,7 +194,7 @@ def test_real_script_is_ended_after_its_traced_steps_and_its_error_is_placed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    words = ("compare", "--bad-args", "--wrong", "--steps", "2", "--noise", "1", f"results={tmp_path / 'results'}")
+    words = ("compare", "--bad-args", "--wrong", "--steps", "2", f"results={tmp_path / 'results'}")
     assert main([*words, "--json", "--", "python", "train.py"]) == 1
     data = json.loads(capsys.readouterr().out)
     found = data["location"]

@@ -135,19 +135,18 @@ def test_modules_in_another_order_on_two_ranks(good, tmp_path):
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.floats(0, 1), st.binary(max_size=40), st.booleans())
-def test_reading_never_fails(good, share, garbage, cut):
+@given(st.floats(0, 1), st.binary(max_size=40))
+def test_reading_never_fails(good, share, garbage):
     content = (good[0] / "trace-0.jsonl").read_bytes()
     place = int(share * len(content))
-    rest = b"" if cut else content[place + len(garbage) :]
     runs = list(map(read, good))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "trace-0.jsonl").write_bytes(content[:place] + garbage + rest)
+        (Path(folder) / "trace-0.jsonl").write_bytes(content[:place] + garbage)
         (Path(folder) / "trace-1.jsonl").write_bytes(garbage)
         location = locate(runs[0], read(Path(folder)), runs[1:])
         grid(runs[0], read(Path(folder)), runs[1:])
     assert location.sentence()
-    assert not (cut and place < len(content) - 1) or location.verdict != "agrees"
+    assert place >= len(content) - 1 or location.verdict != "agrees"
 
 
 def test_a_folder_that_is_not_there(tmp_path, good):

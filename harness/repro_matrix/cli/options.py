@@ -100,8 +100,6 @@ def trace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is compared").add_argument
     add("--steps", type=number(1), default=3, metavar="N", help="trace N steps (default: 3), then end the script")
     add("--from-step", type=number(0), default=0, metavar="N", help="the first of them (default: 0)")
-    text = "runs of the good side with rounding noise, which measure the tolerances (default: 2)"
-    add("--noise", type=number(1), default=2, metavar="N", help=text)
 
 
 def overrides(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +194,7 @@ def window(args: argparse.Namespace) -> Window:
     """Return what is traced."""
     from repro_matrix.external.compare import Window
 
-    return Window(args.steps, args.from_step, args.noise)
+    return Window(args.steps, args.from_step)
 
 
 def names_script(args: argparse.Namespace) -> bool:

@@ -23,6 +23,7 @@ from repro_matrix.external.adhoc_case import Script
 from repro_matrix.external.scripts import ScriptProber
 from repro_matrix.records.document import Document, Made
 from repro_matrix.results import runs
+from repro_matrix.runner.tracing import NOISE
 from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, CellRunner, Say, Target
 from repro_matrix.text import counted, first_line
 from repro_matrix.traces.comparison import grid, locate
@@ -32,11 +33,10 @@ from repro_matrix.traces.reader import Trace, read
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that are traced, and how many runs of the good side have noise."""
+    """The steps that are traced."""
 
     steps: int = 3
     first: int = 0
-    noise: int = 2
 
     def variables(self, noise: int | None = None) -> dict[str, str]:
         """Return the tracer's variables; after the window it ends the script. ``noise``: the seed of its signs."""
@@ -45,7 +45,7 @@ class Window:
 
     def words(self) -> list[str]:
         """Return the options that differ from the usual ones."""
-        options = {"--steps": (self.steps, 3), "--from-step": (self.first, 0), "--noise": (self.noise, 2)}
+        options = {"--steps": (self.steps, 3), "--from-step": (self.first, 0)}
         return [word for name, (value, usual) in options.items() if value != usual for word in (name, str(value))]
 
 
@@ -101,7 +101,7 @@ class GoodSide:
         if not self.run.trace.steps:
             problem = self.run.problem or "it ended by itself. Does it train? Is --from-step beyond its last step?"
             raise MeasureError(f"{script.command.shown} on stack {stack.name} made no traced step: {problem}")
-        self.noise = [traced(runner, script, stack, window, seed) for seed in range(1, window.noise + 1)]
+        self.noise = [traced(runner, script, stack, window, seed) for seed in range(1, NOISE + 1)]
 
     def locate(self, bad: Trace) -> Location:
         return locate(self.run.trace, bad, [each.trace for each in self.noise])

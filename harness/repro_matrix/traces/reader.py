@@ -1,7 +1,7 @@
 """Read the traces that the ranks of one training wrote. Pure but for reading files.
 
-A trace is a file of JSON lines per rank. Reading never fails: a line that is cut or is no event is left out and
-counted, and a rank without a file, or whose trace has no last line, counts as stopped.
+A trace is a file of JSON lines per rank. A line that is cut or is no event is left out. A rank without a file, or whose
+trace has no last line, counts as stopped.
 """
 
 from __future__ import annotations
@@ -22,23 +22,12 @@ K = 8  # inner products of a sketch; the sum of squares follows them
 Event = dict[str, Any]
 
 _FILE = re.compile(r"trace-(\d+)(?:\.(.+))?\.jsonl")
-_TENSOR = ("s", "n", "v", "p", "shape")
-_ROWS = (*_TENSOR, "m", "i", "t", "b", "dtype")
-# What an event of each kind must have; events of other kinds are left out.
-_FIELDS = {
-    "start": ("rank", "world"), "model": ("root", "names", "parameters", "strategy"), "note": ("text",),
-    "end": ("reason",), "step": ("s",), "batch": ("s", "m", "samples", "root"), "random": ("s", "m"),
-    "in": _ROWS, "fwd": _ROWS, "bwd": _ROWS, "buffer": (*_TENSOR, "w"), "opt": ("s", "groups"),
-    "clip": ("s", "norm"), "lgrad": (*_TENSOR, "m"),
-    **dict.fromkeys(("state", "param", "ograd", "rgrad"), _TENSOR),
-}  # fmt: skip
 
 
 @dataclass
 class RankTrace:
     """What one rank wrote."""
 
-    name: str
     start: Event = field(default_factory=dict)
     models: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -49,12 +38,8 @@ class RankTrace:
 
     def read(self, path: Path) -> None:
         """Read the file's events; raises OSError."""
-        unreadable = 0
         with path.open("rb") as file:
-            for event in map(_parse, file):
-                if event is None:
-                    unreadable += 1
-                    continue
+            for event in filter(None, map(_parse, file)):
                 kind = event["k"]
                 if kind == "start":
                     self.start = event
@@ -63,14 +48,12 @@ class RankTrace:
                 elif kind == "note":
                     self.notes.append(event["text"])
                 elif kind == "random":
-                    self.random[event["s"], event["m"]] = event.get("v")
+                    self.random[event["s"], event["m"]] = event["v"]
                 elif kind == "end":
                     self.end = event["reason"]
                 else:
                     self.events.setdefault(event["s"], []).append(event)
                     self.complete |= {event["s"]} if kind == "step" else set()
-        if unreadable:
-            self.notes.append(f"{counted(unreadable, 'line')} of {self.name} could not be read")
 
 
 @dataclass(frozen=True)
@@ -144,11 +127,8 @@ def read(folder: Path, side: str = "") -> Trace:
     for path in sorted(trace.folder.iterdir()) if trace.folder.is_dir() else ():
         match = _FILE.fullmatch(path.name)
         if match and (match[2] or "") == side:
-            rank = RankTrace(path.name)
-            try:
-                rank.read(path)
-            except OSError as error:
-                rank.notes.append(f"{path.name} could not be read: {error.strerror}")
+            rank = RankTrace()
+            rank.read(path)
             if rank.start:
                 trace.ranks[rank.start["rank"]] = rank
     return trace
@@ -158,15 +138,12 @@ def _parse(line: bytes) -> Event | None:
     """Return the event of a line; None for what is none."""
     try:
         event: Event = json.loads(line)
-        names = _FIELDS[event["k"]]
-        if not all(name in event for name in names):
-            return None
-        if "v" in names:
+        kind = event["k"]
+        if "v" in event and kind != "random":
             event["rows"] = np.frombuffer(base64.b64decode(event.pop("v"), validate=True), "<f8").reshape(-1, K + 1)
-            return event if len(event["rows"]) == max(event.get("b", 1), 1) else None
-        if event["k"] == "clip":  # a number is a tensor of one element
+        if kind == "clip":  # a number is a tensor of one element
             norm = float(event["norm"])
             event |= {"n": "total norm", "rows": np.array([[norm, norm * norm]]), "shape": [], "b": 0, "p": "full"}
         return event
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None

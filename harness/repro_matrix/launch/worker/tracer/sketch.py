@@ -100,7 +100,6 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.generators: dict = {}
 
     def add(self, tensor: torch.Tensor, key: str) -> None:
         """Change a tensor in place, unseen by autograd."""
@@ -108,9 +107,7 @@ class Noise:
             tensor.data.add_(self.delta(tensor, key))
 
     def delta(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
-        generator = self.generators.get(tensor.device)
-        if generator is None:
-            generator = self.generators[tensor.device] = torch.Generator(tensor.device)
+        generator = torch.Generator(tensor.device)
         generator.manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))
         draws = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
         # 0.75: for a mantissa in [1, 2) the change is 0.75 to 1.5 units, which rounds to one.
