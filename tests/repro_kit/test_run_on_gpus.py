@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from repro_kit import models
@@ -13,6 +19,7 @@ import pytest
 from fake_nvml import A100, H200
 from repro_matrix.paths import REPROS
 from repro_matrix.planning.memory import CONTEXT, GIB, Layout, choose_reference
+from repro_matrix.records.document import validate_record
 from test_memory import QWEN_14B, ROOMY, Profile, gpus
 
 torch = pytest.importorskip("torch", reason="needs the stack `current`")
@@ -83,3 +90,30 @@ def test_memory_of_the_reference_is_free_for_nccl_afterwards(scale: str, monkeyp
     run.phase("step 0")
     card.hold(phases["training"])
     assert (card.left_for_nccl() > 10 * GIB) == (scale == "full"), "a tiny model leaves nothing behind"
+
+
+BODY = """
+import json, os, sys
+from pathlib import Path
+from repro_kit.run import execute
+import torch
+torch.cuda.current_device = lambda: 3
+settings = json.loads(sys.argv[1])
+def body(run):
+    print(Path(settings["record_dir"], "rank-0.json").read_text(), flush=True)
+    os.kill(os.getpid(), 9)
+execute(body, settings)
+"""
+
+
+def test_rank_that_is_killed_in_its_body_has_recorded_its_gpu(tmp_path: Path) -> None:
+    settings = {**a_run("tiny").settings, "world_size": 1, "process_group": False, "normal_exit": True}
+    settings["record_dir"] = str(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(REPROS)}
+    done = subprocess.run(
+        [sys.executable, "-c", BODY, json.dumps(settings)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    record = validate_record(json.loads(done.stdout))
+    assert record == json.loads((tmp_path / "rank-0.json").read_text()), "the last record of a rank that was killed"
+    assert (record["device"], record["phase"], record["ended"]) == ("cuda:3", "body", None)
