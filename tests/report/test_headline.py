@@ -82,7 +82,7 @@ def test_only_documented_fixes_are_counted_and_only_where_the_failure_reproduces
     )
     texts = [fact.text for name in ("Documented fixes", "Other fixes") for fact in head.answers[name]]
     assert head.fixes == (1, 2) and texts == [
-        "0 stopped working.", "1 of 2 measured here work.", "1 never worked on these releases: one/b.",
+        "0 stopped working.", "1 of 2 measured here works.", "1 never worked on these releases: one/b.",
     ]  # fmt: skip
 
 

@@ -226,7 +226,7 @@ class Headline:
         text = f"{len(stopped)} stopped working{': ' * bool(stopped)}{list_some(stopped)}."
         yield Fact(text, "attention-list" if stopped else "matrix", bool(stopped))
         counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
-        yield Fact(f"{counts} measured here work.")
+        yield Fact(f"{counts} measured here work{'s' * (works == 1)}.")
 
     def _other_fixes(self) -> Iterator[Fact]:
         """Yield the names of the fixes that did not work before either, and how many were not measured."""
