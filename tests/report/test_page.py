@@ -139,7 +139,11 @@ def test_only_what_needs_attention_is_red() -> None:
     ("cells", "texts", "symbol"),
     [
         ((), ["Nothing was measured."], None),
-        ((cell(),), ["The one measured reproduces", "1 of 1 measured here works", "0 stopped working", "What to do"], "R"),
+        (
+            (cell(),),
+            ["The one measured reproduces", "1 of 1 measured here works", "0 stopped working", "What to do"],
+            "R",
+        ),
         ((cell(), cell(model="n")), ["The one measured reproduces"], "R"),
         ((CONTROL,), ["1 of 1 cell passes"], "✓"),
         ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 result without an expectation"], "R"),
