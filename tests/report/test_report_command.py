@@ -139,7 +139,7 @@ def test_report_of_several_folders_names_the_folder_of_each_cell(tmp_path: Path)
     target = tmp_path / "page.html"
     assert main(["report", *map(str, folders), "--output", str(target)]) == 0
     text = target.read_text(encoding="utf-8")
-    assert "<pre>one\n" in text and "\ntwo\n" in text
+    assert "\none\n" in text and "\ntwo\n" in text
 
 
 def test_report_shows_the_history_of_nightly_runs(

@@ -281,13 +281,13 @@ def format_value(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else line(json.dumps(value, default=str), 80)
 
 
-def proof(cell: Cell) -> Markup:
+def proof(cell: Cell, place: str) -> Markup:
     """Return the attempts and checks of a cell's variants, and what repeats them, as lines. Variants with the same
     checks stand together."""
     same: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in cell.rows:
         same[tuple(_details(row))][_attempts(row, row_label(row))].append(row.variant)
-    lines = []
+    lines = ["", "", place]
     for details, heads in same.items():
         lines += [*(f"{', '.join(names)}: {text}" for text, names in heads.items()), *details]
     command = shlex.join(cell.row.command[:-1])
