@@ -184,11 +184,8 @@ def _wrong(pair: Pair) -> list[Difference]:
         and (not each.missing or _confirmed(pair, each))
     ]  # fmt: skip
     # A parameter that the optimizer does not have comes first: the rest may be reduced and clipped without it.
-    return sorted(every, key=lambda each: (each.key.kind in LATE) * (1 if _left_out(pair, each) else 2))
-
-
-def _left_out(pair: Pair, each: Difference) -> bool:
-    return each.stage == "update" and pair.left_out(each.key.name)
+    first = {id(each) for each in every if each.stage == "update" and pair.left_out(each.key.name)}
+    return sorted(every, key=lambda each: (each.key.kind in LATE) * (1 if id(each) in first else 2))
 
 
 def _absorbed(pair: Pair) -> list[Difference]:

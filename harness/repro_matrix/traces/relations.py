@@ -56,13 +56,10 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
         text, sources = _describe_sum(pair, first.key.name, good[0], owners[0][0][0])
         return (text, sources) if text else (describe_factor(good, bad), owners)
     if first.stage == "reduction":
-        text, sources = _describe_reduction(pair, wrong, owners[0][0][0], alike=bool(off.all()) and _alike(bad))
+        alike = bool(off.all() and np.allclose(bad, bad[0], rtol=1e-5))
+        text, sources = _describe_reduction(pair, wrong, owners[0][0][0], alike)
         return text or describe_factor(good, bad), sources or owners
     return describe_factor(good, bad), owners
-
-
-def _alike(values: Array) -> bool:
-    return bool(np.allclose(values, values[0], rtol=1e-5))
 
 
 def describe_factor(good: Array, bad: Array) -> str:
