@@ -105,6 +105,16 @@ def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
     assert all(each.reason.startswith("b pins no torch") for each in without.unknown) and not without.missing
 
 
+def test_what_a_stack_lacks_is_no_missing_measurement() -> None:
+    cells = ask(["case=train-step", "model=qwen1.5-0.5b", "strategy=fsdp2", "hardware=cpu"]).cells
+    old = {**OLD, "torch": "2.2.2", "transformers": "4.36.2"}
+    (lacks,) = upgrade.compare(catalog.load(), cells, None, None, (End("a", old), End("b", NEW)), []).unknown
+    assert lacks.reason.startswith("a lacks ") and lacks.ends == ()
+    newer = {**OLD, "transformers": "4.39.3"}  # the model and the strategy can run there
+    (never,) = upgrade.compare(catalog.load(), cells, None, None, (End("a", newer), End("b", NEW)), []).unknown
+    assert never.ends == ("a", "b")
+
+
 def test_packages_that_change_are_named_and_which_of_them_are_not_judged() -> None:
     old, new = {**OLD, "torch": "2.99.0+cpu", "mine": "1.2", "a": "1"}, {**OLD, "transformers": "9.9.9", "mine": "2.0"}
     result = compared([*rows(OLD, BROKEN), *rows(NEW, BROKEN)], old=old, new={**new, "b": "1"})

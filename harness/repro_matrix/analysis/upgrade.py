@@ -25,6 +25,7 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.environment.stacks.spec import canonical, differences, parse
 from repro_matrix.grading.expectations import expected, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
+from repro_matrix.planning.plan import needs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner.schedule import UNKNOWN_S, recorded
 from repro_matrix.text import counted, first_line, list_some
@@ -183,6 +184,8 @@ def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tu
     if never:
         unread = " and ".join(side.end.name for side in sides if not side.end.versions)
         reason = UNREAD.format(unread) if unread else f"never measured on {' or '.join(never)}"
+        gpus = sides[0].catalogue.cases[cell.case].requires.gpus
+        reason += f" (needs {counted(gpus, 'GPU')})" if gpus else ""
         return Unknown(cell, variant, reason, never)
     old, new = (each for each in found if isinstance(each, Known))
     difference = settings_difference(old.settings, new.settings)  # type: ignore[arg-type]
@@ -207,14 +210,16 @@ class _Side:
         case, versions = self.catalogue.cases[cell.case], self.end.versions
         if not versions:
             return None
-        strategies = {cell.strategy, case.variants[variant].strategy or cell.strategy}
-        needs = [*case.requires.packages, *case.variants[variant].requires]
-        needs += [item for name in strategies for item in self.catalogue.strategies[name].requires]
-        unmet = next(filter(None, (unmet_requirement(item, versions) for item in needs)), None)
+        models, strategies = self.catalogue.models, self.catalogue.strategies
+        needed = []
+        for each in (next(iter(case.variants.values())), case.variants[variant]):  # a fix is compared with the first
+            model, strategy = models[each.model or cell.model], strategies[each.strategy or cell.strategy]
+            needed += needs(case, each, model, strategy, (hardware,))
+        unmet = next(filter(None, (unmet_requirement(item, versions) for item in needed)), None)
         if unmet:
             text = unmet.removesuffix(ABSENT)
             return f"{self.end.name} lacks {unmet}" if text == unmet else f"{self.end.name} {UNPINNED} {text}"
-        deciding = frozenset({"torch", "transformers", *(canonical(Requirement(item).name) for item in needs)})
+        deciding = frozenset({"torch", "transformers", *(canonical(Requirement(item).name) for item in needed)})
         for row in self.rows[cell.key, variant, hardware]:
             if all(_same(row.stack.versions.get(name), versions.get(name)) for name in deciding.intersection(UPSTREAM)):
                 failed = [each for each in row.evidence_attempts if each.outcome != "passed"]

@@ -14,7 +14,7 @@ from repro_kit.settings import resolve, variant_axis
 from packaging.requirements import Requirement
 
 from repro_matrix.config.catalog import Catalogue
-from repro_matrix.config.schema import AdhocCase, Case, Variant
+from repro_matrix.config.schema import AdhocCase, Case, Model, Strategy, Variant
 from repro_matrix.config.settings import RunSettings
 from repro_matrix.errors import ConfigError
 from repro_matrix.planning.cells import Cell, Skip, unmet_requirement, unsuitable, variants_of
@@ -160,8 +160,7 @@ class Planner:
             return Skip("stack", reason, (f"stack {variant.stack or cell.stack}",))
         if "torch" not in stack.versions and not isinstance(case, AdhocCase):
             return Skip("packages", no_torch(stack), (TORCH,))
-        kinds = profile.kinds
-        needed = [*case.requires.packages, *variant.needs_on(*kinds), *model.requires, *strategy.needs_on(*kinds)]
+        needed = needs(case, variant, model, strategy, profile.kinds)
         named = {Requirement(item).name for item in needed}
         imported = (module.partition(".")[0] for module in case.launch.imports)
         needed += [name for name in imported if name not in named]
@@ -183,6 +182,11 @@ class Planner:
         reason = f"stack {stack.name}: on {profile.kinds[-1]} needs {reasons}"
         reason += (f"; needs stack {other}" if other else "") + (f" ({why})" if why else "")
         return Skip("build" if unusable else "packages", reason, tuple(unmet))
+
+
+def needs(case: Case, variant: Variant, model: Model, strategy: Strategy, kinds: Sequence[str]) -> list[str]:
+    """Return the packages that a variant declares, with its model and its strategy, on hardware of these kinds."""
+    return [*case.requires.packages, *variant.needs_on(*kinds), *model.requires, *strategy.needs_on(*kinds)]
 
 
 def no_torch(stack: Stack) -> str:

@@ -237,7 +237,7 @@ class Headline:
         new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
         for names, what in (
             (_names(known), "never worked on these releases"),
-            (list(dict.fromkeys(new)), "without an expectation does not work"),
+            (list(dict.fromkeys(new)), "failed, with no expectation"),
         ):
             if names:
                 yield Fact(f"{len(names)} {what}: {list_some(names)}.")
