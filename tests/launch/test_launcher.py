@@ -236,6 +236,9 @@ def test_ranks_that_share_a_gpu_over_nccl_are_hosts_of_their_own(
     attempt = scripted(
         tmp_path / "a", "import os\nrun.fact('nccl', {k: v for k, v in os.environ.items() if 'NCCL_' in k})"
     )
+    # The kit initializes CUDA before the body.
+    stub = "import torch\ntorch.cuda.current_device = lambda: 0\n"
+    attempt.script.write_text(stub + attempt.script.read_text(encoding="utf-8"), encoding="utf-8")
     attempt.settings.update(device="cuda", backend=backend, devices=devices)
     ranks = [each["nccl"] for each in facts(launched(launcher, attempt))]
     assert [rank.get("NCCL_HOSTID") for rank in ranks] == (["repro-rank-0", "repro-rank-1"] if apart else [None] * 2)
