@@ -260,6 +260,20 @@ def test_job_steps_run_in_a_clean_clone(tmp_path: Path) -> None:
     assert len(load_history(home / "nightly-kept" / "cpu" / "history")) == 1
 
 
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_action_goes_on_where_released_packages_differ_or_are_not_measured(
+    code: int, tmp_path: Path, env: dict[str, str], repro: Repro
+) -> None:
+    repro(f"exit {code}")
+    step = action_steps()["action: Measure the released packages"]
+    given = {"VENV": str(tmp_path / ".venv"), "RESULTS": str(tmp_path), "SELECTION": "case=x"}
+    if code == 2:
+        with pytest.raises(AssertionError):
+            run(step["run"], tmp_path, env, **given)
+    else:
+        run(step["run"], tmp_path, env, **given)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real: bool, tmp_path: Path) -> None:

@@ -283,6 +283,15 @@ def test_variants_that_the_catalog_no_longer_has_are_named() -> None:
     assert "no longer" not in after(both, both, {}).changed
 
 
+def test_a_result_that_has_no_verdict_now_is_missing() -> None:
+    now = night({"a": ("infra_error", "INCONCLUSIVE"), "b": ("passed", "FIXED")})
+    head = after(night(WORKS), now)
+    assert (head.lost, head.changes, head.previous) == (("some-case/a",), 0, "monday")
+    assert "Nothing" not in head.changed and head.to_json()["missing"] == ["some-case/a"]
+    assert not after(night(WORKS), [row for row in now if row.variant != "a"]).lost, "it was not selected"
+    assert not after(now, now).lost and not after(night(WORKS), night(DEAD)).lost
+
+
 def test_a_run_that_measured_less_than_requested_is_named_so() -> None:
     assert "less than requested" in after(night(WORKS), night(WORKS), partial=True).changed
     assert "less than requested" not in after(night(WORKS), night(WORKS)).changed

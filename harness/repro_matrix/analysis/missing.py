@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -89,6 +90,18 @@ def find_missing(
                 continue
             missing.append(MissingResult(row, run.run_id, excuse, (now.skipped or now.text) if now else ""))
     return missing
+
+
+def lost_results(now: Iterable[VariantResult], passing: Sequence[NightlyRun]) -> list[MissingResult]:
+    """Find the variants among these rows that a passing run measured and that have no result now."""
+    rows = list(now)
+    variants: dict[str, set[str]] = defaultdict(set)
+    cells: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        variants[row.case].add(row.variant)
+        cells[row.key].add(row.stack)
+    here, asked = by_place(rows), Requested(variants, cells, sorted({row.hardware for row in rows}))
+    return [each for each in find_missing(rows, passing, [asked]) if not each.excuse and place_of(each.row) in here]
 
 
 def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:

@@ -13,6 +13,8 @@ from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
+from repro_matrix.analysis.inputs import from_row
+from repro_matrix.analysis.missing import lost_results
 from repro_matrix.analysis.regressions import Regressions
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
@@ -42,7 +44,8 @@ class Fact:
 class Headline:
     """``previous``: the last passing run that the results were compared with; "" where there is none, which
     ``no_previous`` explains of other results than a run's. ``earlier``: there are earlier runs. ``partial``: the
-    previous run measured less than requested. ``removed``: its variants that the catalog no longer has.
+    previous run measured less than requested. ``removed``: its variants that the catalog no longer has. ``lost``:
+    variants that it, or a passing run before it, has a result of, and these results have none.
     ``unselected``: known failures of the catalog that are not among the rows."""
 
     rows: Sequence[Row]
@@ -52,6 +55,7 @@ class Headline:
     previous: str = ""
     partial: bool = False
     removed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     no_previous: str = ""
     earlier: bool = False
     unselected: int = 0
@@ -259,10 +263,14 @@ class Headline:
         if not self.previous:
             why = "no earlier run here passed" if self.earlier else "first run here"
             return self.no_previous or f"Not compared: {why}."
-        what = counted(self.changes, "result") if self.changes else "Nothing"
+        parts = [f"{counted(self.changes, 'result')} changed"] if self.changes else []
+        if self.lost:
+            verb = "is" if len(self.lost) == 1 else "are"
+            parts.append(f"{counted(len(self.lost), 'result')} {verb} missing now ({list_some(self.lost)})")
+        what = " and ".join(parts) or "Nothing changed"
         partial = ", which measured less than requested" * self.partial
         removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
-        return f"{what} changed since the last passing run, {self.previous}{partial}{removed}."
+        return f"{what} since the last passing run, {self.previous}{partial}{removed}."
 
     def _controls(self) -> Iterator[Fact]:
         measured = [row for row in self.rows if row.kind == "control" and row.first and row.attempts]
@@ -303,7 +311,7 @@ class Headline:
             "sentences": self.sentences, "known_failures": self.failures,
             "cases": dict(Counter(each.state for each in self.cases)), "documented_fixes": fixes,
             "attention": dict(self.kinds), "changed": self.changes, "previous": self.previous or None,
-            "new": len(self.new),
+            "missing": list(self.lost), "new": len(self.new),
         }  # fmt: skip
 
     def badge(self) -> dict[str, Any]:
@@ -368,9 +376,12 @@ def headline(
     order, previous = list(CASE_STATES), since.previous
     measured = (row for row in (previous.rows if previous else ()) if row.measured and row.case in cases)
     removed = {f"{row.case}/{row.variant}" for row in measured if row.variant not in cases[row.case].variants}
+    lost = lost_results(map(from_row, rows), since.passing)
+    last = previous.run_id if previous else lost[0].run_id if lost else ""
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),
         attention(rows, since), sum(len(each.changes) for each in since.changed),
-        previous.run_id if previous else "", bool(previous and previous.partial), tuple(sorted(removed)),
-        no_previous, since.earlier, sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
+        last, bool(previous and previous.partial), tuple(sorted(removed)),
+        tuple(dict.fromkeys(f"{each.row.case}/{each.row.variant}" for each in lost)), no_previous, since.earlier,
+        sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
     )  # fmt: skip
