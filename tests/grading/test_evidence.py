@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import as_promised, case, check, failed, made, observation, ok, record
+from observations import as_promised, case, check, exception, failed, made, observation, ok, record
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.checks import evaluate
 from repro_matrix.grading.effect import missing_effect, never_on_gpu, unread_change
+from repro_matrix.grading.grade import grade
 from repro_matrix.grading.observation import Attempt
 from repro_matrix.paths import REPROS
 
@@ -264,6 +265,20 @@ def test_failure_of_ranks_that_began_without_their_gpus_is_no_evidence(backend: 
     assert never_on_gpu(training(), Attempt(stored)) is None
     stored["ranks"][1]["record"] = None  # killed before its first record
     assert never_on_gpu(training(), Attempt(stored)) is None
+
+
+@pytest.mark.parametrize("kind", ["training", "saving", "loading", "inference"])
+@pytest.mark.parametrize("how", ["passes", "another error", "hangs"])
+def test_whatever_a_rank_without_its_gpu_shows_is_no_evidence(kind: str, how: str) -> None:
+    ranks = [failed(0, exception("ValueError", "x")), failed(1)] if how == "another error" else [ok(0), ok(1)]
+    stored = observation(*ranks, settings={"device": "cuda"})
+    stored["attempt"]["timed_out"] = how == "hangs"
+    for rank in stored["ranks"]:
+        rank["record"]["device"] = "cuda:0"
+    known = training(kind=kind)
+    assert grade(known, "unfixed", stored, [known]).infra_error != "no_effect" or how == "passes"
+    del stored["ranks"][1]["record"]["device"]
+    assert grade(known, "unfixed", stored, [known]).infra_error == "no_effect"
 
 
 def test_promises_of_a_variant_replace_those_of_the_strategy() -> None:

@@ -21,7 +21,7 @@ def cell(states: list[str], accelerator: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("accelerator", "cells", "code"),
     [
-        ("cuda", [["differs_from_cpu", "matches_cpu"]], 0),
+        ("cuda", [["differs_from_cpu", "matches_cpu", "matches_cpu"]], 3),
         ("cuda", [["differs_from_cpu", "unexpected"]], 1),
         ("cuda", [["no_expectation", "matches_cpu"]], 0),  # half is not more than half
         ("cuda", [["no_expectation", "no_expectation", "expected"]], 3),

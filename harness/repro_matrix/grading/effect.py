@@ -57,7 +57,7 @@ def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
 
 
 def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
-    """Return which rank began the case's body without CUDA, for an attempt that failed or hangs: it computed elsewhere.
+    """Return which rank began the case's body without CUDA: it computed elsewhere, whatever it shows.
 
     The kit initializes CUDA before the body, with any backend, and writes the record there.
     """

@@ -3,8 +3,8 @@
 The first rule that applies decides:
 
 1. The attempt is no evidence: the infrastructure failed, the user interrupted it, it ran on another stack, ranks were
-   still starting or making progress at the timeout, a record is damaged or of another process, or the script itself
-   failed first (root_cause.py)                                             -> infra_error
+   still starting or making progress at the timeout, a record is damaged or of another process, the script itself
+   failed first (root_cause.py), or a rank of a GPU profile began without CUDA -> infra_error
 2. A signature of the case itself matches (also on an attempt that finished)  -> reproduced,
    or infra_error where no rank read what the variant changes: then the variant changes nothing
 3. Another case's failure is recognized                                       -> other_failure, which names that case
@@ -73,6 +73,8 @@ def grade(
         outcome = None if outcome and outcome.infra_error in MACHINE and described else outcome
     elif outcome is None and (error := script_error(attempt, failures)):
         outcome = _no_evidence("script_error", error, [failures.primary[0].rank])
+    elif outcome is None and (away := never_on_gpu(case, attempt)):
+        outcome = _no_evidence("no_effect", away)
     if outcome:
         return replace(outcome, recognized=recognized, primary=primary)
     outcome = _judge(case, variant, attempt, failures, recognized)
@@ -189,9 +191,7 @@ def _judge(
     others = [item for item in recognized if item.case != case.slug and item.kind != "log"]
     if matching:
         # A variant that changed nothing is the unfixed one under another name.
-        adhoc = isinstance(case, AdhocCase)
-        doubt = None if adhoc else unread_change(case, variant, attempt) or never_on_gpu(case, attempt)
-        if doubt:
+        if not isinstance(case, AdhocCase) and (doubt := unread_change(case, variant, attempt)):
             return _no_evidence("no_effect", first_line(doubt))
         also = "".join(f"; also {item.case}" for item in others)
         rest = [f for f in failures.primary if not any(f.rank in item.ranks for item in recognized)]

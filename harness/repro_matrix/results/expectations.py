@@ -211,12 +211,13 @@ def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) 
 
 def lacking(rows: Sequence[Row]) -> list[Row]:
     """Return variants with attempts that gave no evidence, those of cells without an end or a comparison, and what GPUs
-    showed where more than half of it differs from a CPU or has no expectation."""
+    showed that differs from a CPU; also what has no expectation where nothing confirms more than half of it."""
     # A build that failed is no property of the stack: another try, or a compiler, would measure it.
     lost = [row for row in rows if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete]
     on_gpus = [row for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"]
-    unconfirmed = [row for row in on_gpus if row.state in ("no_expectation", "differs_from_cpu")]
-    return lost + uncompared_failures(rows) + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else [])
+    differs = [row for row in on_gpus if row.state == "differs_from_cpu"]
+    unconfirmed = differs + [row for row in on_gpus if row.state == "no_expectation"]
+    return lost + uncompared_failures(rows) + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else differs)
 
 
 def bisect_exit(rows: Iterable[Row]) -> int:
