@@ -16,7 +16,7 @@ BASE = catalog.load().cases["ddp-ready-once"]
 
 def entry(verdict: str, first: str, last: str = "", bounds: str = "", torch: str = "2.6.0") -> Expectation:
     ends = [{"transformers": each, "torch": torch} for each in dict.fromkeys((first, last or first))]
-    versions = {"transformers": bounds or f">={first},<={last or first}"}
+    versions = {"transformers": bounds or f">={first},<={last or first}", "torch": f"=={torch}"}
     return Expectation(verdicts={"fix": verdict}, versions=versions, measured_at=ends, reason="r")  # type: ignore
 
 
@@ -59,6 +59,12 @@ def test_failure_that_no_release_changes() -> None:
     assert found.sentence == "reproduces in torch 2.2.2 to 2.13.0, transformers 4.39.3 to 5.23.0"
     assert found.ended == ""
     assert of().sentence == of(entry("FIXED", "5.0.0")).sentence == of(entry("NOT_REPRODUCED", "5.0.0")).sentence == ""
+
+
+@pytest.mark.parametrize(("torch", "alone"), [("2.6.0", True), ("2.13.0", False)])
+def test_a_release_is_to_blame_only_where_nothing_else_differs(torch: str, alone: bool) -> None:
+    found = of(entry("NOT_REPRODUCED", "4.44.0"), entry("FIXED", "5.1.0", torch=torch))
+    assert found.ranges[-1].alone == alone
 
 
 VERDICTS = st.sampled_from(["FIXED", "NOT_REPRODUCED", "SIGNATURE_MISMATCH"])

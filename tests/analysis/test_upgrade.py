@@ -233,5 +233,8 @@ def test_upgrade_from_lock_files_needs_no_index(tmp_path: Path, monkeypatch: Any
     (tmp_path / "marked.txt").write_text(marked)
     assert run("marked.txt", "uv.lock")[0] == 3
     assert run("old.txt", "old.txt")[0] == run("old.txt", "none.txt")[0] == 2
+    (tmp_path / "prose.txt").write_text("# pins\ntorch==2.99.0 --hash=sha256:aa\n-e .\nhello world !!\n")
+    code, text = run("old.txt", "prose.txt")
+    assert code == 2 and "prose.txt:4" in text
     code, text = run("torch2.6-tf4.52", "old.txt")
     assert code == 2 and "torch2.6-tf4.51" in text

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from statistics import fmean
 from typing import Literal
 
@@ -30,12 +30,14 @@ STATES: Mapping[str, State] = {
 
 @dataclass(frozen=True)
 class ReleaseRange:
-    """``first`` and ``last``: measured releases. ``follows``: no release lies between this range and the one before."""
+    """``first`` and ``last``: measured releases. ``follows``: no release lies between this range and the one before.
+    ``alone``: the measurements on both sides of its beginning are of one cell, and differ in this package only."""
 
     state: State
     first: str
     last: str
     follows: bool = False
+    alone: bool = False
 
     @property
     def span(self) -> str:
@@ -125,9 +127,22 @@ def _ranges(package: str, points: Mapping[Version, Iterable[Point]]) -> tuple[Re
     for state, group in groupby(sorted(states), key=states.__getitem__):
         versions = list(group)
         follows = bool(before) and _adjacent(package, points[before[-1]], points[versions[0]])
-        out.append(ReleaseRange(state, versions[0].public, versions[-1].public, follows))
+        sides = [_others(package, one, states[one], points[one]) for one in (*before[-1:], versions[0])]
+        alone = any(one == other for one, other in product(*sides)) if before else False
+        out.append(ReleaseRange(state, versions[0].public, versions[-1].public, follows, alone))
         before = versions
     return tuple(out)
+
+
+def _others(package: str, version: Version, state: State, points: Iterable[Point]) -> list[tuple[object, ...]]:
+    """Return the cells, the hardware and the other packages of the measurements of a release with this state."""
+    return [
+        (cell, entry.hardware, {name: each for name, each in end.items() if name != package})
+        for found, entry in points
+        for cell in entry.cells or [""]
+        for end in entry.measured_at
+        if found == state and end.get(package) and Version(end[package]) == version
+    ]
 
 
 def _adjacent(package: str, before: Iterable[Point], after: Iterable[Point]) -> bool:

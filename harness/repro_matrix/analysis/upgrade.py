@@ -276,11 +276,11 @@ def _problems(
 
 
 def _boundary(case: Case, ends: tuple[End, End]) -> Boundary | None:
-    """Return where the failure begins between the two stacks, if measured releases of a package show it."""
+    """Return where the failure begins between the two stacks, if measured releases of one package alone show it."""
     found = releases_of(case)
     old, new = (each.versions.get(found.package, "") for each in ends)
     for before, after in pairwise(found.ranges) if old and new else ():
-        begins = after.state != "absent" == before.state
+        begins = after.state != "absent" == before.state and after.alone
         if begins and Version(old) < Version(after.first) <= Version(new):
             return Boundary(found.package, after.first, before.last, after.follows)
     return None
@@ -294,7 +294,7 @@ def headline(upgrade: Upgrade) -> str:
     verdict, source, problems = upgrade.verdict, upgrade.source.name, upgrade.problems
     if verdict == "GO with these fixes":
         fixes = "; ".join(f"{each.case.slug}: {_fix(each.case, each.fixes[0])}" for each in problems)
-        return f"{verdict}: {fixes}"
+        return f"{verdict}: {fixes} ({_share(upgrade)})"
     if verdict == "NO-GO":
         unfixed = [each for each in problems if not each.fixes]
         lowest: dict[str, Boundary] = {}
@@ -305,14 +305,17 @@ def headline(upgrade: Upgrade) -> str:
         if not all(each.boundary for each in unfixed):
             hold = f"stay on {source}" + (f", at least {hold}," if hold else "")
         more = f" (and {counted(len(unfixed) - 1, 'more problem')})" if unfixed[1:] else ""
-        return f"NO-GO: {hold} because {_what(unfixed[0])}{more}"
+        return f"NO-GO: {hold} because {_what(unfixed[0])}{more} ({_share(upgrade)})"
     if verdict == "GO":
-        of = f"{upgrade.compared} of {counted(upgrade.compared + len(upgrade.unknown), 'result')} compared"
-        return f"GO: no new failure, and every fix that works still works ({of})"
-    total, lost = upgrade.compared + len(upgrade.unknown), [each for each in upgrade.unknown if each.lost]
+        return f"GO: no new failure, and every fix that works still works ({_share(upgrade)})"
+    lost = [each for each in upgrade.unknown if each.lost]
     worse = ": nothing gets worse in these" if upgrade.compared else ""
     gone = f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}" if lost else ""
-    return f"UNDECIDED: {upgrade.compared} of {counted(total, 'result')} can be compared{worse}{gone}{_unread(upgrade)}"
+    return f"UNDECIDED: {_share(upgrade)}{worse}{gone}{_unread(upgrade)}"
+
+
+def _share(upgrade: Upgrade) -> str:
+    return f"{upgrade.compared} of {counted(upgrade.compared + len(upgrade.unknown), 'result')} compared"
 
 
 def _unread(upgrade: Upgrade) -> str:

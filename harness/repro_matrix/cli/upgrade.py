@@ -10,7 +10,9 @@ from repro_matrix.analysis import upgrade
 from repro_matrix.analysis.upgrade import End, Upgrade
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
+from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.external import lockfiles
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
@@ -41,6 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     _, texts = options.one_stack(args, {"stack": "the stacks are --from and --to"})
     request, specs = ask(texts), (args.source, args.target)
+    for file in (parse(spec).file for spec in specs):
+        if file and file.is_file() and file.name != "uv.lock" and file.suffix != ".toml":
+            list(lockfiles.requirements(file.read_text(encoding="utf-8", errors="replace"), str(file)))
     described = {spec: stacks.described(spec) for spec in specs}
     ends = {spec: End(spec, stack.versions if stack else {}) for spec, stack in described.items()}
     versions = [end.versions for end in ends.values() if end.versions]

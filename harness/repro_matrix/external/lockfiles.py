@@ -8,7 +8,7 @@ two files differ in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,17 +49,11 @@ def parse(text: str, path: str) -> Lockfile:
     """Parse requirements. Raises ConfigError that names the file and the line."""
     pins: dict[str, str] = {}
     unreleased: dict[str, str] = {}
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = re.sub(r"(^|\s)#.*", "", raw).strip().rstrip("\\").strip()
-        where = f"{path}:{number}: {line!r}"
-        if re.match(r"-e\b|--editable\b|git\+|https?:|\.{0,2}/", line):
+    for where, raw, line, requirement in requirements(text, path):
+        if requirement is None:
             egg = re.search(r"#egg=([\w.-]+)", raw)
             unreleased[canonical(egg[1]) if egg else line] = line
-        elif line and not line.startswith("-"):
-            try:
-                requirement = Requirement(line)
-            except InvalidRequirement:
-                raise ConfigError(f"{where} is not NAME==VERSION. Give {FORMATS}.") from None
+        else:
             if requirement.marker is not None and not requirement.marker.evaluate():
                 continue
             name, version = canonical(requirement.name), str(requirement.specifier).removeprefix("==")
@@ -72,6 +66,21 @@ def parse(text: str, path: str) -> Lockfile:
     if not pins and not unreleased:
         raise ConfigError(f"{path}: no package with its version in it. Give {FORMATS}.")
     return Lockfile(path, pins, unreleased)
+
+
+def requirements(text: str, path: str) -> Iterator[tuple[str, str, str, Requirement | None]]:
+    """Yield of each line that installs something its place, itself, what it installs, and that as a requirement: None
+    of a clone, a folder or a URL. Raises ConfigError that names a line that is neither."""
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = re.sub(r"(^|\s)#.*|\s--\w.*", "", raw).strip().rstrip("\\").strip()
+        where = f"{path}:{number}: {line!r}"
+        if re.match(r"-e\b|--editable\b|git\+|https?:|\.{0,2}/", line):
+            yield where, raw, line, None
+        elif line and not line.startswith("-"):
+            try:
+                yield where, raw, line, Requirement(line)
+            except InvalidRequirement:
+                raise ConfigError(f"{where} is not NAME==VERSION. Give {FORMATS}.") from None
 
 
 # -- two of them as the ends of a search
