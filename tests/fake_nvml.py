@@ -31,7 +31,7 @@ ERRORS = {
 
 
 def error(code: int) -> DriverError:
-    return DriverError(f"NVML: {ERRORS[code]}", missing=code == 12, lost=code in (9, 15, 18, 999))
+    return DriverError(f"NVML: {ERRORS[code]}", missing=code == 12)
 
 
 @dataclass

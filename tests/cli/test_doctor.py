@@ -233,6 +233,23 @@ def test_doctor_lets_two_ranks_add_numbers_with_nccl(
         assert remedied.code == 0, "what the ranks are given, the probe is given too"
 
 
+def test_every_pair_of_gpus_is_tried_and_those_that_fail_are_named(repro: Repro, tmp_path: Path) -> None:
+    """GPUs 2 and 3, and 3 and 4, have a broken path; only the pair of GPUs 0 and 1 was tried."""
+    python = python_that_says(tmp_path, *lines(5), pair=f'[ "$5" -lt 3 ] || {{ {WRONG}; exit; }}; {DONE}')
+    words = (*ONE[:2], f"stack=python:{python}", "min_cells=0", "--json")
+    done = repro(FakeNvml([FakeGpu() for _ in range(5)]), "doctor", *words)
+    said = json.loads(done.out)
+    assert done.code == 3 and said["torch"]["pairs"] == [[2, 3], [3, 4]] and not said["torch"]["without_p2p"]
+    assert "GPUs 2 and 3 " in said["problems"][0]
+    assert probe_module.pairs_of([0, 2, 5, 7]) == [[0, 2], [5, 7]] and probe_module.pairs_of([4]) == []
+
+
+def test_doctor_names_both_numbers_where_torch_sees_fewer_gpus(repro: Repro, tmp_path: Path) -> None:
+    python = python_that_says(tmp_path, *lines(1))
+    done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE[:2], f"stack=python:{python}")
+    assert done.code == 3 and "computes on 1 of 2 GPUs, of which torch sees 1" in " ".join(done.out.split())
+
+
 SLOW_IMPORT = """echo '{"stage": "import torch"}'; sleep 2"""
 IN_CUDA = """echo '{"stage": "initialise CUDA"}'; exec sleep 60"""
 IN_NCCL = """echo '{"stage": "all-reduce"}'; exec sleep 60"""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -270,7 +271,34 @@ def test_pynvml_refused_questions_are_unknown_and_a_lost_gpu_is_an_error() -> No
     driver.lib.nvmlDeviceGetMemoryInfo = mock.Mock(side_effect=NVMLError)
     with pytest.raises(DriverError) as caught:
         driver.state("GPU-a")
-    assert caught.value.lost and not caught.value.missing
+    assert not caught.value.missing
+
+
+def test_gpu_of_which_nvml_says_nothing_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    lib = pynvml(nvmlDeviceGetMemoryInfo=mock.Mock(side_effect=type("NoPermission", (NVMLError,), {"value": 4})))
+    monkeypatch.setattr("repro_matrix.environment.gpus.open_driver", lambda: Pynvml(lib))
+    assert states(["GPU-a"])["GPU-a"].problem
+
+
+def test_nvml_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, over = [], threading.Event()
+
+    def hang(*args: object) -> None:
+        asked.append(args)
+        over.wait(100)
+
+    monkeypatch.setattr("repro_matrix.environment.gpus.ANSWER_S", 0.2)
+    for question in ("nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMigMode", "nvmlEventSetCreate"):
+        asked.clear()
+        answers = {"nvmlDeviceGetMemoryInfo": lambda handle: MEMORY, question: hang}
+        monkeypatch.setattr("repro_matrix.environment.gpus.open_driver", lambda: Pynvml(pynvml(**answers)))  # noqa: B023
+        if question == "nvmlDeviceGetCount":
+            reasons = detect({}).unusable
+        else:
+            with Nvml(["GPU-a", "GPU-b"]) as nvml:
+                reasons = tuple(str(nvml.look(uuid).problem) for uuid in nvml.gpus)
+        assert len(asked) == 1 and reasons and all("does not answer" in reason for reason in reasons), question
+    over.set()
 
 
 @pytest.mark.parametrize(

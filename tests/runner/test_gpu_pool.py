@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from launching import attempt_of
-from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, stranger
+from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, other_user, stranger
 from repro_matrix.launch.attempt import prepare, remove
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
 
@@ -177,3 +177,7 @@ def test_stranger_ignores_monitors_and_desktops() -> None:
     assert stranger(gpu_state({})) is None and stranger(gpu_state({7: 10}, 500)) is None
     assert stranger(gpu_state({7: 400, 8: None}, 400)) == "process 7 (400 MiB), process 8 (memory unknown)"
     assert stranger(gpu_state({}, 20_000)), "in a container the driver names nobody"
+    assert "70000 MiB" in str(stranger(gpu_state({7: 10}, 70_010))), "a monitor is named, and who computes is not"
+    ours = GpuProcess(7, 50_000, ours=True)
+    assert other_user(GpuState(used_mb=50_400, processes=(ours,))) is None
+    assert other_user(GpuState(used_mb=70_000, processes=(ours, GpuProcess(8, 10))))

@@ -6,7 +6,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from observations import case, document, failed, observation, ok
+from observations import case, document, failed, observation, ok, summary_rows
 from repro_matrix.launch.observe import EITHER
 from repro_matrix.runner import attempts
 from repro_matrix.runner.attempts import (
@@ -62,6 +62,33 @@ def test_take_over_grades_kept_attempts_again_and_drops_infra_errors() -> None:
     assert missing_attempts(new, plan()) == [("unfixed", 1), ("fix", 1)]
     assert missing_attempts(new, plan(repeat=1)) == [] and missing_attempts(new, plan(repeat=0)) == []
     assert missing_attempts(new, plan(fix="skipped")) == [("unfixed", 1)]
+
+
+def test_take_over_keeps_an_asynchronous_error_that_did_not_occur_again() -> None:
+    """Dropped at --resume, a new attempt gave exit 0."""
+    either, gpu = {"kind": EITHER, "message": "m"}, {"kind": GPU_FAILURE, "message": "Xid 79"}
+
+    def made(error: Any, retry_of: Any = None) -> dict[str, Any]:
+        found = copy.deepcopy(PASSED)
+        found["infra_error"] = error
+        found["attempt"] |= {"retry_of": retry_of} if retry_of else {}
+        return {"observation": found, "outcome": {"outcome": "infra_error", "infra_error": error["kind"]} if error else
+                {"outcome": "passed"}}  # fmt: skip
+
+    def resumed(*before: dict[str, Any]) -> tuple[int, int, int]:
+        """How many are kept and are still missing, of one attempt; how many of all are lost (results/rows.py)."""
+        stored, new = older(), begun()
+        stored["variants"]["fix"]["attempts"] = list(before)
+        kept(stored, now=new)
+        missing = [variant for variant, _ in missing_attempts(new, plan(repeat=1))].count("fix")
+        rows = {row.variant: row for row in summary_rows(new)}
+        return len(new["variants"]["fix"]["attempts"]), missing, rows["fix"].lost_attempts
+
+    assert resumed(made(either), made(either, either)) == (2, 0, 1)
+    assert resumed(made(gpu), made(either, gpu)) == (2, 0, 1)
+    assert resumed(made(either)) == (1, 1, 1), "interrupted before it was repeated"
+    assert resumed(made(gpu), made(None, gpu), made(gpu)) == (2, 0, 0), "what is repeated now is dropped"
+    assert resumed(made(gpu), made(gpu, gpu)) == (0, 1, 0)
 
 
 def test_take_over_with_another_fingerprint_machine_or_skip_keeps_nothing() -> None:

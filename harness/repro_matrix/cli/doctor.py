@@ -83,10 +83,11 @@ def main(args: argparse.Namespace) -> int:
         return 3 if problems else 0
     print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb} GiB; {machine.os}")
     _print_gpus(machine, now)
+    of_torch = probe.describe(torch, len(profile.gpus))
     versions = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print_wrapped(
         f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if untraceable else 'py-spy'}",
-        f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {probe.describe(torch)}",
+        f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {of_torch}",
         f"stack {stack.name}: {', '.join(versions)}",
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),

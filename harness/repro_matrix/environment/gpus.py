@@ -1,15 +1,17 @@
 """GPUs as NVIDIA's management library (NVML) reports them: which there are, their state, and errors during a run.
 
 ``Pynvml`` is the only code that uses pynvml. ``states`` and ``Nvml`` never
-raise: what a GPU or driver does not report (no driver, no permission, not supported) counts as unknown,
-and only errors that mean that the GPU has failed or must be reset make it unusable.
+raise: what a GPU or driver does not report (no permission, not supported) counts as unknown, and a GPU of which NVML
+says nothing at all, or that it has failed or must be reset, is not usable.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +23,7 @@ UNNAMED_MB = 1024
 # Errors of a program, after which the GPU is as good as before: NVIDIA's k8s-device-plugin ignores them, too.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 _MODES = {1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}  # NVML_COMPUTEMODE_*
-# NVML_ERROR_* about a GPU that was there before; the last two when the driver is replaced.
-_LOST = (
-    "GPU_IS_LOST", "NOT_FOUND", "RESET_REQUIRED", "UNKNOWN", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH",
-)  # fmt: skip
+ANSWER_S = 20.0  # for one question to NVML
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class GpuState:
     used_mb: int = 0  # by all processes; without the driver's own part where it is reported
     processes: tuple[GpuProcess, ...] = ()
     ecc_uncorrected: int | None = None  # since the driver was loaded
-    problem: str | None = None  # why nothing may be launched on it: lost, in MIG mode, to be reset, faulty memory
+    problem: str | None = None  # why nothing may be launched on it: lost, MIG mode, to be reset, faulty memory, unknown
 
     @property
     def others(self) -> tuple[GpuProcess, ...]:
@@ -88,25 +87,32 @@ def describe_gpu(gpu: Gpu, state: GpuState) -> str:
 def stranger(state: GpuState) -> str | None:
     """Describe who computes on a GPU that no run has locked; None: it is free."""
     named = [each for each in state.processes if each.memory_mb is None or each.memory_mb >= STRANGER_MB]
-    if not state.processes and state.used_mb > UNNAMED_MB:
-        return f"{state.used_mb} MiB by processes that the driver does not name"
-    return ", ".join(map(str, named)) or None
+    unnamed = _used_by_unnamed(state)
+    texts = [f"{unnamed} MiB by processes that the driver does not name"] if unnamed > UNNAMED_MB else []
+    return ", ".join([*map(str, named), *texts]) or None
+
+
+def _used_by_unnamed(state: GpuState) -> int:
+    """Return the MiB that no process accounts for; 0 where that is unknown."""
+    known = [each.memory_mb for each in state.processes if each.memory_mb is not None]
+    return state.used_mb - sum(known) if len(known) == len(state.processes) else 0
 
 
 def other_user(state: GpuState) -> str | None:
     """Describe who computes on a GPU beside the runs of this project; None: nobody."""
-    return stranger(replace(state, processes=state.others, used_mb=0 if state.processes else state.used_mb))
+    others = sum(each.memory_mb or 0 for each in state.others)
+    return stranger(replace(state, processes=state.others, used_mb=_used_by_unnamed(state) + others))
 
 
 # -- the driver
 
 
 class DriverError(Exception):
-    """NVML does not answer. ``missing``: there is no NVML here. ``lost``: the GPU has failed or must be reset."""
+    """NVML does not answer. ``missing``: there is no NVML here."""
 
-    def __init__(self, message: str, missing: bool = False, lost: bool = False) -> None:
+    def __init__(self, message: str, missing: bool = False) -> None:
         super().__init__(message)
-        self.missing, self.lost = missing, lost
+        self.missing = missing
 
 
 def open_driver() -> Pynvml:
@@ -125,22 +131,44 @@ class Pynvml:
     def __init__(self, lib: Any) -> None:
         self.lib = lib
         self._events: Any = None
+        self._hangs = False
         self._ask("nvmlInit")
+
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Ask in a thread, because a faulty driver may never answer; nothing is asked after that."""
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(getattr(self.lib, name)(*args, **options))
+            except Exception as error:  # noqa: BLE001 - whatever it is, who asked gets it
+                answer.set_exception(error)
+
+        if not self._hangs:
+            threading.Thread(target=ask, daemon=True).start()
+            self._hangs = not wait([answer], ANSWER_S).done
+        if self._hangs:
+            raise DriverError(
+                f"NVML does not answer within {ANSWER_S:g} s: see whether nvidia-smi hangs, too, and reset the GPUs or "
+                "reboot the machine"
+            )
+        return answer.result()
 
     def _ask(self, name: str, *args: Any) -> Any:
         try:
-            return getattr(self.lib, name)(*args)
+            return self._call(name, *args)
         except self.lib.NVMLError as error:
-            lost = error.value in [getattr(self.lib, f"NVML_ERROR_{kind}", None) for kind in _LOST]
             text = f"NVML: {str(error).rstrip('.')}"
             if error.value == getattr(self.lib, "NVML_ERROR_LIB_RM_VERSION_MISMATCH", None):
                 text += "; the driver was updated: load its new kernel modules, or reboot"
-            raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND, lost) from None
+            raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND) from None
 
     def _optional(self, name: str, *args: Any, **options: Any) -> Any:
         """Return the answer; None where this GPU or driver gives none (most questions may be refused)."""
         try:
-            return getattr(self.lib, name)(*args, **options)
+            return self._call(name, *args, **options)
+        except DriverError:
+            raise
         except Exception:  # noqa: BLE001 - an NVMLError; an old nvidia-ml-py lacks a function or its argument
             return None
 
@@ -195,7 +223,7 @@ class Pynvml:
         if self._events is None:
             return None
         try:
-            event = self.lib.nvmlEventSetWait_v2(self._events, 0)
+            event = self._call("nvmlEventSetWait_v2", self._events, 0)
         except self.lib.NVMLError as error:
             if error.value == self.lib.NVML_ERROR_TIMEOUT:
                 return None
@@ -203,10 +231,11 @@ class Pynvml:
         return self._ask("nvmlDeviceGetUUID", event.device), event.eventData
 
     def close(self) -> None:
-        if self._events is not None:
-            self._optional("nvmlEventSetFree", self._events)
+        with contextlib.suppress(DriverError):
+            if self._events is not None:
+                self._optional("nvmlEventSetFree", self._events)
+            self._optional("nvmlShutdown")  # a driver that fails halfway fails here, too
         self._events = None
-        self._optional("nvmlShutdown")  # a driver that fails halfway fails here, too
 
 
 # -- the current state
@@ -241,7 +270,7 @@ def _state(driver: Pynvml, uuid: str) -> GpuState:
     try:
         state = driver.state(uuid)
     except DriverError as error:
-        return GpuState(problem=str(error) if error.lost else None)
+        return GpuState(problem=str(error))
     return replace(state, processes=tuple(map(_identify, state.processes)))
 
 

@@ -69,6 +69,21 @@ def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str], at_on
         return {"pair": problem, "without_p2p": detour.result() is None}
 
 
+def pairs_of(devices: Sequence[int]) -> list[list[int]]:
+    """Return each with the next; an odd last one with the one before it, too."""
+    pairs = [[*devices[at : at + 2]] for at in range(0, len(devices) - 1, 2)]
+    return pairs + ([[*devices[-2:]]] if len(devices) > 2 and len(devices) % 2 else [])
+
+
+def merge_pairs(answers: Sequence[tuple[Sequence[int], Json]]) -> Json:
+    """Return the answer of ``ask_pair`` for those that failed, with their devices (``pairs``); {} where all work."""
+    failed = [(devices, answer) for devices, answer in answers if answer]
+    if not failed:
+        return {}
+    without_p2p = all(answer.get("without_p2p") for _, answer in failed)
+    return {**failed[0][1], "without_p2p": without_p2p, "pairs": [[*devices] for devices, _ in failed]}
+
+
 def _all_reduce(stack: Stack, devices: Sequence[int], envs: Sequence[Mapping[str, str]]) -> str | None:
     """Return what went wrong, or None."""
     with _folder() as folder:
@@ -161,14 +176,15 @@ def record(answer: Mapping[str, Any]) -> Json:
     return {**{name: answer.get(name) for name in RECORDED}, "devices": devices, **failed}
 
 
-def describe(answer: Mapping[str, Any]) -> str:
-    """Describe torch and its build, and on how many of the GPUs that were tried it computes."""
+def describe(answer: Mapping[str, Any], gpus: int) -> str:
+    """Describe torch and its build, and on how many of the ``gpus`` that NVML shows it computes."""
     parts = [("CUDA", answer.get("cuda")), ("HIP", answer.get("hip")), ("NCCL", answer.get("nccl_version"))]
     built = ", ".join(f"{name} {version}" for name, version in parts if version) or "no CUDA"
     devices = answer["devices"] if answer.get("asked") else []
     working = sum(bool(one.get("touched")) and not one.get("error") for one in devices)
-    gpus = f": it computes on {working} of {len(devices)} GPUs" if devices else ""
-    return f"torch {answer.get('torch') or 'unknown'} ({built}){gpus}"
+    fewer = f", of which torch sees {len(devices)}" if len(devices) != gpus else ""
+    computes = f": it computes on {working} of {gpus} GPUs{fewer}" if devices else ""
+    return f"torch {answer.get('torch') or 'unknown'} ({built}){computes}"
 
 
 def import_notes(answer: Mapping[str, Any]) -> list[str]:
@@ -242,7 +258,10 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
     if profile.backend == "nccl" and not answer.get("nccl"):
         return "it was built without NCCL", True
     if answer.get("pair"):
-        return f"an all-reduce of two ranks with NCCL fails: {answer['pair']}{_detour(answer)}", False
+        numbers = [" and ".join(str(profile.gpus[device].index) for device in pair) for pair in answer["pairs"]]
+        first, *others = [f"GPUs {text}" if " " in text else f"GPU {text}" for text in numbers]
+        also = f" (and on {', '.join(others)})" if others else ""
+        return f"an all-reduce of two ranks with NCCL on {first}{also} fails: {answer['pair']}{_detour(answer)}", False
     return None
 
 

@@ -313,7 +313,7 @@ def take_over(document: Document, older: Document, plan: CellPlan, cases: Mappin
     here = machine_of(older) == machine_of(document)
     whole = True
     for name, before in older["variants"].items():
-        usable = [a for a in before["attempts"] if a["outcome"]["outcome"] != "infra_error"]
+        usable = _usable(before["attempts"])
         same = here and before.get("fingerprint") == now.get(name) and name in case.variants
         regraded: list[Made] = [
             {**a, "outcome": grade.grade(case, name, a["observation"], cases).to_json()} for a in usable if same
@@ -327,11 +327,34 @@ def take_over(document: Document, older: Document, plan: CellPlan, cases: Mappin
         document["provenance"] = {**older["provenance"], "ended": None}
 
 
+def _usable(attempts: Sequence[Made]) -> list[Made]:
+    """Return the attempts that are evidence, what they repeated, and errors that a GPU or the program caused: a new
+    attempt would hide that they did not occur again."""
+    found: list[Made] = []
+    repeated: list[Any] = []
+    for each in reversed(attempts):
+        error, outcome = each["observation"]["infra_error"], each["outcome"]
+        if error in repeated:
+            repeated.remove(error)
+        elif outcome["outcome"] == "infra_error" and outcome.get("infra_error") != EITHER:
+            continue
+        found.insert(0, each)
+        if before := each["observation"]["attempt"].get("retry_of"):
+            repeated.append(before)
+    return found
+
+
 def missing_attempts(document: Document, plan: CellPlan) -> list[tuple[str, int]]:
     """Return (variant, index) of every attempt that is still to be launched."""
+
+    def made(variant: str) -> int:
+        attempts = document["variants"][variant]["attempts"]  # what was repeated counts as one with its repetition
+        again = ["retry_of" in each["observation"]["attempt"] for each in attempts]
+        return sum(retry or each["outcome"]["outcome"] != "infra_error" for each, retry in zip(attempts, again))
+
     return [
         (variant.variant, index)
         for variant in plan.variants
         if not variant.skipped
-        for index in range(len(document["variants"][variant.variant]["attempts"]), variant.repeat)
+        for index in range(made(variant.variant), variant.repeat)
     ]

@@ -47,7 +47,7 @@ from repro_matrix.text import log
 
 Json = dict[str, Any]
 ROOM_MB = 1024  # free memory that a context, a library's workspace and a small matrix need
-PAIR_ROOM_MB = 3 * ROOM_MB  # of that process, and two ranks of NCCL
+PAIR_ROOM_MB = 5 * ROOM_MB  # of that process, and four ranks of NCCL: a GPU may be in two pairs
 
 
 def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = None) -> Json:
@@ -65,7 +65,6 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = 
     if not uuids:
         return probe.ask(stack, None, env)
     exclusive = any(gpu.mode.startswith("exclusive") for gpu in profile.gpus)  # one process at a time on each
-    needed = 1 if profile.shared else 2
     # NVML stays open: without persistence mode the driver would start the GPUs anew for each process.
     with GpuLocks(cache_dir() / "state", run_id) as locks, Nvml(uuids) as nvml:
         free_mb = {name: nvml.look(name).free_mb for name in uuids if locks.acquire([name])}
@@ -73,16 +72,16 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = 
             [uuids.index(name) for name, free in free_mb.items() if free is None or free >= room]
             for room in (ROOM_MB, PAIR_ROOM_MB)
         )
-        with ThreadPoolExecutor(1 if exclusive else 2) as pool:
+        pairs = [pair[:1]] if profile.shared and pair else probe.pairs_of(pair)
+        pairs = pairs if profile.backend == "nccl" else []
+        with ThreadPoolExecutor(1 if exclusive else 1 + len(pairs)) as pool:
             asked = pool.submit(probe.ask, stack, single, env)
-            added = None
-            if profile.backend == "nccl" and len(pair) >= needed:
-                added = pool.submit(probe.ask_pair, stack, pair[:needed], env, not exclusive)
+            added = [pool.submit(probe.ask_pair, stack, devices, env, not exclusive) for devices in pairs]
             answer = asked.result()
-            if added and probe.problem_of_torch(answer, profile):
-                added.cancel()
-            elif added:
-                answer |= added.result()
+            if probe.problem_of_torch(answer, profile):
+                pool.shutdown(wait=False, cancel_futures=True)
+            else:
+                answer |= probe.merge_pairs([(pair, each.result()) for pair, each in zip(pairs, added)])
         return answer
 
 
