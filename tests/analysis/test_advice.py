@@ -40,3 +40,26 @@ def test_advice_is_of_releases_in_which_the_failure_exists(versions: dict[str, s
 
 def test_advice_of_a_case_that_never_reproduced_is_none() -> None:
     assert advice(CASE.model_copy(update={"expect": RANGES[1:]}), {"torch": "2.13.0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("torch", "transformers", "nearest"),
+    [
+        ("1.13.1", "4.30.0", ("2.2.2", "4.39.3")),
+        ("2.3.1", "4.50.0", ("2.2.2", "4.44.2")),
+        ("2.9.0", "4.30.0", ("2.6.0", "4.39.3")),
+        ("9.0", "", ("2.13.0", "5.23.0")),
+    ],
+)
+def test_nearest_measured_releases_are_those_of_the_nearest_torch(
+    torch: str, transformers: str, nearest: tuple[str, str]
+) -> None:
+    measured = [("2.13.0", "5.23.0"), ("2.6.0", "4.39.3"), ("2.2.2", "4.44.2"), ("2.2.2", "4.39.3")]
+    ranges = [
+        Expectation(versions={"torch": f"=={one}", "transformers": f"=={other}"}, reason="r",
+                    measured_at=[{"torch": one, "transformers": other}], verdicts={"non-reentrant": "FIXED"})
+        for one, other in measured
+    ]  # fmt: skip
+    given = {"torch": torch, "transformers": transformers}
+    found = advice(CASE.model_copy(update={"expect": ranges}), given)
+    assert found and not found.fits and tuple(found.measured_at.values()) == nearest

@@ -89,6 +89,13 @@ def test_healthy_run_fits_on_a_screen() -> None:
     assert "REPRODUCES: 40 cases" in every and sum("works: fix" in line for line in every) == 40
 
 
+@pytest.mark.parametrize(("cases", "more"), [(MOST_CASES + 1, 0), (MOST_CASES + 2, 2)])
+def test_cases_that_are_not_listed_are_counted(cases: int, more: int) -> None:
+    lines = shown(*(cell(case=f"case-{index}") for index in range(cases)))
+    assert sum(line.startswith("  reproduces") for line in lines) == cases - more
+    assert [line.split()[0] for line in lines if line.endswith("--format text")] == [str(more)] * bool(more)
+
+
 def test_summary_has_cases_of_each_state() -> None:
     failing = {f"f{n}": observation(failed(0, exception("ValueError", "x")), ok(1)) for n in range(3)}
     odd = [identified(document({"unfixed": [("other_failure", one)]}, {}, case=name)) for name, one in failing.items()]

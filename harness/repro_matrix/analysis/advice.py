@@ -1,7 +1,8 @@
 """What stored measurements say to somebody who has a known failure: since when, and what helps on these versions. Pure.
 
 A range of releases in which the failure does not exist is never advice. Where the versions are unknown, or lie outside
-of what was measured, the nearest range in which it reproduces counts: the fewest packages outside, then the newest.
+of what was measured, the nearest measurement in which it reproduces counts: the fewest minor releases of torch away,
+then of transformers, then the fewest packages outside, then the newest.
 """
 
 from __future__ import annotations
@@ -44,17 +45,27 @@ def advice(case: Case, versions: Mapping[str, str]) -> Advice | None:
     def reproduces(entry: Expectation) -> bool:
         return any(STATES.get(verdict) == "reproduces" for verdict in entry.verdicts.values())
 
-    def age(entry: Expectation) -> tuple[Version, ...]:
-        return tuple(Version(entry.measured_at[-1].get(name, "0")) for name in ("torch", "transformers"))
+    ends = [(entry, end) for entry in case.expect if reproduces(entry) for end in entry.measured_at]
+    order = {name: sorted({_minor(each[name]) for each in (*(end for _, end in ends), versions) if each.get(name)})
+             for name in ("torch", "transformers")}  # fmt: skip
+
+    def nearness(entry: Expectation, end: Mapping[str, str]) -> tuple[float, ...]:
+        return (
+            *(-abs(each.index(_minor(end[name])) - each.index(_minor(versions[name]))) if name in known & end.keys()
+              else 0 for name, each in order.items()),
+            -outside(entry),
+            *(part for name in order for part in Version(end.get(name, "0")).release),
+        )  # fmt: skip
 
     matching = [entry for entry in case.expect if not outside(entry) and known & entry.versions.keys()]
-    every = [entry for entry in case.expect if reproduces(entry)]
     fitting = [entry for entry in matching if reproduces(entry)]
-    if not every:
+    if not ends:
         return None
-    best = min(outside(entry) for entry in every)
-    newest = max((entry for entry in every if outside(entry) == best), key=age)
-    chosen = fitting or [entry for entry in every if entry.measured_at == newest.measured_at]
+    if fitting:
+        chosen, at = fitting, fitting[0].measured_at[-1]
+    else:
+        nearest, at = max(ends, key=lambda each: nearness(*each))
+        chosen = [entry for entry, end in ends if end == at and entry.measured_at == nearest.measured_at]
     shown = [
         (name, {entry.verdicts[name] for entry in chosen if name in entry.verdicts}, variant.role)
         for name, variant in case.variants.items()
@@ -63,7 +74,11 @@ def advice(case: Case, versions: Mapping[str, str]) -> Advice | None:
     helps = helps or [name for name, verdicts, _ in shown if verdicts == {"FIXED"}]
     return Advice(
         releases_of(case).sentence, bool(fitting), bool(matching) and not fitting,
-        chosen[0].measured_at[-1], chosen[0].hardware, tuple(helps),
+        at, chosen[0].hardware, tuple(helps),
         tuple(name for name, verdicts, role in shown
               if verdicts and role in ("fix", "non_fix") and not verdicts & {"FIXED", "INCONCLUSIVE", "FLAKY"}),
     )  # fmt: skip
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return Version(version).release[:2]

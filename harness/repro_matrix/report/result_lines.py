@@ -44,11 +44,11 @@ def detail_lines(
     if len(shown) < len(head.attention):
         yield f"... and {len(head.attention) - len(shown)} more, on the page"
     yield from _problem_lines(head, width)
-    yield from _whole_cases(head, width) if everything else _case_lines(head, width)
     if everything:
+        yield from _whole_cases(head, width)
         yield from _skipped_lines(head, width)
-    elif len(head.cases) > MOST_CASES:
-        yield from _title("All cases: repro report --format text", width)
+    else:
+        yield from _case_lines(head, width)
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
@@ -117,13 +117,19 @@ def _title(text: str, width: int) -> Iterator[str]:
 
 
 def _case_lines(head: Headline, width: int) -> Iterator[str]:
-    """Yield a line for some cases of each state."""
+    """Yield a line for some cases of each state, then where the others are."""
     listed = [each for each in head.cases if each.state not in ("passes", "not_measured")]
+    most = len(listed) if len(listed) <= MOST_CASES + 1 else MOST_CASES  # a case is no longer than "1 more"
     first = [each for state in CASE_STATES for each in [one for one in listed if one.state == state][:MOST_OF_STATE]]
-    others = [each for each in listed if each not in first][: max(0, MOST_CASES - len(first))]
+    others = [each for each in listed if each not in first][: max(0, most - len(first))]
     shown = [each for each in listed if each in first or each in others]
-    if not shown:
-        return
+    yield from _case_table(shown, width) if shown else ()
+    more = len(listed) - len(shown)
+    if more or len(head.cases) > MOST_CASES + 1:
+        yield from _title(f"{f'{more} more' if more else 'All cases'}: repro report --format text", width)
+
+
+def _case_table(shown: Sequence[CaseStatus], width: int) -> Iterator[str]:
     starts = [(CASE_STATES[each.state][1], each.case, _detail(each)) for each in shown]
     states, names, details = (max(map(len, column)) for column in zip(*starts))
     titles = width - states - names - details - 8  # columns that are left
