@@ -139,6 +139,12 @@ def test_check_one_commit_several_commits_is_an_error() -> None:
         history.check_one_commit([replace(A[0], commit=commit) for commit in ("aaaa", "bbbb")])
 
 
+def test_check_each_once_two_folders_with_a_result_of_one_variant_is_an_error() -> None:
+    history.check_each_once([A[:1], A[1:]])
+    with pytest.raises(ResultsError, match=A[0].variant):
+        history.check_each_once([A, [replace(A[0], started=A[0].started + 1)]])
+
+
 def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     text = replace(BOOM, text="@everyone <script> `x` <!-- change=00 -->")
     others = {"kept": replace(HOLDS, role="fix"), "probe": replace(HOLDS, role="probe")}

@@ -345,6 +345,12 @@ def test_match_of_an_error_that_was_caught_is_nothing(after: list[str], code: in
     assert found.exit_code == code and bool(found.recovered) == (code == 3)
 
 
+@pytest.mark.parametrize(("prefix", "code"), [("", 1), ("[rank0]: ", 1), ("[rank1]: ", 3)])
+def test_match_of_an_error_that_a_rank_did_not_catch_while_others_go_on(prefix: str, code: int) -> None:
+    steps = [f"{prefix}step {step} loss 1.8" for step in range(300)]
+    assert answer([*(f"[rank1]: {line}" for line in OWN), *steps, "Training completed."]).exit_code == code
+
+
 STEPS = [f"step {step} loss 1.8" for step in range(300)]
 
 

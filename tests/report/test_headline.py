@@ -86,6 +86,12 @@ def test_only_documented_fixes_are_counted_and_only_where_the_failure_reproduces
     ]  # fmt: skip
 
 
+def test_control_without_an_answer_is_unclear_and_has_not_failed() -> None:
+    assert {each.case: each.state for each in of(control("INCONCLUSIVE"), control("FAILED", case="other")).cases} == {
+        "control": "unclear", "other": "fails",
+    }  # fmt: skip
+
+
 def test_controls_of_several_stacks_are_those_of_the_newest() -> None:
     old = {"name": "old", "python": "3", "versions": {"torch": "2.2.2", "transformers": "4.36.0"}}
     (fact,) = of(control("PASSED"), control("PASSED", stack=old)).answers["Controls"]

@@ -118,6 +118,10 @@ def test_report_names_a_cell_that_is_lost_with_its_rows(folder: Path, capsys: py
     assert main(["report", str(folder), "--format", "text"]) == 3
     text = " ".join(capsys.readouterr().err.split())
     assert planned[1] in text and planned[0] not in text and planned[2] not in text
+    manifest = folder / runs.MANIFEST
+    manifest.write_text(manifest.read_text(encoding="utf-8")[:30], encoding="utf-8")
+    store(folder, "other", model="n")
+    assert main(["report", str(folder)]) == 3  # whether the run ended is not known
 
 
 def test_report_names_unknown_cases_and_how_to_continue_an_interrupted_run(

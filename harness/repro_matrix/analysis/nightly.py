@@ -82,6 +82,7 @@ def finish(night: Nightly) -> Report:
             raise MeasureError(f"{folders}: no results: the run did not end. `repro matrix --resume` continues it.")
         raise ResultsError(f"{folders}: no results: nothing was measured or uploaded")
     history.check_one_commit(rows)
+    history.check_each_once(side.rows for side in night.sides)
     packages = {name: all_of for run in map(runs.read, night.folders) if run for name, all_of in run.stacks.items()}
     active = [entry for entry in night.quarantine if entry.until >= night.today]
     expired = [entry for entry in night.quarantine if entry not in active and entry.cell in {row.key for row in rows}]

@@ -40,7 +40,7 @@ def read(path: Path) -> Lockfile:
     if path.name == "uv.lock":
         return parse(locks.resolve_file(path), str(path))
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        return parse(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Give {FORMATS}.") from None
 

@@ -20,7 +20,7 @@ from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
 from repro_matrix.config.schema import AmbiguousWith, Signature
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.external.collectives import Hang, cases_like, hang_of
-from repro_matrix.external.log_scan import Catalogue, Finding, Note, Scanned
+from repro_matrix.external.log_scan import Catalogue, Finding, Note, Progress, Scanned
 from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names, origin_of
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
@@ -162,7 +162,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     if (hang := answer.hang) and recovered(hang.last):
         answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
     if not (answer.hang or launchers or any(rule.shows == "end" or rule.exit_codes for rule in shown)):
-        answer.recovered += [each for each in found if not each.error.signal and recovered(each.error.last)]
+        answer.recovered += [each for each in found if not each.error.signal and _is_caught(each.error, seen.progress)]
         answer.recovered += [each for each in answer.findings if recovered(each.last)]
         answer.failures = [each for each in found if each not in answer.recovered]
         answer.findings = [each for each in answer.findings if each not in answer.recovered]
@@ -389,6 +389,13 @@ def where(error: Error) -> str:
     names = module_names(place["file"])
     at = f"{place['file']}:{place['line']}" if place["line"] else place["file"]
     return f"{names[0]}.{place['function']} ({at})" if len(names) == 1 else f"{place['function']} ({at})"
+
+
+def _is_caught(error: Error, progress: Progress) -> bool:
+    """Whether training went on after an error. torch writes ``[rank1]:`` before each line of an error that a rank does
+    not catch: other lines are then no sign that this rank went on."""
+    uncaught = re.fullmatch(r"\[rank\d+\]:?", error.label) and not any(error.label in text for text in progress.texts)
+    return not uncaught and progress.recovered(error.last)
 
 
 def _is_remark(signature: Signature, note: Note) -> bool:

@@ -71,8 +71,9 @@ def _state(first: Sequence[Row], rows: Sequence[Row], releases: Releases) -> tup
     if not first:
         return "not_measured", next((row.reason for row in rows if row.reason), "")
     if first[0].kind == "control":
-        failed = [row for row in first if row.verdict != "PASSED"]
-        return ("fails", failed[0].reason) if failed else ("passes", counted(len(first), "cell"))
+        failed = sorted((row for row in first if row.verdict != "PASSED"), key=lambda row: row.verdict != "FAILED")
+        state: CaseState = "unclear" if failed and failed[0].verdict == "INCONCLUSIVE" else "fails"
+        return (state, failed[0].reason) if failed else ("passes", counted(len(first), "cell"))
     usual = [row.counts.most_common(1)[0][0] for row in first]
     reproducing = [row for row in first if row.counts["reproduced"]]
     if reproducing:

@@ -74,7 +74,7 @@ def load_rows(
     known = {" ".join(row.cell[::-1]) for row in chain(result, *missing.values())}
     notes += [
         f"{folder}: no result of {name}, which this run measured. The cell is left out. Measure it again."
-        for name in _measured(folder)
+        for name in _measured(folder, notes)
         if name not in known
     ]
     if write and stale:
@@ -83,12 +83,17 @@ def load_rows(
     return result
 
 
-def _measured(folder: Path) -> list[str]:
+def _measured(folder: Path, notes: list[str]) -> list[str]:
     """Return what a run that has ended measured, by its manifest: hardware, stack and id of each cell."""
-    with suppress(OSError, ValueError, KeyError, AttributeError):
-        run = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    path = folder / MANIFEST
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
         if run["state"] == ENDED:
             return [name for name in run.get("planned", ()) if name not in run.get("left", ())]
+    except FileNotFoundError:  # no run's folder
+        pass
+    except (OSError, ValueError, KeyError, TypeError):
+        notes.append(f"{path}: damaged, so that nothing says whether the run ended. Measure again.")
     return []
 
 
