@@ -139,7 +139,7 @@ def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]
             "zero3-load-state-dict",
             ["load before deepspeed.initialize", "--variant before-initialize", "size mismatch for model.embed_tokens"],
         ),
-        ("qwen15-fsdp-kv-cache", ["does not reproduce with these packages", "layer-wrap-root-call"]),
+        ("qwen15-fsdp-kv-cache", ["repro show qwen15-fsdp-norm-shard", "layer-wrap-root-call"]),
         ("train-step", []),  # a control
     ],
 )

@@ -14,10 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from repro_matrix.analysis.advice import advice
 from repro_matrix.analysis.claims import ledger
 from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.cli import options
+from repro_matrix.config.expectations import VersionRange
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
@@ -146,16 +149,27 @@ def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
     found = advice(case, versions)
     if not found:
         return
-    if found.absent:
+    here = [entry for entry in case.expect if _fits(entry, versions)]
+    ids = [name for entry in here for name in entry.failure_ids_of(next(iter(case.variants))) or ()]
+    others = list(dict.fromkeys(name.partition("/")[0] for name in ids if "/" in name))
+    if found.absent and others and case.slug not in others:
+        yield f"with these packages another known failure occurs, {', '.join(others)}: repro show {others[0]}."
+        yield "Where this one does:"
+    elif found.absent:
         yield "it does not reproduce with these packages (see Releases). Where it does:"
     if not found.helps:
         yield "no fix is known to work; see the variants above."
         return
-    first, *others = found.helps
+    first, *more = found.helps
     yield f"{case.variants[first].help or _changes(case.variants[first])} ({first})."
-    if others:
-        yield f"Also: {', '.join(others)}."
+    if more:
+        yield f"Also: {', '.join(more)}."
     yield f"As a script: repro export {case.slug} --variant {first}"
+
+
+def _fits(entry: VersionRange, versions: Mapping[str, str]) -> bool:
+    named = {name: text for name, text in entry.versions.items() if name in versions}
+    return bool(named) and all(SpecifierSet(text).contains(versions[name], True) for name, text in named.items())
 
 
 def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
