@@ -77,6 +77,19 @@ PREFIXES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+def test_an_error_knows_the_one_of_its_process_that_it_was_raised_from(prefix: str) -> None:
+    def raised(text: str) -> list[str]:
+        return ["Traceback (most recent call last):", '  File "/x/a.py", line 1, in f', "    f()", text]
+
+    inner, outer = "torch.distributed.DistNetworkError: no answer of (10.0.0.1, 29400).", "x.RendezvousError: failed"
+    between = ["", "The above exception was the direct cause of the following exception:", ""]
+    found = answer([prefix + line for line in (*raised(inner), *between, *raised(outer))])
+    (cause,) = found.causes
+    assert (cause.error.type, cause.error.after) == ("RendezvousError", 4)
+    assert not answer([*raised(inner), "", *raised(outer)]).causes[0].error.after
+
+
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
 def test_recognize_with_prefixed_interleaved_ranks_separates_them(prefix: str) -> None:
     draw = random.Random(0)

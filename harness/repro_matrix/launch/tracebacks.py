@@ -111,6 +111,7 @@ class Error:
     count: int = 1
     ranks: tuple[int, ...] = ()
     last: int = 0  # the line of the last equal one
+    after: int = 0  # the line of the error of the same process that it was raised from, or while handling
 
     @property
     def type(self) -> str:
@@ -159,6 +160,7 @@ _SIGN = re.compile(
     r"^Exception in thread \S|^Process \S*Process-[\d:]+:$|^-- Process \d+ terminated|^\s*frame #(?P<cpp>\d+): "
 )
 _CPP_WARNING = re.compile(r"\[W\d* |^W\d{4} ")
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
@@ -178,6 +180,7 @@ class _Open:
     number: int  # of its last line
     whole: bool = True
     mixed: bool = False
+    after: int = 0  # as an Error's
     indent: int = 0  # of the whole traceback, where it stands indented in its log
     frames: list[dict[str, Any]] = field(default_factory=list)
     wants_code: bool = False
@@ -206,6 +209,8 @@ class Errors:
         self.more = 0
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
+        self._last: dict[str, int] = {}  # label -> the line of its last error
+        self._chained: dict[str, int] = {}  # label -> the line of the error that the next one is raised from
         self._cut: Line | None = None  # the first sign of a traceback without frames
         self._warned = -100  # the line of the last warning of C++
         self._wrapped = ""  # the first part of a line that rich has wrapped
@@ -238,6 +243,10 @@ class Errors:
                 return
             self._finish(line.label)
             now = None
+        if text.strip().startswith(_CHAINED):
+            self._finish(line.label, closed=True)
+            self._chained[line.label] = self._last.get(line.label, 0)
+            return
         fatal, sign = _FATAL.search(text), _SIGN.match(text)
         if sign and not (sign["cpp"] and line.number - self._warned < 100):
             self._cut = self._cut or line
@@ -271,7 +280,8 @@ class Errors:
     def _begin(self, line: Line, whole: bool = True) -> _Open:
         self._finish(line.label)
         mixed = line.number <= self._mixed_until.get(line.label, 0)
-        self._open[line.label] = _Open(line, line.number, whole=whole, mixed=mixed)
+        after = self._chained.pop(line.label, 0)
+        self._open[line.label] = _Open(line, line.number, whole=whole, mixed=mixed, after=after)
         return self._open[line.label]
 
     def _header(self, line: Line, now: _Open | None) -> None:
@@ -347,7 +357,9 @@ class Errors:
             self._add(Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack)))
         elif now.type or now.frames:
             whole = now.whole and bool(now.type)
-            self._add(Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed))
+            self._add(
+                Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed, after=now.after)
+            )
         elif f"{HEADER}:" in begun.text:  # a mention has no colon
             self._cut = self._cut or begun
 
@@ -365,6 +377,7 @@ class Errors:
             error = old
         count = old.count + 1 if old else 1
         self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last)
+        self._last[error.label] = error.line
 
 
 def _continues(now: _Open, line: Line) -> bool:

@@ -116,7 +116,9 @@ class _Parts:
                 yield from self.finding(next(each for each in ends if each.kind == kind))
             if ends or answer.failures:
                 yield 2, self.elsewhere(ends)
-        echoes = sorted({f"{each.error.type} (line {each.error.line})" for each in answer.failures if each.echo})
+        own = {each.error.after for each in answer.causes}  # of the process that failed itself
+        others = [each.error for each in answer.failures if each.echo and each.error.line not in own]
+        echoes = sorted({f"{each.type} (line {each.line})" for each in others})
         if echoes:
             yield 2, f"Follow from another process's failure: {list_some(echoes, 4)}"
         if answer.recovered:
@@ -148,6 +150,8 @@ class _Parts:
         yield 2, f"{self.who(failure)}, line {error.line}: {meaning}"
         if error.type or error.message:
             yield 4, first_line(f"{error.type}: {error.message}".removeprefix(": "))
+        for inner in (each for each in self.answer.failures if each.echo and each.error.line == error.after):
+            yield 4, f"from line {error.after}: {first_line(f'{inner.error.type}: {inner.error.message}')}"
         if failure.where:
             yield 4, f"raised in {failure.where}"
         if error.mixed:
