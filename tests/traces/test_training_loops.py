@@ -140,3 +140,43 @@ def test_the_calls_of_each_model_are_counted_by_themselves(tmp_path, monkeypatch
     loop = "frozen encoder, code between"
     found = compare(tmp_path, monkeypatch, partial(train_two, loop, 2), partial(train_two, loop, 2, wrong=1))
     assert (found.verdict, found.stage, found.micro) == ("differs", "loss weight", (1,)), found.sentence()
+
+
+def train_student(wrong: bool) -> None:
+    """Train a second model on what the first one, which stays as it is, says."""
+    torch.manual_seed(0)
+    teacher, student = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    student[1].eps = 1.0 if wrong else 1e-5
+    optimizer = torch.optim.SGD(student.parameters(), 0.1)
+    for batch in torch.randn(2, 4, 8):
+        optimizer.zero_grad()
+        ((no_grad(teacher, batch) - student(batch)) ** 2).mean().backward()
+        optimizer.step()
+
+
+def test_a_wrong_module_of_a_second_model_is_named_though_the_first_one_agrees(tmp_path, monkeypatch):
+    found = compare(tmp_path, monkeypatch, partial(train_student, False), partial(train_student, True))
+    assert (found.stage, found.place) == ("forward", "root1.1"), found.sentence()
+
+
+def train_gan(rate: float) -> None:
+    """Train a discriminator, then a generator, on the same generated batch."""
+    torch.manual_seed(0)
+    generator, discriminator = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+    of_one, of_other = (torch.optim.SGD(each.parameters(), rate) for each in (discriminator, generator))
+    for real in torch.randn(3, 4, 8):
+        fake = generator(torch.randn(4, 4))
+        of_one.zero_grad()
+        (discriminator(fake.detach()) - discriminator(real)).mean().backward()
+        of_one.step()
+        of_other.zero_grad()
+        (-discriminator(fake)).mean().backward()
+        of_other.step()
+
+
+def test_a_generated_batch_keeps_its_samples_in_the_step_of_the_second_optimizer(tmp_path, monkeypatch):
+    found = compare(tmp_path, monkeypatch, partial(train_gan, 0.1), partial(train_gan, 0.1))
+    assert found.verdict == "agrees" and found.coverage.steps == 3, found.sentence()
+    (tmp_path / "wrong").mkdir()
+    found = compare(tmp_path / "wrong", monkeypatch, partial(train_gan, 0.1), partial(train_gan, 0.2))
+    assert (found.verdict, found.stage) == ("differs", "optimizer setting"), found.sentence()

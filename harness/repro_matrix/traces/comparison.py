@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import Owner, Step, replaced
+from repro_matrix.traces.alignment import ROOT, Owner, Step, replaced
 from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location
 from repro_matrix.traces.names import renamed
@@ -196,8 +196,11 @@ def _absorbed(pair: Pair) -> list[Difference]:
             outputs.setdefault(each.key.name, []).append(each)
     found: list[Difference] = []
     for each in pair.differences:
-        inside = each.key.name.split(".")[: None if each.key.kind == "in" else -1] if each.key.name else []
-        around = [outputs.get(".".join(inside[:depth]), []) for depth in range(len(inside) + 1)]
+        of_model = ROOT.match(each.key.name)  # None: of the first one
+        root = of_model.group() if of_model else ""
+        name = each.key.name[len(root) :]
+        inside = name.split(".")[: None if each.key.kind == "in" else -1] if name else []
+        around = [outputs.get(root + ".".join(inside[:depth]), []) for depth in range(len(inside) + 1)]
         if each.wrong and each.stage == "forward" and any(
             parts and all(not part.wrong and part.size <= ABSORBED * each.size for part in parts) for parts in around
         ):  # fmt: skip

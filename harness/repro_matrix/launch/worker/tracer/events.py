@@ -77,7 +77,9 @@ class Tracer:
         self.parameters: Dict[str, layout.Parameter] = {}
         self.owned: Dict[torch.nn.Module, List[Tuple[str, str]]] = {}  # module -> its attributes and their parameters
         self.local: Dict[str, List[Tuple[torch.Tensor, Dict[str, Any]]]] = {}  # gradients of this backward
-        self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, Batch]] = {}  # outputs of this step's root calls
+        # Outputs of this step's root calls, and of the one before: a generator's serve its own optimizer's step, too.
+        self.made: Dict[Tuple[int, int], Tuple[StorageWeakRef, Batch]] = {}
+        self.earlier = self.made
         self.sources: Set[int] = set()  # roots that got samples which no model made
         self._begin_batch(Batch())
 
@@ -134,7 +136,7 @@ class Tracer:
         self.quiet_calls += not grad
         self.recording = self.step >= self.first
         if not self.micro:
-            self.made.clear()
+            self.earlier, self.made = self.made, {}
             self._add_values("before", self.parameters, self.places)
         root = self._register(module)
         if not grad and self.quiet_calls > QUIET_CALLS:
@@ -152,8 +154,8 @@ class Tracer:
         """Return the batch of the call in which a model made the features that this root gets, if one did: they are its
         output, or autograd knows that they were computed. Without gradients nothing says so: a model that is called
         after such a call, and not with samples of its own before, is taken to get them."""
-        if key_of(features) in self.made:
-            return self.made[key_of(features)][1]
+        if made := self.made.get(key_of(features)) or self.earlier.get(key_of(features)):
+            return made[1]
         guessed = not self.grad and root not in self.sources
         if self.micro and root != self.root and (features.grad_fn is not None or guessed):
             return self.batch
