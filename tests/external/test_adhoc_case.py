@@ -83,6 +83,7 @@ IN_THREAD["ranks"][0]["record"]["logs"] = [
         (error("IndexError"), infra("launch", rank(0, None)), "infra_error"),
         (error("OutOfMemoryError"), infra("memory", rank(0, 1, raised("OutOfMemoryError", "CUDA"))), "reproduced"),
         (ANY, infra("import", rank(0, 1, raised("ImportError", "no x"))), "other_failure"),
+        (ANY, infra("gpu_failure", rank(0, 1, raised("RuntimeError", "CUDA error: uncorrectable ECC"))), "infra_error"),
     ],
 )
 def test_grade_script_outcome(failure: Failure, observation: Json, outcome: str) -> None:

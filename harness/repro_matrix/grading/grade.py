@@ -42,8 +42,7 @@ from repro_matrix.text import first_line, list_ranks
 
 # Of a user's script: infrastructure problems that may be the very failure that was described.
 MACHINE = frozenset({
-    "memory", "disk", "port", "import", "device", "gpu_failure", "gpu_or_program", "timeout_while_progressing",
-    "unknown",
+    "memory", "disk", "port", "import", "device", "gpu_or_program", "timeout_while_progressing", "unknown",
 })  # fmt: skip
 MAX_MESSAGE = 500  # characters of a message that an outcome holds; the observation has all of it
 CLOCK_SKEW_S = 60.0  # by how much the clocks of a node's ranks and of the controller may differ
