@@ -55,7 +55,7 @@ gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, besi
 	cat $(PROOF)/cpu-twin.txt; echo "gpu-proof: commit $(PROOF)"; exit $$code
 
 # STACK_PYTHON=/path/to/its/python: any Python with torch; nothing of this project needs to be installed there.
-gpu-survey: ## record the errors, waits and collectives of one real GPU as JSON (about 4 minutes; a dry run without a GPU)
+gpu-survey: $(if $(STACK_PYTHON),,$(READY)) ## record the errors, waits and collectives of one real GPU as JSON (about 4 minutes; a dry run without a GPU)
 	@$(or $(STACK_PYTHON),$(BIN)/python) bench/gpu_survey.py --out results/gpu-survey/$(shell date +%Y%m%d-%H%M%S).json $(ARGS)
 
 nightly: $(READY) ## the main job as CI runs it at night: three attempts a variant

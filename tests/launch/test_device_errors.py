@@ -83,7 +83,8 @@ def on_gpus(folder: Path, *ranks: dict[str, Any], log: str = "", **ends: Any) ->
     attempt = attempt_of(folder, "x", world_size=len(ranks))
     attempt.settings["device"] = "cuda"
     entries = [{**entry(rank), **(ends if rank == 0 else {})} for rank in range(len(ranks))]
-    written = [{**record, "rank": rank, "world_size": len(ranks)} for rank, record in enumerate(ranks)]
+    about = {"world_size": len(ranks), "device": "cuda:0"}
+    written = [{**record, **about, "rank": rank} for rank, record in enumerate(ranks)]
     return observed(attempt, entries, *written, log=log)
 
 
