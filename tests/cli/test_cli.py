@@ -122,7 +122,7 @@ def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]
     assert (
         out.index("Symptom: ")
         < out.index("layer-wrap ")
-        < out.index("What to do: ")
+        < out.index("What to do:")
         < out.index("supported  ")
         < out.index("Cause: ")
     )
@@ -154,6 +154,22 @@ def test_show_begins_with_the_symptom_and_has_what_to_do_below_the_table(
     assert not parts or symptom in ([1], [2])  # below the title, which may be two lines
     assert out.startswith(f"{case}: ") and ("What to do: " in text) == bool(parts)
     assert not [part for part in parts if part not in text]
+
+
+def test_show_of_a_word_lists_the_cases_that_have_it_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = call(capsys, "show", "uniform")
+    assert (code, out) == (2, "") and [line.split()[0] for line in error.splitlines()[1:]] == [
+        "fsdp-uniform-dtype", "fsdp-uniform-requires-grad",
+    ]  # fmt: skip
+
+
+def test_code_to_copy_stays_in_one_piece(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    fix = 'TrainingArguments(gradient_checkpointing_kwargs={"use_reentrant": False});'
+    for color in ("", "1"):  # a pipe and a terminal
+        monkeypatch.setenv("FORCE_COLOR", color)
+        below = call(capsys, "show", "ddp-ready-once")[1].partition("What to do:")[2]
+        assert fix in [line.strip() for line in below.splitlines()]
 
 
 def test_claims_that_are_piped_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

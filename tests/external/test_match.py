@@ -502,7 +502,7 @@ def test_match_of_a_log_that_stops_after_a_step_says_so(last: str, ended: bool, 
     text = f"step 2 loss 2.0\nstep 3 loss 1.9\n{last}\n".encode()
     assert json.loads(match(text, "--json")[1])[0]["training_ended"] == ended
     code, out, _ = match(text)
-    assert code == 3 and ("without the end of the training" in out) != ended
+    assert code == 3 and ("before the training does" in out) != ended
 
 
 @pytest.mark.parametrize(

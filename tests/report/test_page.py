@@ -141,7 +141,7 @@ def test_only_what_needs_attention_is_red() -> None:
         ((), ["Nothing was measured."], None),
         (
             (cell(),),
-            ["The one measured reproduces", "1 of 1 measured here works", "0 stopped working", "What to do"],
+            ["The one measured reproduces", "1 of 1 works", "0 of 1 stopped working", "What to do"],
             "R",
         ),
         ((cell(), cell(model="n")), ["The one measured reproduces"], "R"),

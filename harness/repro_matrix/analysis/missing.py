@@ -118,8 +118,9 @@ def describe_missing(missing: Iterable[MissingResult]) -> Iterator[str]:
         shown = list_some(listed, SHOWN, "; ")
         runs = ", ".join(dict.fromkeys(each.run_id for each in group))
         head = f"{counted(len(group), 'variant')} measured in the last passing run ({runs})"
+        one = len(group) == 1
         if excuse:
-            yield f"{head} were not measured tonight ({excuse}): {shown}"
+            yield f"{head} {'was' if one else 'were'} not measured tonight ({excuse}): {shown}"
         else:
             hint = "If this is intentional, restrict the run explicitly, e.g. case=... or hardware=..."
-            yield f"Missing: {head} have no result tonight: {shown}. {hint}"
+            yield f"Missing: {head} {'has' if one else 'have'} no result tonight: {shown}. {hint}"

@@ -56,15 +56,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     options.one_case(args.case, args.overrides)
-    named = [word for word in args.overrides if "=" not in word]
-    texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{','.join(named)}]"] if named else [])
+    chosen = ",".join(word for word in args.overrides if "=" not in word)
+    texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{chosen}]"] if chosen else [])
     request = ask(texts)
-    names = expand("case", [args.case], request.catalogue.cases)
+    cases = request.catalogue.cases
+    named = [slug for slug in cases if args.case in slug and args.case not in cases]
+    names = named if len(named) > 1 else expand("case", [args.case], cases)
     if len(names) > 1:
-        raise ConfigError(f"{args.case}: `repro show` takes one case, and these are {len(names)}: {', '.join(names)}")
+        listed = [f"  {slug:<{max(map(len, names))}}  {cases[slug].title}" for slug in names]
+        raise ConfigError("\n".join([f"{args.case}: `repro show` takes one case. These match:", *listed]))
     request = replace(request, selections=[replace(each, case=names) for each in request.selections])
     print_notes(request.left_out)
-    case = request.catalogue.cases[names[0]]
+    case = cases[names[0]]
     prepared, plan = _plan_first_cell(request, case)
     commands = args.commands or bool(prepared.settings.variants)
     predicted = {prediction.case for claim in case.claims for prediction in claim.predictions if prediction.case}

@@ -124,10 +124,11 @@ class Headline:
     @cached_property
     def unconfirmed(self) -> list[str]:
         """What no expectation confirms: ``1 result different from the CPU``."""
-        fixes = sum(row.role == "fix" for row in self.flaky)
+        fixes = {(each.case, name) for each in self.cases for name in each.fixes}
+        works = sum((row.case, row.variant) in fixes for row in self.flaky)
         numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
                    (len(self.flaky), "flaky result",
-                    f"on {_stacks(self.flaky)}" + f" ({counted(fixes, 'fix')}, not counted as working)" * bool(fixes)),
+                    f"on {_stacks(self.flaky)}" + f" ({works} of fixes that work on newer releases)" * bool(works)),
                    (len(self.new), "result", "without an expectation"),
                    (len(self.unanswered), "variant", "without a verdict"))  # fmt: skip
         return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
@@ -145,7 +146,8 @@ class Headline:
         newest = max(failures or rows, key=age).stack.versions
         packages = ", ".join(f"{name} {newest[name]}" for name in UPSTREAM if name in newest)
         if len(stacks) > 1:
-            packages = f"{len(stacks)} stacks up to {_name(newest)}"
+            names = (f"{name} {newest[name].partition('+')[0]}" for name in ("torch", "transformers") if name in newest)
+            packages = f"{len(stacks)} stacks, each case on its newest: up to {' + '.join(names)}"
         start, end, seconds = _times(rows)
         commits = {row.commit[:7] for row in rows if row.commit}
         parts = [
@@ -157,14 +159,6 @@ class Headline:
             duration(seconds) if end - start < 86_400 else "",
         ]  # fmt: skip
         return " · ".join(filter(None, parts))
-
-    @property
-    def stack(self) -> str:
-        """Where the failures reproduce: ``on torch 2.13.0 + transformers 5.23.0 (CPU)``."""
-        if len({row.stack.name for row in self.rows}) > 1:
-            return "on their newest measured releases"
-        devices = dict.fromkeys(device(row) for row in self.rows if row.attempts)
-        return f"on {_name(self.rows[0].stack.versions) or self.rows[0].stack.name} ({', '.join(devices)})"
 
     # The answer
 
@@ -182,13 +176,13 @@ class Headline:
             "Documented fixes": list(self._fixes()),
             "Changes": [Fact(self.changed)],
             "What to do": list(self._what_to_do()),
+            "Measured on": [Fact(self.measured, "")],
             "Other failures": list(self._other_failures()),
-            "Other fixes": list(self._other_fixes()),
+            "All fixes": list(self._all_fixes()),
             "Simulated": list(self._simulated()),
             "Controls": list(self._controls()),
             "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
             "Not measured": skipped,
-            "Measured on": [Fact(self.measured, "")],
         }
         return {name: facts for name, facts in answers.items() if facts}
 
@@ -201,10 +195,9 @@ class Headline:
         if self.failures == 1:
             absent = "gave no answer" if self.count("unclear") else "does not reproduce"
             verb = "reproduces" if reproduce else absent
-            yield Fact(f"The one {which or 'measured '}{verb} {self.stack}.", "reproduces")
+            yield Fact(f"The one {which or 'measured '}{verb}.", "reproduces")
         elif self.failures:
-            verb = f"reproduce{'s' * (reproduce == 1)}"
-            yield Fact(f"{reproduce} of {self.failures} {which}{verb} {self.stack}.", "reproduces")
+            yield Fact(f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}.", "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more are in the catalog.", "")
 
@@ -220,27 +213,34 @@ class Headline:
                 before = f", {gone} of them reproduced before" if gone and state == "absent" else ""
                 verb = f"fail{'s' * (number == 1)} with " if state == "other_failure" else ""
                 yield Fact(f"{number} {verb}{CASE_STATES[state][1]}{before}.", state)
+        unmeasured = {row.case for row in self.rows if row.kind != "control"}
+        if number := sum(each.state == "not_measured" and each.case in unmeasured for each in self.cases):
+            yield Fact(f"{number} not measured.", "not_measured")
 
     def _fixes(self) -> Iterator[Fact]:
-        """Yield how many stopped working, then how many work."""
-        works, measured = self.fixes
+        """Yield how many stopped working."""
+        _, measured = self.fixes
         stopped = _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
-        if not measured + self.unmeasured_fixes and not stopped:
-            return
-        text = f"{len(stopped)} stopped working{': ' * bool(stopped)}{list_some(stopped)}."
-        yield Fact(text, "attention-list" if stopped else "matrix", bool(stopped))
-        counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
-        yield Fact(f"{counts} measured here work{'s' * (works == 1)}.")
+        if stopped:
+            yield Fact(f"{len(stopped)} stopped working: {list_some(stopped)}.", "attention-list", True)
+        elif measured + self.unmeasured_fixes:
+            yield Fact(f"0{f' of {measured}' * bool(measured)} stopped working.")
 
-    def _other_fixes(self) -> Iterator[Fact]:
-        """Yield the names of the fixes that did not work before either, and how many were not measured."""
+    def _all_fixes(self) -> Iterator[Fact]:
+        """Yield how many work, the names of the others by what they show, and how many were not measured."""
+        works, measured = self.fixes
+        if measured:
+            counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
+            yield Fact(f"{counts} work{'s' * (works == 1)}.")
         failing = [row for row in self.rows if is_failing_fix(row)]
         listed = {(each.case, name) for each in self.cases for name in each.failing}
         known = [row for row in failing
                  if row.state in ("expected", "matches_cpu") and (row.case, row.variant) in listed]  # fmt: skip
         new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
+        flaky = [row for row in self.flaky if (row.case, row.variant) in listed]
         for names, what in (
-            (_names(known), "never worked on these releases"),
+            (_names(known), "never worked here"),
+            (_names(flaky), "flaky"),
             (list(dict.fromkeys(new)), "failed, with no expectation"),
         ):
             if names:
@@ -280,18 +280,15 @@ class Headline:
         if controls:
             passed = len(controls) - failed
             verb = "passes" if passed == 1 else "pass"
-            where = f" {self.stack}" * (len({row.stack.name for row in self.rows}) > 1)
-            text = f"{passed} of {counted(len(controls), 'cell')} {verb}{where}: training equals a single process."
+            text = f"{passed} of {counted(len(controls), 'cell')} {verb}: training equals a single process."
             yield Fact(text, "fails" if failed else "passes", bool(failed))
 
     @property
     def not_measured(self) -> str:
-        """Count the cases and variants that were not launched, and the variants by reason."""
+        """Count the variants that were not launched by reason."""
         counts = Counter(SKIPS.get(row.skip_kind or "", "other reason") for row in self.skipped)
         reasons = ", ".join(f"{text} ({count})" for text, count in counts.most_common())
-        cases = self.count("not_measured")
-        whole = f"{counted(cases, 'case')}. " if cases else ""
-        return f"{whole}{counted(len(self.skipped), 'variant')}: {reasons}"
+        return f"{counted(len(self.skipped), 'variant')}: {reasons}"
 
     @property
     def example(self) -> CaseStatus | None:
@@ -333,13 +330,6 @@ def _names(rows: Iterable[Row]) -> list[str]:
 
 def _stacks(rows: Iterable[Row]) -> str:
     return list_some(list(dict.fromkeys(row.stack.name for row in rows)))
-
-
-def _name(versions: Mapping[str, str]) -> str:
-    """Return ``torch 2.13.0 + transformers 5.23.0``."""
-    return " + ".join(
-        f"{name} {versions[name].partition('+')[0]}" for name in ("torch", "transformers") if name in versions
-    )
 
 
 def _times(rows: Iterable[Row]) -> tuple[float, float, float]:

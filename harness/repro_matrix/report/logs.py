@@ -125,7 +125,7 @@ class _Parts:
             caught = [_recovered(each) for each in answer.recovered]
             yield 2, f"Training went on after: {list_some(caught, 4)}"
         if answer.exit_code == 3 and not answer.remarks:
-            ended = "" if seen.progress.ended else "; it ends without the end of the training"
+            ended = "" if seen.progress.ended else "; the log ends before the training does"
             yield 2, f"no failure in this log{ended}" if seen.lines else "this log is empty: it tells nothing"
         elif not (answer.names or answer.like or answer.kinds or any(each.perhaps for each in answer.causes)):
             yield 2, f"Not in the catalog. To write it down as a case: repro new MY-CASE --from-log {path}"

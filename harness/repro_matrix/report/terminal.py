@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,12 +108,9 @@ def print_notes(texts: Sequence[str], most: int = 10) -> None:
 
 
 def print_wrapped(*texts: str) -> None:
-    """Print a paragraph each; a path longer than a line stays in one piece."""
+    """Print a paragraph each."""
     for text in texts:
-        lines = textwrap.wrap(
-            one_line(text), columns(), subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-        )
-        print_lines(lines or [""])
+        print_lines(wrap(text, width=columns(), most=None, whole=True) or [""])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], narrow: Sequence[str] = ()) -> None:
@@ -137,7 +133,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
             out.print(Text("  ").join(Text(text, style=style(text)) for name, text in cells if name not in narrow))
             for name, text in cells:
                 if name in narrow:
-                    print_lines(wrap(f"{name}: {text}", "    ", width=out.width))
+                    print_lines(wrap(f"{name}: {text}", "    ", width=out.width, whole=True))
         return
     table = Table(
         title=title or None, title_justify="left", title_style="bold", box=None, header_style="bold", pad_edge=False
