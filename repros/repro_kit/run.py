@@ -27,7 +27,6 @@ if "--settings" not in sys.argv:
     for _name in TF32:
         os.environ.pop(_name, None)
 
-import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -42,11 +41,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from repro_kit import tracing
+from repro_kit import manual_run, tracing
 from repro_kit.machine import machine_facts
 from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, collectives, nccl_environment
 from repro_kit.record import Record, clip, describe_exception, holds, plain
-from repro_kit.settings import host_of_its_own, resolve, variant_axis
+from repro_kit.settings import host_of_its_own
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +60,6 @@ _NO_MATTER = (
     "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_EXTENSIONS_DIR", "OMP_NUM_THREADS", "PYTHONPATH",
     "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
-ROOT = Path(__file__).resolve().parents[2]
 PEER_GRACE_S = 2.0  # seconds that a failed rank waits for the records of the others
 
 
@@ -299,85 +297,13 @@ def die_with_parent() -> None:
         pass  # not Linux: the next run removes leftovers
 
 
-def _option_file(group: str, name: str) -> Path:
-    """Return the file of a case, model or strategy: a shipped one by name, another one by path."""
-    return Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "conf" / group / f"{name}.yaml"
-
-
-def load_by_hand(script: str, argv: list[str]) -> dict[str, Any]:
-    """Resolve the settings of a script that is run by hand, from the files that the harness reads (needs PyYAML)."""
-    import yaml
-
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    slug = Path(script).stem.replace("_", "-")
-    first.add_argument("--case", default=slug, help="where several cases share a script; or a case's file")
-    named, argv = first.parse_known_args(argv)
-    case_file = _option_file("case", named.case)
-    case = yaml.safe_load(case_file.read_text(encoding="utf-8"))
-    variants = list(case["variants"])
-    parser = argparse.ArgumentParser(
-        prog=Path(script).name, description=case["title"], allow_abbrev=False, parents=[first]
-    )
-    parser.add_argument("--variant", choices=variants, default=variants[0])
-    parser.add_argument("--model", default=(case.get("axes") or {}).get("model", ["qwen1.5-0.5b"])[0])
-    parser.add_argument("--strategy", default=(case.get("axes") or {}).get("strategy", ["ddp"])[0])
-    parser.add_argument("--scale", choices=["tiny", "full"], default="tiny")
-    parser.add_argument("--weights", choices=["random", "hub"], default="random")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"])
-    parser.add_argument("--devices", type=int, help="GPUs that the ranks use; default: one for each")
-    parser.add_argument("--tp-size", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE")
-    args = parser.parse_args(argv)
-
-    def option(group: str, name: str) -> dict[str, Any]:
-        path = _option_file(group, name)
-        if not path.exists():
-            have = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-            parser.error(f"no such {group}: {name} (there are: {have})")
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-
-    flags = {}
-    for item in args.flag:
-        name, _, value = item.partition("=")
-        if name not in (case.get("flags") or {}):
-            have = ", ".join(case.get("flags") or {})
-            parser.error(f"{case_file.name} declares no flag {name!r} (it declares: {have})")
-        flags[name] = yaml.safe_load(value)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    pinned = case["variants"][args.variant].get("world_size")
-    if pinned and pinned != ranks:
-        parser.error(f"variant {args.variant} is about {pinned} rank(s): torchrun --nproc-per-node {pinned} ...")
-    settings = resolve(
-        case,
-        args.variant,
-        world_size=ranks,
-        tp_size=args.tp_size,
-        model=option("model", variant_axis(case, args.variant, "model", args.model)),
-        strategy=option("strategy", variant_axis(case, args.variant, "strategy", args.strategy)),
-        flags=flags,
-        scale=args.scale,
-        weights=args.weights,
-        device=args.device,
-        backend=args.backend,
-        steps=args.steps,
-        seed=args.seed,
-    )
-    settings["devices"] = args.devices or settings["devices"]
-    spec = case["variants"][args.variant] or {}
-    settings["env"] = {**((case.get("launch") or {}).get("env") or {}), **(spec.get("env") or {})}
-    return settings
-
-
 def main(body: Callable[[Run], None]) -> None:
     """Run a case's script on this rank, write its record and end the process. Never returns."""
     script = sys.modules["__main__"].__file__ or sys.argv[0]
     if sys.argv[1:2] == ["--settings"]:
         settings = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     else:
-        settings = load_by_hand(script, sys.argv[1:])
+        settings = manual_run.load_settings(script, sys.argv[1:])
     os._exit(execute(body, settings))
 
 
@@ -465,7 +391,7 @@ def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
             record.data["collectives"] = collectives()  # NCCL lets different ones complete as one, with garbage
     record.write()
     if record.path is None:
-        report(record)
+        manual_run.report(record)
     elif code:
         _await_peers(record)
     if settings["normal_exit"] and code == 0:
@@ -492,25 +418,3 @@ def _await_peers(record: Record) -> None:
         if ended >= record.data["world_size"]:
             return
         time.sleep(0.02)
-
-
-def report(record: Record) -> None:
-    """Print the record for a person who runs the script by hand."""
-    data = record.data
-    lines = []
-    error = data["exception"]
-    if error:
-        where = error["frames"][-1] if error["frames"] else {"module": "?", "function": "?"}
-        lines.append(f"{error['type']}: {error['message'].splitlines()[0] if error['message'] else ''}")
-        lines.append(f"    raised in {where['module']}.{where['function']} during {data['phase']!r}")
-    for check in data["checks"]:
-        result = "ok" if check["passed"] else "FAILED"
-        within = "" if check["tolerance"] is None else f", tolerance {check['tolerance']}"
-        lines.append(f"check {check['name']}: {result} (got {check['actual']}, want {check['expected']}{within})")
-    for name, value in {**data["facts"], **data["metrics"]}.items():
-        lines.append(f"{name}: {value}")
-    seen = sorted({f"{item['logger']}: {item['message'].splitlines()[0]}" for item in data["logs"] if item["message"]})
-    lines += [f"log {text[:160]}" for text in seen[:8]]
-    lines.append("finished" if data["done"] else "did not finish")
-    sys.stdout.write("".join(f"[rank {data['rank']}] {line}\n" for line in lines))
-    sys.stdout.flush()

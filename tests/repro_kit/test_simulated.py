@@ -50,9 +50,9 @@ def test_simulated_fsdp_holds_an_eighth_per_rank(tmp_path: Path) -> None:
 import json, runpy, sys
 sys.argv = {[script, *arguments]!r}
 sys.path.insert(0, {str(REPROS)!r})
-import repro_kit.run
+import repro_kit.manual_run
 target = {str(tmp_path / "record.json")!r}
-repro_kit.run.report = lambda record: open(target, "w").write(json.dumps(record.data, default=str))
+repro_kit.manual_run.report = lambda record: open(target, "w").write(json.dumps(record.data, default=str))
 runpy.run_path({script!r}, run_name="__main__")
 """
     subprocess.run([sys.executable, "-c", source], env=environment, cwd=REPROS, timeout=600, check=False)
