@@ -17,13 +17,14 @@ from typing import Any, Mapping
 
 from repro_kit.machine import machine_facts
 from repro_kit.norms import digest
-from repro_kit.run import ROOT, Run, Settings, float32_facts
+from repro_kit.run import Run, Settings, float32_facts
 from repro_kit.single_process import Copied, Drawn, Start
 from repro_kit.weights import Published, Weights
 
 import torch
 from torch import nn
 
+REPROS = Path(__file__).resolve().parents[1]
 # Variables that change what is computed.
 _SWITCHES = (
     "ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "OPENBLAS_", "TORCH_ALLOW_", "NVIDIA_TF32", "CUBLAS", "CUDNN",
@@ -142,7 +143,7 @@ def autocast() -> list[bool]:
 def sources() -> str:
     """Return a digest of the script, the kit and the models' code beside them."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    files = sorted((ROOT / "repros").rglob("*.py"))
+    files = sorted(REPROS.rglob("*.py"))
     return sha([[str(path), sha(path.read_bytes())] for path in [*files, *([Path(script)] if script else [])]])
 
 
