@@ -45,7 +45,9 @@ repro-matrix: $(READY) ## the main job: every known failure, with and without ea
 
 PROOF := results/gpu-proof/$(shell date +%Y%m%d-%H%M%S)
 gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, beside the same cells on its CPU, as one folder to commit (about 8 minutes)
-	@code=0; mkdir -p $(PROOF); $(BIN)/repro doctor $(ARGS) || code=$$?; \
+	@mkdir -p $(PROOF); code=0; $(BIN)/repro doctor +matrix=gpu-smoke $(ARGS) > $(PROOF)/doctor.txt || code=$$?; \
+	cat $(PROOF)/doctor.txt; ! grep -q '^GPUs: none' $(PROOF)/doctor.txt || code=3; \
+	test $$code = 0 || { echo "gpu-proof: nothing was launched: no GPU can be used, or doctor names a PROBLEM (above). Solve it, or select what works with ARGS." >&2; exit $$code; }; \
 	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/cpu $(filter-out hardware=%,$(ARGS)) hardware=cpu > $(PROOF)/cpu.log 2>&1 & twin=$$!; \
 	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
 	$(BIN)/repro matrix case=train-step model=qwen1.5-0.5b repeat=1 launcher=torchrun time_limit=2m results=$(PROOF)/torchrun \

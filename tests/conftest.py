@@ -45,6 +45,12 @@ def conf(tmp_path: Path) -> Path:
     return Path(shutil.copytree(CONF, tmp_path / "conf"))
 
 
+@pytest.fixture(autouse=True)
+def gpu_locks_of_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that run side by side have made-up GPUs with the same UUIDs."""
+    monkeypatch.setattr("repro_matrix.runner.gpu_pool.LOCKS", tmp_path / "gpu-locks")
+
+
 @pytest.fixture
 def repros() -> Path:
     return REPROS

@@ -25,7 +25,7 @@ ERRORS = {
     9: "Driver Not Loaded",
     12: "NVML Shared Library Not Found",
     15: "GPU is lost",
-    18: "RM has detected an NVML/RM version mismatch.",
+    18: "RM has detected an NVML/RM version mismatch",
     999: "Unknown Error",
 }
 
@@ -93,12 +93,14 @@ class FakeNvml:
         monkeypatch.setattr(gpu_module, "open_driver", self._open)
         return self
 
-    def on_path(self, folder: Path) -> dict[str, str]:
-        """Return the environment variables of a subprocess that has these GPUs."""
+    def on_path(self, folder: Path, current: Path | None = None) -> dict[str, str]:
+        """Return the environment variables of a subprocess that has these GPUs. ``current``: the interpreter of that
+        stack, which some variants name."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "nvml.pickle").write_bytes(pickle.dumps(self))
         lines = ["import sys", f"sys.path.append({str(Path(__file__).parent)!r})", "import fake_nvml as fake"]
         lines.append(f"fake.load({str(folder / 'nvml.pickle')!r})")
+        lines += [f"sys.executable = {str(current)!r}"] if current else []
         (folder / "sitecustomize.py").write_text("\n".join(lines), encoding="utf-8")
         old = os.environ.get("PYTHONPATH")
         return {"PYTHONPATH": os.pathsep.join([str(folder), *([old] if old else [])])}
@@ -143,4 +145,7 @@ class FakeNvml:
 
 
 def load(path: str) -> None:
+    from repro_matrix.runner import gpu_pool
+
+    gpu_pool.LOCKS = Path(path).parent / "gpu-locks"  # of this test
     gpu_module.open_driver = pickle.loads(Path(path).read_bytes())._open

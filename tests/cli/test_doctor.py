@@ -64,7 +64,7 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
     gpus = [FakeGpu(mode="exclusive_process", ecc_uncorrected=3), FakeGpu(processes=[Process(99999999, 4321)])]
     gpus += [FakeGpu(mig=["MIG-x"]), FakeGpu()]
     python = python_that_says(tmp_path, *lines(gpus=3))
-    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}")
+    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], "variants=[four-ranks]", f"stack=python:{python}")
     shown = " ".join(done.out.split())
     assert done.code == 3, "the variants for four ranks"
     for part in (
@@ -77,7 +77,7 @@ def test_doctor_shows_every_gpu_and_its_problems(repro: Repro, tmp_path: Path) -
     ):  # fmt: skip
         assert part in shown
     python = python_that_says(tmp_path, *lines(gpus=2))
-    two = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "hardware=gpu2").out
+    two = repro(FakeNvml(gpus), "doctor", *ONE, f"stack=python:{python}", "hardware=gpu2").out
     assert "hardware: gpu2 (2 x NVIDIA A100-SXM4-80GB; 1 more unused), backend nccl;" in two
 
 
@@ -92,7 +92,7 @@ def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(repro: Repro, tm
     notes = "\n".join(json.loads(found.out)["notes"])
     assert found.code == 0, "two GPUs are enough for these attempts"
     assert "GPU 1 is in use by process 99999999 (4321 MiB)" in notes and "End that process" in notes
-    assert "GPU 2 was not tested" in notes and "GPU 0" not in notes
+    assert "GPU 2 not tested" in notes and "GPU 0" not in notes
     for command in (["doctor"], ["matrix", "--dry-run"]):
         idle = repro(FakeNvml(gpus), *command, *words)
         assert idle.code == 3 and "nothing was computed on GPU 2" in " ".join((idle.out + idle.err).split())
@@ -104,7 +104,7 @@ def test_doctor_reports_gpus_that_are_in_use_or_were_not_tested(repro: Repro, tm
 
 
 def test_doctor_reports_a_problem_where_a_run_would_end(repro: Repro, tmp_path: Path) -> None:
-    words = ("doctor", *ONE[:2], "--json")
+    words = ("doctor", *ONE, "--json")
     python = python_that_says(tmp_path, *lines())
     done = repro(FakeNvml([FakeGpu()]), *words, f"stack=python:{python}", env={"CUDA_VISIBLE_DEVICES": "all"})
     shown = json.loads(done.out)
@@ -127,7 +127,7 @@ def test_doctor_does_not_contradict_itself_where_no_gpu_can_be_used(
     gpus: list[FakeGpu], visible: str | None, why: str, repro: Repro, tmp_path: Path
 ) -> None:
     env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python_that_says(tmp_path, *lines(8))}", env=env)
+    done = repro(FakeNvml(gpus), "doctor", *ONE, f"stack=python:{python_that_says(tmp_path, *lines(8))}", env=env)
     shown = " ".join(done.out.split())
     assert done.code == 3 and "PROBLEM: hardware=auto: GPUs are here" in shown and why in shown
     assert "GPUs: none that can be used" in shown and "8 of 8 GPUs" not in shown and "run here" not in shown
@@ -156,7 +156,7 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
 ) -> None:
     def probe(stack: Any, *_: Any) -> tuple[dict[str, Any], str | None]:
         why = "NVML sees 2 x A100 (driver 535), and torch cannot use them:\n  uv pip install ..."
-        found = {"torch": "2.13", "cuda": "13.0", "arch_list": [], "nccl_version": "2.28", "devices": []}
+        found = {"torch": "2.13", "cuda": "13.0", "nccl_version": "2.28", "devices": [], "asked": [0, 1]}
         return found, None if stack.name != "current" else why
 
     class Clean(Fake):
@@ -178,6 +178,9 @@ def test_run_variant_whose_stack_cannot_use_the_gpus_exits_with_3(
     assert code == 3 and variants["newer-transformers"] is not None
     assert "repro: stack=current: NVML sees 2 x A100 (driver 535)" in said.err and "uv pip install" in said.err
     assert cli.main(["run", *words, stack, "--dry-run"]) == 3 and "stack=current: NVML" in capsys.readouterr().err
+    assert cli.main(["doctor", f"case={words[0]}", *words[1:], stack, "--json"]) == 3
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith("NVML sees 2 x A100 (driver 535)"), "no green doctor before such a run"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_doctor_lets_two_ranks_add_numbers_with_nccl(
     monkeypatch.setattr("repro_matrix.environment.probe.PAIR_S", 1.0)
     gpus = [FakeGpu() for _ in range(2 if hardware == "gpu2" else 1)]
     python = python_that_says(tmp_path, *lines(len(gpus)), pair=pair)
-    words = ("doctor", *ONE[:2], f"stack=python:{python}", f"hardware={hardware}", "min_cells=0", "--json")
+    words = ("doctor", *ONE, f"stack=python:{python}", f"hardware={hardware}", "min_cells=0", "--json")
     done = repro(FakeNvml(gpus), *words)
     problems = json.loads(done.out)["problems"]
     assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
@@ -236,7 +239,7 @@ def test_doctor_lets_two_ranks_add_numbers_with_nccl(
 def test_every_pair_of_gpus_is_tried_and_those_that_fail_are_named(repro: Repro, tmp_path: Path) -> None:
     """GPUs 2 and 3, and 3 and 4, have a broken path; only the pair of GPUs 0 and 1 was tried."""
     python = python_that_says(tmp_path, *lines(5), pair=f'[ "$5" -lt 3 ] || {{ {WRONG}; exit; }}; {DONE}')
-    words = (*ONE[:2], f"stack=python:{python}", "min_cells=0", "--json")
+    words = (*ONE, f"stack=python:{python}", "min_cells=0", "--json")
     done = repro(FakeNvml([FakeGpu() for _ in range(5)]), "doctor", *words)
     said = json.loads(done.out)
     assert done.code == 3 and said["torch"]["pairs"] == [[2, 3], [3, 4]] and not said["torch"]["without_p2p"]
@@ -246,7 +249,7 @@ def test_every_pair_of_gpus_is_tried_and_those_that_fail_are_named(repro: Repro,
 
 def test_doctor_names_both_numbers_where_torch_sees_fewer_gpus(repro: Repro, tmp_path: Path) -> None:
     python = python_that_says(tmp_path, *lines(1))
-    done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE[:2], f"stack=python:{python}")
+    done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE, f"stack=python:{python}")
     assert done.code == 3 and "computes on 1 of 2 GPUs, of which torch sees 1" in " ".join(done.out.split())
 
 
@@ -274,7 +277,7 @@ def test_probe_waits_for_imports_and_reports_a_hang_in_seconds(
         monkeypatch.setattr(probe_module, name, value)
     python = python_that_says(tmp_path, *lines(2), probe=probe, pair=pair)
     began = time.monotonic()
-    done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE[:2], f"stack=python:{python}", "--json")
+    done = repro(FakeNvml([FakeGpu(), FakeGpu()]), "doctor", *ONE, f"stack=python:{python}", "--json")
     problems = json.loads(done.out)["problems"]
     assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
     assert all(reason in " ".join(problems[0].split()) for reason in reasons), problems
@@ -289,7 +292,7 @@ def test_probe_puts_one_process_on_an_exclusive_gpu(mode: str, repro: Repro, tmp
     count = f"cd {tmp_path}; touch at-$$; ls at-* | wc -l >>counts; sleep 1; rm at-$$; cd - >/dev/null"
     python = python_that_says(tmp_path, *lines(2), probe=count, pair=f"{count}; {DONE}")
     gpus = [FakeGpu(mode=mode), FakeGpu(mode=mode)]
-    done = repro(FakeNvml(gpus), "doctor", *ONE[:2], f"stack=python:{python}", "--json")
+    done = repro(FakeNvml(gpus), "doctor", *ONE, f"stack=python:{python}", "--json")
     assert done.code == 0 and not json.loads(done.out)["problems"]
     most = max(map(int, (tmp_path / "counts").read_text().split()))
     assert most == 2 if mode != "default" else most > 2, "two ranks on two GPUs"
@@ -324,7 +327,7 @@ def test_doctor_on_eight_gpus_takes_less_than_five_seconds(tmp_path: Path) -> No
     gpus = [FakeGpu() for _ in range(8)]
     python = python_that_says(tmp_path, *lines(8, devices=devices_of(gpus)))
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    env |= FakeNvml(gpus).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
+    env |= FakeNvml(gpus).on_path(tmp_path / "nvml", current=python) | {"REPRO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "repro_matrix", "doctor", f"stack=python:{python}", "--json"]
     subprocess.run(command, env=env, capture_output=True, timeout=100)  # the first one reads from a cold disk
     before = os.times()

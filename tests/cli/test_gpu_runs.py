@@ -17,6 +17,7 @@ from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import Fake, observation
+from test_engine_gpus import hang
 
 Repro = Callable[..., Any]  # conftest.py
 ONE = ("qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]", "repeat=1", "hardware=auto")
@@ -34,13 +35,15 @@ ONE = ("qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]", "rep
         (f"{uuid_of(1)},GPU-1", "'GPU-1' names a GPU a second time"),
         ("GPU-", "'GPU-' names 4 of the 4 GPUs"),
         ("0,4", "'4' names none of the 4 GPUs"),
+        ("0,GPU-1", "'GPU-1' names none of the 4 GPUs: CUDA takes numbers or UUIDs"),
+        ("GPU-1,0", "'0' names none of the 4 GPUs: CUDA takes numbers or UUIDs"),
         ("MIG-5d7a", "not MIG devices"),
         (f"MIG-{uuid_of(1)}/1/0", "not MIG devices"),
     ],
 )
 def test_visible_devices_select_gpus_or_are_refused(visible: str, shown: Any, repro: Repro, tmp_path: Path) -> None:
     python = python_that_says(tmp_path, *lines(2))
-    words = ("doctor", f"case={ONE[0]}", ONE[1], f"stack=python:{python}", "--json")
+    words = ("doctor", f"case={ONE[0]}", *ONE[1:3], f"stack=python:{python}", "--json")
     done = repro(FakeNvml([FakeGpu() for _ in range(4)]), *words, env={"CUDA_VISIBLE_DEVICES": visible})
     said = json.loads(done.out)
     if isinstance(shown, list):
@@ -181,6 +184,24 @@ def test_run_that_nvml_cannot_watch_uses_no_gpu(run: Run, monkeypatch: pytest.Mo
     code, said, attempts = run([FakeGpu(), FakeGpu()])
     assert code == 3 and not run.launched and "cannot be watched: NVML: RM has detected" in said, said
     assert {kind for _, kind in attempts} == {"not_enough_gpus"}
+
+
+def test_run_that_stops_early_says_what_it_measured(
+    repro: Repro, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three hangs with NCCL in a cell of four variants."""
+
+    def launch(attempt: Attempt, stop: threading.Event) -> Any:
+        return hang(attempt, "nccl")
+
+    monkeypatch.setattr(workplace, "open_launcher", lambda name: Fake(launch))
+    words = [ONE[0], ONE[1], "variants=[summon,root-call,ddp]", *ONE[3:], "jobs=1", f"results={tmp_path / 'results'}"]
+    done = repro(
+        FakeNvml([FakeGpu(), FakeGpu()]), "run", *words, f"stack=python:{python_that_says(tmp_path, *lines(2))}"
+    )
+    assert done.code == 3 and "stopped after 3 hangs with NCCL" in done.err
+    assert "Stopped after 3 attempts, 0 of 1 cell complete" in done.out and "Nothing was measured" not in done.out
+    assert done.out.splitlines()[-1].startswith("exit code 3: ")
 
 
 def test_run_waits_for_the_gpus_of_another_run(run: Run) -> None:

@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from repro_matrix.config import catalog
 from repro_matrix.environment import machine as machines
 from repro_matrix.environment import probe as probe_module
-from repro_matrix.environment.gpus import RUN_TOKEN, DriverError, Gpu, GpuState, Nvml, Pynvml, states
+from repro_matrix.environment.gpus import RUN_TOKEN, DriverError, Gpu, GpuState, Nvml, Pynvml, describe_unusable, states
 from repro_matrix.environment.machine import Machine, Profile, detect, settle, settle_all
-from repro_matrix.environment.probe import ask, parse_output, problem
+from repro_matrix.environment.probe import ask, parse_output, problem, problem_of_torch, record
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError
 from repro_matrix.runner.gpu_pool import GpuLocks
-from repro_matrix.runner.prerequisites import check_torch
+from repro_matrix.runner.prerequisites import ask_torch
 
 KNOWN = catalog.load().hardware
 Detect = Callable[..., Machine]
@@ -103,6 +103,14 @@ def test_gpu_that_nvml_does_not_count_any_more_is_left_out(machine: Detect) -> N
     assert machine(two, CUDA_VISIBLE_DEVICES="0,1").left_out == (), "a batch job's own, of a node with more"
 
 
+def test_gpus_that_are_left_out_for_one_reason_are_one_line(machine: Detect) -> None:
+    gpus = [FakeGpu(mig=["MIG-x"]) for _ in range(3)]
+    here = machine(FakeNvml([*gpus, FakeGpu(), FakeGpu(mode="prohibited")]))
+    lines = describe_unusable(here.left_out)
+    assert lines[0] == f"GPUs 0, 1, 2 (3 x {A100}): it is in MIG mode" and lines[1].startswith(f"GPU 4 ({A100}): ")
+    assert machine(FakeNvml(gpus)).unusable == (lines[0],)
+
+
 def test_gpus_with_the_same_uuid_are_left_out(machine: Detect) -> None:
     here = machine(FakeNvml([FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-a"), FakeGpu()]))
     assert [gpu.index for gpu in here.gpus] == [2] and "same UUID" in str(here.left_out[0])
@@ -112,7 +120,8 @@ def test_settle_names_the_reason_why_gpus_are_missing(machine: Detect) -> None:
     for name, gpus, visible, reason in [
         ("gpu2", [FakeGpu(), FakeGpu(mode="prohibited")], "0,1", "prohibited"),
         ("gpu8", [FakeGpu()], "0,9", "'9' names none"),
-        ("gpu1", [FakeGpu()], "", "asks for no GPU"),
+        ("gpu1", [FakeGpu()], "", "none that can be used. .*asks for no GPU: unset it, or list GPUs. hardware=cpu"),
+        ("gpu2", [FakeGpu(), FakeGpu()], "0,0", "none that can be used. .*a second time. .*unset it. hardware=cpu"),
         ("gpu", [FakeGpu()], "0", "did you mean"),
     ]:
         with pytest.raises(ConfigError, match=reason):
@@ -408,15 +417,17 @@ def test_ask_runs_the_probe_in_the_stack() -> None:
     assert cpu["stage"] == "done" and cpu["torch"] and "nccl" in cpu and "init_error" not in cpu
 
 
-def test_check_torch_leaves_out_locked_and_full_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_leaves_out_locked_and_full_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([FakeGpu(), FakeGpu(processes=[Process(99999999, 81500)]), FakeGpu()]).install(monkeypatch)
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
     gpus = tuple(Gpu(i, A100, gpu.uuid, 81920) for i, gpu in enumerate(nvml.gpus))
     stack = Stack("python:x", str(python_that_says(tmp_path, *lines(gpus=3))), {}, key="x")
     with GpuLocks(tmp_path / "state", "another-run") as other:
         assert other.acquire([gpus[2].uuid])
-        recorded, problem = check_torch(stack, replace(TWO, gpus=gpus), MACHINE)
-    assert problem is None and recorded["torch"] == "2.13.0+cu130", "and what does not change from run to run"
+        answer = ask_torch(stack, replace(TWO, gpus=gpus), {})
+    recorded = record(answer)
+    assert problem_of_torch(answer, replace(TWO, gpus=gpus)) is None
+    assert recorded["torch"] == "2.13.0+cu130", "and what does not change from run to run"
     assert recorded.keys() == {"torch", "cuda", "arch_list", "nccl_version", "devices"}
     assert recorded["devices"] == [{"name": A100, "capability": "8.0"}] * 3
     assert (tmp_path / "asked").read_text().split()[1:] == ["0"]

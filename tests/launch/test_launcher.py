@@ -222,7 +222,7 @@ def test_killed_controller_leaves_nothing_after_the_next_run(tmp_path: Path, nam
     # The grandchildren have sessions of their own; a fork server's supervisor ends them, too.
     wait_for(lambda: len(processes.with_token(RUN_TOKEN, run_id)) == (2 if name == "torchrun" else 0))
     with GpuLocks(state, "next-run") as locks:
-        assert locks.acquire(["GPU-test"])  # taking the lock over clears it, too
+        assert locks.acquire([f"GPU-{run_id}"])  # taking the lock over clears it, too
         assert not processes.with_token(RUN_TOKEN, run_id) and not folder.parent.exists()
     assert clear_leftovers(state) == []
 

@@ -22,9 +22,7 @@ def matrix(tmp_path: Path, gpus: list[FakeGpu], *words: str, fault: str = "") ->
     """Exit code, what was said, and each document by its hardware and case. ``fault``: of tests/fake_cuda."""
     python = python_that_says(tmp_path, *lines(len(gpus), devices=devices_of(gpus)), rehearse=True, fault=fault)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    env |= FakeNvml(gpus).on_path(tmp_path / "nvml") | {"REPRO_CACHE": str(tmp_path / "cache")}
-    with open(tmp_path / "nvml" / "sitecustomize.py", "a", encoding="utf-8") as text:
-        text.write(f"\nsys.executable = {str(python)!r}\n")  # the stack `current`, for variants that need it
+    env |= FakeNvml(gpus).on_path(tmp_path / "nvml", current=python) | {"REPRO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "repro_matrix", "matrix", *words]
     command += [f"stack=python:{python}", f"results={tmp_path / 'results'}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
@@ -71,7 +69,8 @@ def test_matrix_on_eight_gpus_runs_attempts_side_by_side(tmp_path: Path) -> None
     words = ["case=train-step,ddp-ready-once,card-zero-simulated", "model=qwen1.5-0.5b", "strategy=ddp"]
     code, said, found = matrix(tmp_path, [FakeGpu() for _ in range(8)], *words)
     assert code == 0, said
-    assert "hardware a100x8 (8 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks | cpu, backend gloo" in said
+    first = "hardware a100x8 (8 x NVIDIA A100-SXM4-80GB), backend nccl, 2 ranks an attempt, several side by side"
+    assert f"{first} | cpu, backend gloo" in said
     assert found.keys() == {"a100x8 train-step", "a100x8 ddp-ready-once", "cpu card-zero-simulated"}
     used = {
         gpu for variant in found["a100x8 ddp-ready-once"]["variants"].values() for attempt in variant["attempts"]

@@ -21,7 +21,7 @@ from repro_matrix.launch.observe import classify_device_error
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks
-from test_engine import ON_CPU, SLUG, Fake, engine_of, observation, verdicts
+from test_engine import ON_CPU, REPRODUCED, SLUG, Fake, engine_of, observation, verdicts
 
 Fault = Callable[[Attempt, threading.Event], Any]
 FIXED = {"root-call": "FIXED"}
@@ -147,13 +147,6 @@ def test_attempt_on_a_lost_gpu_ends_and_is_repeated_on_others(run: Run) -> None:
     assert summary.gpu_notes == [f"gpu0 ({gpus[0].uuid}) is not used any more: Xid 79"]
 
 
-def test_gpu_with_an_error_of_a_program_stays_in_use(run: Run) -> None:
-    """An attempt that fails has the error in its own record."""
-    gpus = [FakeGpu(), FakeGpu()]
-    summary = run(gpus, lambda attempt, stop: gpus[0].xids.append(13))
-    assert verdicts(summary) == FIXED and len(run.used) == 2 and not summary.gpu_notes
-
-
 @pytest.mark.parametrize(
     ("change", "note"),
     [
@@ -173,6 +166,37 @@ def test_gpu_with_a_problem_after_its_attempt_is_not_used_again(run: Run, change
     summary = run(gpus, lambda attempt, stop: vars(gpus[1]).update(change) if len(run.used) == 1 else None)
     assert gpus[1].uuid in run.used[0] and all(gpus[1].uuid not in used for used in run.used[1:])
     assert note in summary.gpu_notes[0] and verdicts(summary) == FIXED, "what the attempt showed stands"
+
+
+@pytest.mark.parametrize("error", [None, REPRODUCED], ids=["passed", "failed"])
+def test_gpu_with_an_error_of_a_program_stays_in_use_and_a_pass_on_it_is_noted(run: Run, error: Any) -> None:
+    """An attempt that fails has the error in its own record."""
+    gpus = [FakeGpu(), FakeGpu()]
+    run.settings = RunSettings(variants=["root-call"], repeat=1, jobs=1)
+
+    def report(attempt: Attempt, stop: threading.Event) -> Any:
+        if attempt.settings["variant"] == "root-call":
+            gpus[1].xids += [13, 43]
+            return observation(attempt, error, backend="nccl")
+
+    summary = run(gpus, report)
+    assert len(summary.gpu_notes) == (error is None) and len(run.used) == 2
+    assert error or "root-call passed, and gpu1 reported an error of a program: Xid 13, Xid 43" in summary.gpu_notes[0]
+
+
+@pytest.mark.parametrize(("peak_mb", "noted"), [(0.0, True), (12.5, False)])
+def test_result_over_gloo_without_data_on_the_gpu_is_noted(run: Run, peak_mb: float, noted: bool) -> None:
+    """A library may leave the GPU in the middle of a body, and gloo takes its tensors all the same."""
+
+    def stay_away(attempt: Attempt, stop: threading.Event) -> Any:
+        made = observation(attempt, REPRODUCED)
+        made["ranks"][1]["record"]["peak_gpu_mb"] = peak_mb
+        return made
+
+    run.case, run.share_mb, run.settings = "ddp-ready-once", 6000, RunSettings(variants=["non-reentrant"], repeat=1)
+    summary = run([FakeGpu()], stay_away)
+    assert [note for note in summary.gpu_notes if "without data on the GPU (rank 1)" in note] == summary.gpu_notes
+    assert bool(summary.gpu_notes) == noted
 
 
 def hang(attempt: Attempt, backend: str) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from launching import attempt_of
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, other_user, stranger
 from repro_matrix.launch.attempt import prepare, remove
+from repro_matrix.runner import gpu_pool
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
 
 
@@ -67,7 +68,14 @@ def nvml() -> Any:
 
 
 def test_acquire_locks_all_gpus_or_none(tmp_path: Path, nvml: Any) -> None:
-    one, other = GpuLocks(tmp_path, "one"), GpuLocks(tmp_path, "other")
+    one, other = GpuLocks(tmp_path, "one"), GpuLocks(tmp_path / "another user's", "other")
+    before = os.umask(0o077)
+    try:
+        assert one.acquire(["GPU-c"])
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in (gpu_pool.LOCKS, gpu_pool.LOCKS / "GPU-c.lock")]
+    assert modes == [0o777, 0o666] and not other.acquire(["GPU-c"]), "whatever the user and the cache"
     assert one.acquire(["GPU-a"]) and not one.acquire(["GPU-a"])
     assert other.free(["GPU-a", "GPU-b"]) == ["GPU-b"]
     assert not other.acquire(["GPU-b", "GPU-a"])
@@ -131,7 +139,7 @@ def test_acquire_after_a_killed_run_ends_its_processes(tmp_path: Path, sleeper: 
     run = f"dead-{os.getpid()}"
     process = sleeper(run)
     locks = GpuLocks(tmp_path, "next")
-    registered = locks.folder.parent / "runs" / f"{run}.lock"
+    registered = gpu_pool._node(tmp_path) / "runs" / f"{run}.lock"
     registered.parent.mkdir(parents=True)
     registered.touch()  # as a killed controller leaves it
     assert locks.acquire(["GPU-a", "GPU-b"]) and process.wait(60) is not None and not registered.exists()

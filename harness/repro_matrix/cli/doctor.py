@@ -8,16 +8,15 @@ from typing import Any
 
 from repro_matrix.cli import options as arguments
 from repro_matrix.environment import probe
-from repro_matrix.environment.gpus import GpuState, describe_gpu, other_user, states
-from repro_matrix.environment.machine import HardwareError, Machine, Profile, no_ptrace, shm_mb, unwritable
-from repro_matrix.environment.stacks import Stack, resolve
+from repro_matrix.environment.gpus import GpuState, describe_gpu, describe_unusable, other_user, states
+from repro_matrix.environment.machine import HardwareError, Machine, no_ptrace, shm_mb, unwritable
+from repro_matrix.environment.stacks import resolve
 from repro_matrix.paths import cache_dir
-from repro_matrix.planning.plan import no_torch
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.runner import session
-from repro_matrix.runner.prerequisites import ask_torch, plan
+from repro_matrix.runner.prerequisites import check_stacks, check_torch, plan
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
@@ -39,18 +38,25 @@ def main(args: argparse.Namespace) -> int:
     machine, profile = prepared.machine, prepared.profile
     used = [plan.cell.stack for plan in prepared.plans if plan.cell.stack in prepared.stacks]
     stack = prepared.stacks[used[0]] if used else next(iter(prepared.stacks.values()), None) or resolve("current")
-    given = prepared.settings.env
-    torch = ask_torch(stack, profile, given)
-    if torch.get("imports"):  # what does not import where a GPU is visible cannot run there
-        prepared.stacks[stack.name] = replace(stack, probe=probe.record(torch))
-        plan(prepared, [each.cell for each in prepared.plans], build=False)
-    problems += _problems(torch, stack, profile, machine)
+    given, cells = prepared.settings.env, [each.cell for each in prepared.plans]
+    checked = check_stacks(prepared, cells)
+    if stack.name not in checked:  # it is used on the CPU alone
+        checked[stack.name] = check_torch(stack, profile, machine, given)
+    torch = checked[stack.name][0]
+    for name, (answer, _) in checked.items():
+        if answer.get("imports"):  # what does not import where a GPU is visible cannot run there
+            prepared.stacks[name] = replace(prepared.stacks[name], probe=probe.record(answer))
+    plan(prepared, cells, build=False)
+    problems += [problem for _, problem in checked.values() if problem]
+    for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (runs.scratch(), "results=DIR")):
+        reason = unwritable(folder)
+        problems += [f"{reason}: set another with {setting}"] if reason else []
     now = states([gpu.uuid for gpu in machine.gpus])
     problems += [f"GPU {gpu.index}: {why}" for gpu in profile.gpus if (why := now[gpu.uuid].problem)]
     in_use = {gpu.index: user for gpu in profile.gpus if (user := other_user(now[gpu.uuid]))}
     problems += [*prepared.shortfall(), *prepared.too_few_free()]
     shm, untraceable = shm_mb(), no_ptrace()
-    notes = [*map(str, machine.left_out), *([machine.hidden] if machine.hidden else [])]
+    notes = [*describe_unusable(machine.left_out), *([machine.hidden] if machine.hidden else [])]
     notes += () if problems else machine.unusable  # on hardware=cpu
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
@@ -99,18 +105,6 @@ def main(args: argparse.Namespace) -> int:
     return 3 if problems else 0
 
 
-def _problems(torch: dict[str, Any], stack: Stack, profile: Profile, machine: Machine) -> list[str]:
-    error = torch.get("import_error") or torch.get("failed")
-    error = f"torch does not import in stack {stack.name}: {error}" if error else None
-    problems = [error if "torch" in stack.versions else no_torch(stack)]
-    if profile.accelerator != "cpu":
-        problems = [probe.problem(torch, stack, profile, machine)]
-    for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (runs.scratch(), "results=DIR")):
-        reason = unwritable(folder)
-        problems.append(f"{reason}: set another with {setting}" if reason else None)
-    return [text for text in problems if text]
-
-
 def _print_gpus(machine: Machine, states: dict[str, GpuState]) -> None:
     """Print one line per GPU, and one per other user's process on it."""
     cuda = f", CUDA up to {machine.cuda}" if machine.cuda else ""
@@ -120,5 +114,4 @@ def _print_gpus(machine: Machine, states: dict[str, GpuState]) -> None:
     for gpu in machine.gpus:
         lines.append(f"  {describe_gpu(gpu, states[gpu.uuid])}")
         lines += [f"    in use by {process}" for process in states[gpu.uuid].others]
-    lines += [f"  {gpu}" for gpu in machine.left_out]
     print_wrapped(*lines)

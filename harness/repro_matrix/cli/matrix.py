@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from repro_matrix.analysis import diff as diffs
@@ -22,7 +23,7 @@ from repro_matrix.results.expectations import bisect_exit, exit_code
 from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.results.runs import results_folder
 from repro_matrix.runner import session, workspace
-from repro_matrix.text import log
+from repro_matrix.text import counted, log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,9 @@ def measure(
     since = since_last_passing(folder, rows, cases)
     rows = quarantine.mark_rows(against_history(rows, cases, since), entries, today)
     head = headline(rows, cases, since)
+    if summary.problem:
+        complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"
+        head = replace(head, incomplete=f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}")
     written = write_run_page(folder) if page else None
     changed, keys = None, {row.cell_id for row in rows}
     if before:  # what was not selected now is not missing
@@ -92,6 +96,8 @@ def measure(
             print_wrapped(*diffs.describe_diff(changed), "")
         print(f"page: {written}" if written else f"results: {folder}")
     if summary.problem:
+        if not args.json:
+            print(f"exit code {int(summary.problem.exit_code)}: stopped before everything was measured")
         raise summary.problem
     if summary.interrupted:
         log("interrupted: --resume continues with what is missing")

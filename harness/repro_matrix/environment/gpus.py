@@ -75,6 +75,18 @@ class GpuState:
         return tuple(process for process in self.processes if not process.ours)
 
 
+def describe_unusable(gpus: Iterable[Gpu]) -> list[str]:
+    """Return a line for each reason why some of these cannot be used."""
+    reasons: dict[tuple[str, str | None], list[Gpu]] = {}
+    for gpu in gpus:
+        reasons.setdefault((gpu.name, gpu.unusable), []).append(gpu)
+    numbers = {key: ", ".join(str(gpu.index) for gpu in same) for key, same in reasons.items()}
+    return [
+        str(same[0]) if len(same) == 1 else f"GPUs {numbers[name, why]} ({len(same)} x {name or 'unknown'}): {why}"
+        for (name, why), same in reasons.items()
+    ]
+
+
 def describe_gpu(gpu: Gpu, state: GpuState) -> str:
     free = "?" if state.free_mb is None else state.free_mb
     ecc = "no ECC" if state.ecc_uncorrected is None else f"{state.ecc_uncorrected} uncorrected ECC errors"
@@ -160,7 +172,8 @@ class Pynvml:
         except self.lib.NVMLError as error:
             text = f"NVML: {str(error).rstrip('.')}"
             if error.value == getattr(self.lib, "NVML_ERROR_LIB_RM_VERSION_MISMATCH", None):
-                text += "; the driver was updated: load its new kernel modules, or reboot"
+                text = f"driver/library version mismatch ({text}): the driver was updated, and the old one is still "
+                text += "loaded. Reload its kernel modules, or reboot"
             raise DriverError(text, error.value == self.lib.NVML_ERROR_LIBRARY_NOT_FOUND) from None
 
     def _optional(self, name: str, *args: Any, **options: Any) -> Any:
@@ -204,7 +217,8 @@ class Pynvml:
 
     def _problem(self, handle: Any) -> str | None:
         if (self._optional("nvmlDeviceGetMigMode", handle) or [0])[0]:
-            return "it is in MIG mode, and measurements need whole GPUs: nvidia-smi -mig 0 ends it"
+            why = "it is in MIG mode, and its MIG instances are left out, because measurements need whole GPUs"
+            return f"{why}: nvidia-smi -mig 0 ends it"
         action = getattr(self.lib, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)  # drivers from r570 on
         values = self._optional("nvmlDeviceGetFieldValues", handle, [action]) if action is not None else None
         if values and values[0].nvmlReturn == 0 and values[0].value.uiVal:
@@ -305,6 +319,7 @@ class Nvml:
         self._unwatched: str | None = None  # why NVML could not be opened: nothing may run on GPUs then
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
+        self.program_errors: dict[str, set[int]] = {}  # uuid -> Xids of APPLICATION_XIDS, for whoever takes them
 
     def __enter__(self) -> Nvml:
         if self.gpus:
@@ -336,7 +351,9 @@ class Nvml:
         """Return the GPUs with a hardware error (Xid) since the run began, and the error."""
         try:
             while self._driver is not None and (error := self._driver.next_error()) is not None:
-                if error[1] not in APPLICATION_XIDS:
+                if error[1] in APPLICATION_XIDS:
+                    self.program_errors.setdefault(error[0], set()).add(error[1])
+                else:
                     self._failed[error[0]] = f"Xid {error[1]}"
         except DriverError:
             return self._failed | {uuid: problem for uuid in self.gpus if (problem := self.look(uuid).problem)}

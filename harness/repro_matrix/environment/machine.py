@@ -20,7 +20,7 @@ from pathlib import Path
 
 from repro_matrix.config.schema import Hardware
 from repro_matrix.environment import gpus as gpu_driver
-from repro_matrix.environment.gpus import DriverError, Gpu
+from repro_matrix.environment.gpus import DriverError, Gpu, describe_unusable
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.records.document import Around, hardware_kind
 from repro_matrix.text import counted, first_line
@@ -86,7 +86,8 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
     reasons: list[str] = []
     if not usable and not asks_for_none:
         reasons = [str(error)] if error and not error.missing else []
-        reasons += [*map(str, left_out), *([problem] if problem else []), *([] if left_out else _signs(env, root))]
+        reasons += [*describe_unusable(left_out), *([problem] if problem else [])]
+        reasons += [] if left_out else _signs(env, root)
         if reasons and error and error.missing:
             reasons.append(f"{error}: in a container, the driver's libraries have to be passed in, too")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -124,8 +125,10 @@ def visible_gpus(text: str | None, gpus: Sequence[Gpu], order: str | None) -> tu
         matches = [gpu for gpu in gpus if _names(entry, gpu, by_uuid)]
         if len(matches) != 1 or matches[0] in shown:
             named = "a GPU a second time" if len(matches) == 1 else f"{len(matches) or 'none'} of the {len(gpus)} GPUs"
-            mig = "; measurements need whole GPUs, not MIG devices" if entry.startswith("MIG-") else ""
-            return (), f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}{mig}. Correct or unset it"
+            why = "; measurements need whole GPUs, not MIG devices" if entry.startswith("MIG-") else ""
+            if not matches and any(_names(entry, gpu, not by_uuid) for gpu in gpus):
+                why = ": CUDA takes numbers or UUIDs, as the first entry is, and not both"
+            return (), f"{VISIBLE_DEVICES}={text}: {entry.strip()!r} names {named}{why}. Correct or unset it"
         shown += matches
     models = {gpu.name for gpu in gpus if gpu.name}  # a lost GPU has no name
     if not by_uuid and order != "PCI_BUS_ID" and len(shown) < len(gpus) and len(models) > 1:
@@ -271,13 +274,14 @@ def settle(name: str, known: dict[str, Hardware], machine: Machine) -> Profile:
     exclusive = [str(_exclusive(gpu)) for gpu in fitting if spec.shared and _exclusive(gpu)]
     if exclusive or len(fitting) < spec.gpus:
         kind = f"{spec.gpu_name} GPU" if spec.gpu_name else "GPU"
-        reasons = [*exclusive, *(map(str, machine.left_out) if machine.left_out else machine.unusable)]
-        reasons += [machine.hidden] if machine.hidden else []
+        reasons = [*exclusive, *(describe_unusable(machine.left_out) or machine.unusable)]
+        reasons += [f"{machine.hidden}: unset it, or list GPUs"] if machine.hidden else []
         raise HardwareError(
             f"hardware={name}: needs {counted(spec.gpus, kind)}, "
-            + f"and this machine has {count_names(machine.gpus) or 'none'}. "
+            + f"and this machine has {count_names(machine.gpus) or 'none' + ' that can be used' * bool(reasons)}. "
             + (f"Not usable: {'; '.join(reasons)}. " if reasons else "")
-            + "hardware=auto uses the GPUs of this machine; hardware=cpu runs with gloo on any machine."
+            + ("hardware=auto uses the GPUs of this machine; " if machine.gpus else "")
+            + "hardware=cpu runs with gloo on any machine."
         )
     chosen = [gpu for gpu in machine.gpus if gpu in fitting[: spec.gpus]]
     return Profile(name, "cuda", _backend(spec), tuple(chosen), spec.shared, len(machine.gpus) - len(chosen))

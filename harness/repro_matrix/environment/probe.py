@@ -137,7 +137,7 @@ def _run(
             if now - since > limit:
                 late = f"was not done after {limit:g} s"
                 break
-            if now - max(since, said) > NEWS_S:
+            if len(running) == 1 and now - max(since, said) > NEWS_S:  # the ranks of pairs would say the same
                 log(f"stack {stack.name}: {at[alive[0]] or 'starting python'} has taken {now - since:.0f} s so far")
                 said = now
             time.sleep(0.05)
@@ -197,14 +197,18 @@ def import_notes(answer: Mapping[str, Any]) -> list[str]:
 
 
 def untested(answer: Mapping[str, Any], profile: Profile) -> list[str]:
-    """Return a line for each GPU on which nothing was computed: another run has locked it, or its memory is in use."""
-    names = [gpu.index for number, gpu in enumerate(profile.gpus) if number not in answer["asked"]]
+    """Name the GPUs on which nothing was computed: another run has locked them, or their memory is in use."""
+    names = [str(gpu.index) for number, gpu in enumerate(profile.gpus) if number not in answer["asked"]]
     why = "another run of this project holds it, or it has less than 1 GiB free: repeat `repro doctor` when it is free"
-    return [f"GPU {index} was not tested: {why}" for index in names]
+    return [f"GPU {', '.join(names)} not tested: {why}"] if names else []
 
 
 def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: Machine) -> str | None:
-    """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can."""
+    """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can. On the CPU: why it does
+    not import."""
+    if profile.accelerator == "cpu":
+        error = answer.get("import_error") or answer.get("failed")
+        return f"torch does not import in stack {stack.name}: {error}" if error else None
     diagnosis = problem_of_torch(answer, profile)
     if diagnosis is None:
         return None

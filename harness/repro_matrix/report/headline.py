@@ -167,7 +167,10 @@ class Headline:
         """What a reader asks, and the answer. Every format has these words."""
         skipped = [Fact(f"{self.not_measured}.", "skipped")] if self.skipped else []
         if not any(row.attempts for row in self.rows):
-            return {"Results": [Fact("Nothing was measured.")], **({"Not measured": skipped} if skipped else {})}
+            return {
+                "Results": [Fact(f"{self.incomplete or 'Nothing was measured'}.")],
+                **({"Not measured": skipped} if skipped else {}),
+            }
         listed = "unconfirmed" if self.new or self.flaky or self.unanswered else "attention-list"
         answers = {
             "Incomplete": [Fact(f"{self.incomplete}.", "", True)] if self.incomplete else [],

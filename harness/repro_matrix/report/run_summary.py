@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from repro_matrix.config.schema import Case
+from repro_matrix.environment.gpus import describe_unusable
 from repro_matrix.errors import ExitCode
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
@@ -233,8 +234,9 @@ def lines(
     blocking = {f"{row.case}/{row.variant}" for row in head.rows for each in row.evidence_attempts if each.blocking}
     if blocking:
         names = ", ".join(sorted(blocking))
-        texts.append(f"note: graded with CUDA_LAUNCH_BLOCKING=1, after an asynchronous CUDA error without it: {names}")
-    unused = map(str, prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
+        why = "in a second attempt, after an asynchronous CUDA error"
+        texts.append(f"note: graded with CUDA_LAUNCH_BLOCKING=1, {why}: {names}")
+    unused = describe_unusable(prepared.machine.left_out) if prepared.profile.accelerator != "cpu" else ()
     texts += [f"note: {text}" for text in [*prepared.changed(), *unused, *summary.gpu_notes]]
     for text in texts:
         yield from wrap(text, width=width)

@@ -299,6 +299,7 @@ class Engine:
             observation = unconfirmed_pass(observation)
             outcome = grade.grade(case, task.variant, observation, self._cases).to_json()
         cell.document["variants"][task.variant]["attempts"].append({"observation": observation, "outcome": outcome})
+        self._note_doubts(f"{cell.plan.cell.key} {task.variant}", observation, outcome, gpus)
         self._count(cell, task, observation, outcome)
         if cell.left:
             self.store.save(cell.path, cell.document)
@@ -312,6 +313,19 @@ class Engine:
                 f"({', '.join(sorted(self._hangs))}). The node may be the cause: run `repro doctor`, "
                 "try env.NCCL_P2P_DISABLE=1. --resume continues."
             )
+
+    def _note_doubts(self, name: str, observation: Observation, outcome: StoredOutcome, gpus: Sequence[str]) -> None:
+        """Note what is no error and makes a result of these GPUs doubtful."""
+        xids = {uuid: found for uuid in gpus if (found := self.place.nvml.program_errors.pop(uuid, None))}
+        for uuid, numbers in xids.items() if outcome["outcome"] == "passed" else ():
+            texts = ", ".join(f"Xid {number}" for number in sorted(numbers))
+            self.pool.note(f"{name} passed, and {self.pool.names[uuid]} reported an error of a program: {texts}")
+        # NCCL takes no tensors of the CPU; with gloo, a library that leaves the GPU is not noticed.
+        if gpus and "nccl" not in observation["attempt"]["backend"] and outcome["outcome"] != "infra_error":
+            records = [(str(rank["rank"]), rank["record"]) for rank in observation["ranks"]]
+            away = [rank for rank, record in records if record and record.get("peak_gpu_mb") == 0.0]
+            if away:
+                self.pool.note(f"{name}: {outcome['outcome']} without data on the GPU (rank {', '.join(away)})")
 
     def _count(self, cell: _Cell, task: Task, observation: Observation, outcome: StoredOutcome) -> None:
         attempt = observation["attempt"]

@@ -1,8 +1,8 @@
 """The GPUs of this machine: one lock per GPU across all runs, their health, and what dead runs left behind.
 
-A file lock is held for as long as its process lives, however that ends, and works across containers that share the
-folder. A process that gets the lock of a run therefore knows that this run's controller has ended. Ranks on the CPU
-need no lock.
+A file lock is held for as long as its process lives, however that ends. A process that gets the lock of a run therefore
+knows that this run's controller has ended. The locks of GPUs lie where every user's runs find them, whatever their
+caches, and what other runs (in another container) have on a GPU is known from NVML. Ranks on the CPU need no lock.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from repro_matrix.text import counted
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
 LEFTOVER_MB = 256  # a context alone takes more; the driver's part varies by less
 CHECK_S = 1.0  # between two checks of the free GPUs
+LOCKS = Path(tempfile.gettempdir()) / "repro-matrix-gpus"  # a file for each GPU that was ever locked, by its UUID
 
 
 def _node(state: Path) -> Path:
@@ -35,14 +37,21 @@ def _node(state: Path) -> Path:
     return state / "nodes" / re.sub(r"[^\w.-]", "_", socket.gethostname())
 
 
-def _acquire(path: Path) -> FileLock | None:
+def _acquire(path: Path, mode: int = 0o644) -> FileLock | None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, thread_local=False)
+    lock = FileLock(path, mode=mode, thread_local=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         return None
     return lock
+
+
+def _acquire_gpu(uuid: str) -> FileLock | None:
+    LOCKS.mkdir(exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's, who has done it
+        LOCKS.chmod(0o777)
+    return _acquire(LOCKS / (re.sub(r"[^\w.-]", "_", uuid) + ".lock"), 0o666)
 
 
 @contextlib.contextmanager
@@ -112,7 +121,6 @@ class GpuLocks:
         """``nvml``: reports what is on a GPU; by default nothing is known."""
         self.state = state
         self.run_id = run_id
-        self.folder = _node(state) / "gpus"
         self._nvml = nvml or Nvml([])
         self._held: dict[str, FileLock] = {}  # in use, or not released because a process of this run is still on it
         self._before: dict[str, GpuState] = {}
@@ -137,7 +145,7 @@ class GpuLocks:
                 for uuid in gpus:
                     self._shares[uuid].append(share_mb)
                 return True
-            locks = {uuid: None if uuid in self._held else _acquire(self._path(uuid)) for uuid in gpus}
+            locks = {uuid: None if uuid in self._held else _acquire_gpu(uuid) for uuid in gpus}
             before: dict[str, GpuState] = {}
             if None not in locks.values() and gpus:
                 clear_leftovers(self.state)  # the previous holder may have been killed while its ranks were at work
@@ -192,7 +200,7 @@ class GpuLocks:
         """Return those of ``among`` that no run holds at this moment."""
         free = []
         for uuid in among:
-            if uuid not in self._held and (lock := _acquire(self._path(uuid))):
+            if uuid not in self._held and (lock := _acquire_gpu(uuid)):
                 lock.release()
                 free.append(uuid)
         return free
@@ -219,9 +227,6 @@ class GpuLocks:
         """Return the processes of this run among those on the GPU."""
         ours = processes.with_token(RUN_TOKEN, self.run_id) if state.processes else set()
         return [each for each in state.processes if each.pid in {process.pid for process in ours}]
-
-    def _path(self, uuid: str) -> Path:
-        return self.folder / (re.sub(r"[^\w.-]", "_", uuid) + ".lock")
 
 
 class GpuPool:
@@ -274,7 +279,7 @@ class GpuPool:
             if uuid not in self.out:
                 self.out[uuid] = problem
                 self.taken.pop(uuid, None)
-                self._note(f"{self.names[uuid]} ({uuid}) is not used any more: {problem.why}")
+                self.note(f"{self.names[uuid]} ({uuid}) is not used any more: {problem.why}")
 
     def _set_user(self, uuid: str, user: str | None) -> None:
         before = self.taken.pop(uuid, None)
@@ -283,9 +288,9 @@ class GpuPool:
         if user is None and before:
             self._say(f"{self.names[uuid]} is free again")
         elif user is not None and before is None:
-            self._note(f"{self.names[uuid]} ({uuid}) is left out while it is in use: {user}")
+            self.note(f"{self.names[uuid]} ({uuid}) is left out while it is in use: {user}")
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self.notes.append(text)
         self._say(text)
 

@@ -39,7 +39,7 @@ from repro_matrix.paths import REPROS, cache_dir, read_json, write_text
 from repro_matrix.planning import cells as matrix
 from repro_matrix.planning.cells import Skip
 from repro_matrix.planning.memory import ModelSizes, add_memory
-from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, skip_with_first
+from repro_matrix.planning.plan import CellPlan, Planner, VariantPlan, no_torch, skip_with_first
 from repro_matrix.results.store import code_hashes
 from repro_matrix.runner.gpu_pool import GpuLocks
 from repro_matrix.runner.session import Session
@@ -50,7 +50,7 @@ ROOM_MB = 1024  # free memory that a context, a library's workspace and a small 
 PAIR_ROOM_MB = 5 * ROOM_MB  # of that process, and four ranks of NCCL: a GPU may be in two pairs
 
 
-def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = None) -> Json:
+def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
     """Ask a stack's torch about the GPUs; only those compute that no other run has locked and that have room for it.
 
     ``given``: the variables that the run gives its ranks (``env.NAME=value``)."""
@@ -59,7 +59,7 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = 
     settings = {"device": profile.accelerator, "backend": profile.backend, "case": "probe", "variant": "probe"}
     attempt = Attempt(
         run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.IMPORT_S,
-        {**stack.environment({}), **(given or {})}, uuids,
+        {**stack.environment({}), **given}, uuids,
     )  # fmt: skip
     env = stack_environment(attempt)
     if not uuids:
@@ -85,12 +85,23 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str] | None = 
         return answer
 
 
-def check_torch(
-    stack: Stack, profile: Profile, machine: Machine, given: Mapping[str, str] | None = None
-) -> tuple[Json, str | None]:
-    """Return (what is recorded, why the stack cannot be used on these GPUs or None)."""
+def check_torch(stack: Stack, profile: Profile, machine: Machine, given: Mapping[str, str]) -> tuple[Json, str | None]:
+    """Return (the answer of the probe, why the stack cannot be used on this hardware or None)."""
     answer = ask_torch(stack, profile, given)
-    return probe.record(answer), probe.problem(answer, stack, profile, machine)
+    return answer, probe.problem(answer, stack, profile, machine) if "torch" in stack.versions else no_torch(stack)
+
+
+def check_stacks(session: Session, cells: Iterable[matrix.Cell]) -> dict[str, tuple[Json, str | None]]:
+    """Ask the torch of each stack that these cells and their variants use on GPUs; return ``check_torch`` of each."""
+    cpu = {profile.name for profile in session.profiles if profile.accelerator == "cpu"}
+    on_gpus = [cell for cell in cells if cell.hardware not in cpu]
+    profile = replace(session.profile, gpus=tuple(session.gpus))
+    used = {cell.stack for cell in on_gpus} | _stacks_of_variants(session, on_gpus)
+    given = session.settings.env
+    return {
+        name: check_torch(session.stacks[name], profile, session.machine, given)
+        for name in sorted(used & session.stacks.keys())
+    }
 
 
 def plan(
@@ -104,8 +115,13 @@ def plan(
     """
     catalogue, machine, settings = session.catalogue, session.machine, session.settings
     _locate(session, cells, build)
-    if check_gpus:
-        _check_gpus(session, cells)
+    for name, (answer, problem) in check_stacks(session, cells).items() if check_gpus else ():
+        if problem is None:
+            session.stacks[name] = replace(session.stacks[name], probe=probe.record(answer))
+            continue
+        del session.stacks[name]  # nothing of it is run
+        session.unavailable[name] = problem
+        session.unusable.add(name)
     usable = dict(session.stacks)
     compiling = [cell for cell in cells if build and cell.stack in usable and _compiles(session, cell)]
     for name in ({cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)) & usable.keys():
@@ -144,22 +160,6 @@ def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None
             session.stacks[name] = resolve(name)
         except StackError as error:
             session.unavailable[name] = str(error)
-
-
-def _check_gpus(session: Session, cells: Iterable[matrix.Cell]) -> None:
-    """Ask the torch of these cells' stacks whether it can use the GPUs; nothing of a stack that cannot is run."""
-    cpu = {profile.name for profile in session.profiles if profile.accelerator == "cpu"}
-    on_gpus = [cell for cell in cells if cell.hardware not in cpu]
-    profile = replace(session.profile, gpus=tuple(session.gpus))
-    used = {cell.stack for cell in on_gpus} | _stacks_of_variants(session, on_gpus)
-    for name in sorted(used & session.stacks.keys()):
-        answer, problem = check_torch(session.stacks[name], profile, session.machine, session.settings.env)
-        if problem is None:
-            session.stacks[name] = replace(session.stacks[name], probe=answer)
-            continue
-        del session.stacks[name]
-        session.unavailable[name] = problem
-        session.unusable.add(name)
 
 
 def _stacks_of_variants(session: Session, cells: Iterable[matrix.Cell], every: bool = False) -> set[str]:

@@ -19,7 +19,7 @@ from repro_matrix.config.selection import Selection
 from repro_matrix.config.settings import Order, RunSettings, compose_run
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import stacks as stacks_module
-from repro_matrix.environment.gpus import Gpu
+from repro_matrix.environment.gpus import Gpu, describe_unusable
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError, MeasureError, nearest, unknown
@@ -190,9 +190,8 @@ class Session:
 
     @property
     def gpus(self) -> list[Gpu]:
-        """Return all GPUs of all profiles, each once, in the machine's order."""
-        by_uuid = {gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}
-        return sorted(by_uuid.values(), key=lambda gpu: gpu.index)
+        """Return all GPUs of all profiles, each once, those of the widest profile first and in its order."""
+        return list({gpu.uuid: gpu for profile in self.profiles for gpu in profile.gpus}.values())
 
     def sizes(self, profile: Profile) -> list[int]:
         """Return the numbers of ranks of its attempts, each once."""
@@ -205,7 +204,8 @@ class Session:
         for profile in self.profiles:
             sizes = self.sizes(profile)
             ranks = " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:]))) + f" rank{'s' * (sizes != [1])}"
-            hardware.append(f"{profile.words()}, {ranks if sizes else 'no cell for it'}")
+            beside = " an attempt, several side by side" if sizes and max(sizes) * 2 <= len(profile.gpus) else ""
+            hardware.append(f"{profile.words()}, {ranks + beside if sizes else 'no cell for it'}")
         stacks = []
         for name in sorted({plan.cell.stack for plan in self.plans} & self.stacks.keys()):
             versions = self.stacks[name].versions
@@ -222,7 +222,7 @@ class Session:
         variants = [(plan.cell, variant.skip) for plan in self.plans for variant in plan.variants]
         lost = sum(cell in self.displaced or bool(skip and needed & set(skip.needs)) for cell, skip in variants)
         if lost:
-            why = "; ".join(map(str, self.machine.left_out))
+            why = "; ".join(describe_unusable(self.machine.left_out))
             remedy = "Make them usable, or list the others in CUDA_VISIBLE_DEVICES"
             texts.append(
                 f"{counted(lost, 'variant')} not measured on GPUs because some are left out ({why}). {remedy}."
@@ -254,7 +254,7 @@ class Session:
         hidden = [self.machine.hidden] if self.machine.hidden else []
         if self.profile.accelerator == "cpu":
             return [*wrong, *(hidden if self.machine.driver else [])]  # GPUs are here, and none is selected
-        gpus = map(str, self.machine.left_out)
+        gpus = describe_unusable(self.machine.left_out)
         warnings = self.profile.warnings(machine_module.shm_mb())
         return [*wrong, *gpus, *hidden, *warnings, *self.machine.notes(self.settings.env)]
 
