@@ -333,3 +333,28 @@ def test_the_key_follows_what_the_script_imports_from_its_folder(
         Path(name).write_text(Path(name).read_text() + "# changed\n")
         before, changed = key(), before
         assert before != changed
+
+
+@pytest.mark.parametrize(
+    "text, imports",
+    [
+        ("import torch", []),
+        ("import os, transformers\nif os.environ['A'] == '1': pass", ["transformers"]),
+        ("import os\nos.environ['A'] = '1'\nimport torch", None),
+        ("from os import environ\nenviron.setdefault('A', '1')", None),
+        ("import settings", None),
+    ],
+)
+def test_runs_with_noise_are_forked_unless_the_script_may_change_what_packages_read(
+    tmp_path: Path, text: str, imports: list[str] | None
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "settings.py").write_text("import os\nos.environ |= {'A': '1'}")
+    command = adhoc_case.command_of_script(str(tmp_path / "train.py"), 2)
+    noise = adhoc_case.Script(command, ANY, tmp_path, trace={"REPRO_TRACE_NOISE": "1"})
+    launch = noise.case().launch
+    assert (launch.imports if launch.cold_start_reason is None else None) == imports
+    for trace in (None, {}):
+        assert adhoc_case.Script(command, ANY, tmp_path, trace=trace).case().launch.cold_start_reason
+    (tmp_path / "torch.py").touch()
+    assert noise.case().launch.cold_start_reason

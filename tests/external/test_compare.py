@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from probing import ScriptLab, before, lab, result, world
 from repro_matrix.cli.main import main
+from repro_matrix.environment import stacks
+from repro_matrix.external import compare
+from repro_matrix.external.adhoc_case import Failure, Script, command_of_script
 from repro_matrix.launch.attempt import TRACE, Attempt
+from repro_matrix.search.prober import CellRunner
 from script_observations import FINE, UPSTREAM, raised, rank, seen
 from simulated import train
 
@@ -200,3 +206,18 @@ def test_real_script_is_ended_after_its_traced_steps_and_its_error_is_placed(
     found = data["location"]
     assert (found["stage"], found["step"], found["place"]) == ("gradient before the optimizer", 1, "1.weight")
     assert data["good"]["outcome"] == data["bad"]["outcome"] == "passed" and found["coverage"]["shared"] == 8
+
+
+@pytest.mark.ranks
+def test_forked_runs_with_noise_equal_those_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    forked = Script(command_of_script("./train.py", 1), Failure(), tmp_path / "results")
+    runs = {}
+    with CellRunner(print, threading.Event()) as runner:
+        for script in (forked, replace(forked, env=(("ANY", "1"),))):  # an environment of its own starts with torchrun
+            run = compare.traced(runner, script, stacks.resolve("current"), compare.Window(2), noise=1)
+            launcher = run.made["observation"]["attempt"]["launcher"]
+            runs[launcher] = (run.trace.folder / "trace-0.jsonl").read_text()
+            assert run.made["outcome"]["outcome"] == "passed" and '"reason":"window"' in runs[launcher]
+    assert runs["forkserver"] == runs["command"]

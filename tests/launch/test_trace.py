@@ -97,6 +97,8 @@ def test_samples_are_known_by_ids_that_the_mask_shows() -> None:
     assert padded.samples[0] == short.samples[0] and len(set(padded.samples)) == 2 == len(padded.labels)
     assert Batch.of((torch.ones(3, 2),), {}, nothing).samples == Batch.of((torch.ones(1, 2),), {}, nothing).samples * 3
     assert Batch.of((), {}, nothing).samples == []
+    masked = Batch.of((), {"attention_mask": torch.ones_like(ids), "x": ids}, nothing)
+    assert masked.samples == Batch.of((ids,), {}, nothing).samples
 
 
 # What is recorded.

@@ -82,7 +82,7 @@ def test_the_grid_has_a_cell_for_each_module_and_step(good, tmp_path):
     rows = {row["module"]: row["cells"] for row in found["rows"]}
     assert found["steps"] == [0, 1, 2]
     assert [ratio > 1 for ratio in rows["layers.1"]] == [False, True, True]
-    assert rows["embed"][0] < 1
+    assert rows["embed"][0] < 1 and rows["loss weight"][0] < 1 and rows["clipping"][0] < 1
 
 
 @pytest.mark.parametrize("plant", ["activation", "local gradient"])

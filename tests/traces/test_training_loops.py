@@ -51,6 +51,8 @@ def train(bug: str) -> None:
         loss.backward()
         if bug == "edited":
             model[2].bias.grad.mul_(1.05)
+        if bug == "no gradient":
+            model[2].bias.grad = None
         if bug == "chunked head" and step == 2:
             model.head.weight.grad.neg_()
         if bug == "outside":
@@ -114,6 +116,7 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, good: Any, bad: Any) 
         ("", "outside", 0, "gradient before the optimizer", "optimizer.4"),
         ("", "detached", 0, "gradient before the optimizer", "optimizer.4"),
         ("", "edited", 0, "gradient before the optimizer", "2.bias"),
+        ("", "no gradient", 0, "gradient before the optimizer", "2.bias"),
         ("", "copied optimizer", 0, "update", "0.weight"),
         ("momentum", "momentum swapped", 1, "update", "0.weight"),
     ],
@@ -157,6 +160,7 @@ def train_student(wrong: bool) -> None:
 def test_a_wrong_module_of_a_second_model_is_named_though_the_first_one_agrees(tmp_path, monkeypatch):
     found = compare(tmp_path, monkeypatch, partial(train_student, False), partial(train_student, True))
     assert (found.stage, found.place) == ("forward", "root1.1"), found.sentence()
+    assert any("root1 is a Sequential" in note for note in found.coverage.notes)
 
 
 def train_gan(rate: float) -> None:

@@ -44,6 +44,12 @@ CHECKS = {"replicas": ("replicas_equal", "parameters differ between ranks"),
 STRATEGY = "script"
 TRACER = WORKER.with_name("tracer") / "__init__.py"
 MODEL = "own"  # slug of the model axis: the script brings its own
+NOISE_SEED = "REPRO_TRACE_NOISE"
+PRELOADED = ("torch", "transformers")
+# A variable of the environment is set.
+_ENVIRONMENT = re.compile(
+    rb"environ\s*(\[[^\]]*\]\s*=[^=]|\|=|\.\s*(update|setdefault|pop|clear))|putenv|del\s.*environ"
+)
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 # program -> module that is its command line
@@ -292,9 +298,11 @@ class Script:
 
     def case(self) -> AdhocCase:
         command, failure = self.command, self.failure
+        imports = _preloaded(command) if self.trace and NOISE_SEED in self.trace and not self.env else None
         launch = schema.Launch(
             world_size=command.nproc, deadline=failure.hang_s or self.deadline_s, env=dict(self.env),
-            cold_start_reason="a user's script", process_group=False,
+            cold_start_reason="a user's script" if imports is None else None, process_group=False,
+            imports=imports or [],
         )  # fmt: skip
         checks = [CHECKS[name][0] for name in self.checks] or ["exit code"]
         case = AdhocCase(
@@ -351,17 +359,36 @@ class AdhocRequest(Request):
 
 
 def _code(script: Path | None) -> str:
-    """Hash the script and what it imports from its folder: modules and packages, and what those import."""
-    digest, seen, waiting = hashlib.sha256(), set[Path](), [script.resolve()] if script else []
+    """Hash the script and what it imports from its folder."""
+    digest = hashlib.sha256()
+    for path in _files(script):
+        name = path.relative_to(script.resolve().parent) if script else path
+        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()[:16] if script else ""
+
+
+def _files(script: Path | None) -> list[Path]:
+    """Return the script and what it imports from its folder: modules and packages, and what those import."""
+    seen, waiting = dict[Path, None](), [script.resolve()] if script else []
     for path in waiting:
         if path in seen or not path.is_file():
             continue
-        seen.add(path)
-        digest.update(f"{path.relative_to(waiting[0].parent)} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+        seen[path] = None
         for name in sorted(_imported(path)):
             module = waiting[0].parent / name
             waiting += [module.with_suffix(".py"), *sorted(module.rglob("*.py"))]
-    return digest.hexdigest()[:16] if script else ""
+    return list(seen)
+
+
+def _preloaded(command: Command) -> list[str] | None:
+    """Return the packages that a fork server may import ahead of the script; None where it may not: torchrun does not
+    start the script itself, or it may set what those packages read, or hides one of them."""
+    script, torchrun = command.script, command.argv[:3] == ("-m", LAUNCHERS["torchrun"], "--standalone")
+    if script is None or not torchrun or any(_ENVIRONMENT.search(path.read_bytes()) for path in _files(script)):
+        return None
+    if any((script.parent / name).exists() or (script.parent / f"{name}.py").exists() for name in PRELOADED):
+        return None
+    return [name for name in PRELOADED[1:] if any(name in _imported(path) for path in _files(script))]
 
 
 def _imported(path: Path) -> set[str]:

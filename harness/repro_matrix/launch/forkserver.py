@@ -23,7 +23,14 @@ import psutil
 
 from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import Attempt, Json, clear_directory, describe_exit, prepare, stack_environment
-from repro_matrix.launch.torchrun import TorchrunLauncher, tried_again
+from repro_matrix.launch.torchrun import (
+    HOOKS,
+    CommandLauncher,
+    TorchrunLauncher,
+    complete,
+    tried_again,
+    user_environment,
+)
 from repro_matrix.launch.watch import Watch
 
 WORKER = Path(__file__).resolve().parent / "worker" / "fork_server.py"
@@ -33,6 +40,9 @@ END_S = 15.0
 
 MAX_IDLE = 10  # servers that stay although no attempt uses them: the next attempt of their kind costs no start
 IDLE_FREE = 4 << 30  # bytes of memory that must be free for that: each holds a few hundred MB
+
+# What differs between attempts of a user's script, and is not read when a package is imported.
+OF_SCRIPT = ("TMPDIR", "REPRO_ATTEMPT", "TORCHINDUCTOR_CACHE_DIR", "REPRO_RECORDS", "REPRO_TRACE", "REPRO_TRACE_NOISE")
 
 Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 
@@ -57,7 +67,8 @@ class ForkserverLauncher:
                 reason = f"no fork server ({refused.kind}): {refused}"
             finally:
                 clear_directory(attempt.directory)
-        observation = self._torchrun.launch(attempt, stop)
+        cold = CommandLauncher() if attempt.command else self._torchrun
+        observation = cold.launch(attempt, stop)
         observation["attempt"]["cold_start_reason"] = reason
         return observation
 
@@ -74,7 +85,8 @@ class ForkserverLauncher:
             with server.fork(attempt.spec_file) as forked:
                 if isinstance(forked, Supervisor):
                     watched = Watch(attempt, root=forked.process).run(forked.wait, stop)
-                    return observe.observation(attempt, self.name, server.command, watched)
+                    observation = observe.observation(attempt, self.name, server.command, watched)
+                    return complete(observation, attempt, attempt.command) if attempt.command else observation
                 return observe.not_started(attempt, self.name, server.command, started, forked)
 
     @contextmanager
@@ -129,6 +141,11 @@ class ForkserverLauncher:
 
 def server_environment(attempt: Attempt) -> dict[str, str]:
     """Return the environment of the server that the attempt needs."""
+    if attempt.command is not None:
+        env = user_environment(attempt, attempt.command)
+        if attempt.world_size > 1:  # as torchrun does
+            env.setdefault("OMP_NUM_THREADS", "1")
+        return {name: value for name, value in env.items() if name not in OF_SCRIPT}
     env = stack_environment(attempt)
     if attempt.device == "cuda":
         # Every rank has its own lease; the server sees all devices, and asks NVML rather than the driver, whose
@@ -141,6 +158,11 @@ def server_environment(attempt: Attempt) -> dict[str, str]:
 def spec_of(attempt: Attempt) -> Json:
     """Return the attempt's spec with the environment that differs from the server's own."""
     spec = {**attempt.spec(), "cwd": str(attempt.work)}
+    if attempt.command is not None:
+        env, words = user_environment(attempt, attempt.command), attempt.command.argv
+        arguments = words[words.index(str(attempt.script)) + 1 :]
+        own = {name: env[name] for name in OF_SCRIPT if name in env}
+        return {**spec, "cwd": os.getcwd(), "env": own, "arguments": arguments, "hooks": str(HOOKS)}
     if attempt.device == "cuda":
         spec["env"] |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
     return spec

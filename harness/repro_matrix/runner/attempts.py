@@ -72,7 +72,8 @@ def run_attempt(
         attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
         shared = None if attempt.trace else place.run_dir / REFERENCES  # a traced attempt makes its own
         attempt = replace(attempt, keep=session.settings.keep_files, references=shared)
-        launcher = CommandLauncher() if attempt.command else place.launcher
+        forked = place.launcher.name == "forkserver" and attempt.cold_start_reason is None and not gpus
+        launcher = CommandLauncher() if attempt.command and not forked else place.launcher
         observation = cast(Observation, launcher.launch(attempt, stop))
         if attempt.trace:
             tracing.keep(attempt, observation, runs.results_folder(session.settings))
@@ -119,7 +120,7 @@ def recipe(
         deadline_s=plan.deadline,
         env={**env, **case.variants[plan.variant].env},
         gpus=tuple(gpus),
-        imports=() if command else imports_of(catalogue, case, plan),
+        imports=tuple(case.launch.imports) if command else imports_of(catalogue, case, plan),
         overlay=stack.path if stack else (),
         cold_start_reason=case.launch.cold_start_reason or normal_exit,
         stack_cache=cache_dir() / "stack-caches" / stack.key if stack and not command else None,

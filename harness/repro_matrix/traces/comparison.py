@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import ROOT, Owner, Step, replaced
+from repro_matrix.traces.alignment import ACTIVATIONS, ROOT, Owner, Step, replaced
 from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location
 from repro_matrix.traces.names import renamed
@@ -60,11 +60,17 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
     cells: dict[str, dict[int, float]] = {}
     for pair, _ in _steps(good, bad, noise):
         steps.append(pair.good.number)
+        wrong = _wrong(pair)
         for each in pair.differences:
-            module = each.key.name if each.key.kind in ("in", "fwd", "bwd") else each.key.name.rpartition(".")[0]
-            if each.stage not in ("loss weight", "clipping") and not each.missing:
-                row = cells.setdefault(module, {})
-                row[steps[-1]] = max(row.get(steps[-1], 0.0), min(each.size / each.tolerance, 1e9))
+            whole = each.stage in (
+                "loss weight",
+                "clipping",
+            )  # of no module; without what the answer holds for harmless
+            if each.missing or (whole and each.wrong and not any(each is other for other in wrong)):
+                continue
+            name = each.key.name if each.key.kind in ACTIVATIONS else each.key.name.rpartition(".")[0]
+            row = cells.setdefault(each.stage if whole else name, {})
+            row[steps[-1]] = max(row.get(steps[-1], 0.0), min(each.size / each.tolerance, 1e9))
     order = list(good.modules)
     modules = sorted(cells, key=lambda name: order.index(name) if name in order else len(order))
     return {"steps": steps, "rows": [{"module": m, "cells": [cells[m].get(step) for step in steps]} for m in modules]}

@@ -8,7 +8,7 @@ from typing import Any
 
 from repro_matrix.text import counted
 from repro_matrix.traces.location import Coverage
-from repro_matrix.traces.pair import STAGE_OF, Pair
+from repro_matrix.traces.pair import STAGES, Pair
 from repro_matrix.traces.reader import Trace
 
 GRADIENTS = ("backward", "local gradient", "reduction", "gradient before the optimizer")
@@ -39,7 +39,8 @@ class Total:
         self.largest = max([self.largest, *(each.size / each.tolerance for each in kept)])
         self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
-        self.notes |= {f"the bad side has nothing of the stage {STAGE_OF[kind]}": None for kind in sorted(absent)}
+        stages = [stage for stage, kinds in STAGES.items() if absent & {*kinds}]
+        self.notes |= {f"the bad side has nothing of {', '.join(stages)}": None} if stages else {}
         ours, theirs = set(pair.good.samples), set(pair.other.samples)
         self.samples |= {sample[:2] for sample in theirs}
         self.counts.update(
@@ -70,6 +71,9 @@ class Total:
             notes += [f"{side}: {note}" for note in trace.notes]
             listed = ", ".join(sorted(only)[:4])
             notes += [f"only the {side} has {counted(len(only), 'module')}: {listed}"] if only else []
+        models = {model["root"]: model["names"][0][1] for model in self.good.models if model["names"]}
+        listed = ", ".join(f"root{root} is a {kind}" if root else kind for root, kind in models.items())
+        notes += [f"models: {listed}"] if len(models) > 1 else []
         notes += [] if self.noise else ["no noise run: the tolerance is a guess"]
         notes += [f"not a number on both sides: {self.not_numbers}"] if self.not_numbers else []
         names = ("steps", "not_compared", "shared", "only_good", "only_bad")

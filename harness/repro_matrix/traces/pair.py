@@ -119,9 +119,9 @@ class Pair:
         return next((name for name, changes in sides.items() if changes and not any(map(np.any, changes))), "")
 
     def left_out(self, name: str) -> bool:
-        """Return whether the other side's optimizer does not get the gradient of this parameter, but others'."""
-        received, reduced = Key("ograd", name), Key("rgrad", name)
-        missing = received in self.good.events and received not in self.other.events
+        """Return whether the other side's optimizer does not have this parameter, and gets the gradients of others."""
+        received, reduced, updated = Key("ograd", name), Key("rgrad", name), Key("param", name)
+        missing = received in self.good.events and not {received, updated} & self.other.events.keys()
         return missing and "ograd" in self.other.kinds and reduced in self.other.events
 
     @property

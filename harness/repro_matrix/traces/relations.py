@@ -45,6 +45,8 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
     if first.stage == "update" and not np.any(bad):
         return "the step did not change it", owners
     if first.stage == "loss weight":
+        if max(rest for scale, rest, _ in pair.weights.values() if scale) > RESIDUE:
+            return "the gradient of the loss differs, and in its direction too", owners
         low, high = float(bad.min()), float(bad.max())
         equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
         weights = times(float(bad.mean())) if equal else f"{times(low)} to {times(high)}"

@@ -16,10 +16,11 @@ attempts with torchrun. docs/concepts/launching.md lists how forked ranks differ
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -338,10 +339,15 @@ def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, oth
         if not port:
             os._exit(1)  # no store: the supervisor has reported the reason
         os.environ["MASTER_PORT"] = port
-        code = run_script(spec["script"], ["--settings", spec["settings"]])
+        if "hooks" in spec:
+            install_hooks(spec["hooks"])
+        code = run_script(spec["script"], spec.get("arguments", ["--settings", spec["settings"]]))
     except BaseException:
+        sys.audit("sys.excepthook", sys.excepthook, *sys.exc_info())  # as an interpreter that ends does
         traceback.print_exc()
     finally:
+        if "hooks" in spec:
+            atexit._run_exitfuncs()
         try:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -379,6 +385,15 @@ def reset_state() -> None:
     tempfile.tempdir = None
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def install_hooks(folder: str) -> None:
+    """Record this rank of a user's script as worker/hooks does in a new interpreter; hide the server's own module."""
+    found = importlib.util.spec_from_file_location("repro_hooks", os.path.join(folder, "sitecustomize.py"))
+    hooks = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
+    found.loader.exec_module(hooks)  # type: ignore[union-attr]
+    sys.modules.pop("elastic", None)
+    hooks.begin()
 
 
 def run_script(script: str, arguments: list[str]) -> int:

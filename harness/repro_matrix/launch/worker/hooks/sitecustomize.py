@@ -130,7 +130,10 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
         Finder("torch.optim.optimizer", parameters.watch)
     tracers: list[Any] = []
     if os.environ.get("REPRO_TRACE"):
-        Finder("torch", lambda _: start_trace(rank, world_size, tracers))
+        if "torch" in sys.modules:  # forked from a process that has imported it (fork_server.py)
+            start_trace(rank, world_size, tracers)
+        else:
+            Finder("torch", lambda _: start_trace(rank, world_size, tracers))
 
     def at_end() -> None:  # registered first, so it is called last
         if os.getpid() == rank_pid:

@@ -51,8 +51,9 @@ class Batch:
         found = {name: each for name, each in [*tensors(args), *tensors(kwargs)] if each.device.type != "meta"}
         ids = pick(found, "input_ids", "decoder_input_ids")
         if ids is None:
-            whole = [each for each in found.values() if not each.is_floating_point() and each.dim()]
-            ids = next(iter([*whole, *(each for each in found.values() if each.dim() > 1)]), None)
+            data = {name: each for name, each in found.items() if not name.endswith(("mask", "position_ids"))} or found
+            whole = [each for each in data.values() if not each.is_floating_point() and each.dim()]
+            ids = next(iter([*whole, *(each for each in data.values() if each.dim() > 1)]), None)
         if ids is None or hasattr(ids, "placements"):
             return Batch()
         mask, labels = pick(found, "attention_mask"), pick(found, "labels", "label")
