@@ -130,6 +130,7 @@ def test_doctor_does_not_contradict_itself_where_no_gpu_can_be_used(
     done = repro(FakeNvml(gpus), "doctor", *ONE, f"stack=python:{python_that_says(tmp_path, *lines(8))}", env=env)
     shown = " ".join(done.out.split())
     assert done.code == 3 and "PROBLEM: hardware=auto: GPUs are here" in shown and why in shown
+    assert shown.count(why) == 1, "one line for eight GPUs"
     assert "GPUs: none that can be used" in shown and "8 of 8 GPUs" not in shown and "run here" not in shown
     assert done.out.splitlines()[-1].startswith(
         "1 of 1 cells can run with hardware=cpu; those of the GPUs, once 1 problem"
@@ -232,6 +233,7 @@ def test_doctor_lets_two_ranks_add_numbers_with_nccl(
     assert done.code == (3 if reasons else 0) and len(problems) == bool(reasons)
     assert all(reason in problems[0] for reason in reasons)
     if pair == HANGS:
+        assert "nvidia-smi" not in problems[0], "both GPUs answer"
         remedied = repro(FakeNvml(gpus), *words, "env.NCCL_P2P_DISABLE=1")
         assert remedied.code == 0, "what the ranks are given, the probe is given too"
 

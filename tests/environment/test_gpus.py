@@ -254,7 +254,7 @@ def pynvml(**functions: object) -> SimpleNamespace:
     return SimpleNamespace(
         NVMLError=NVMLError, NVML_ERROR_GPU_IS_LOST=15, NVML_ERROR_TIMEOUT=10, NVML_ERROR_LIBRARY_NOT_FOUND=12,
         NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_VOLATILE_ECC=0, nvmlEventTypeXidCriticalError=8,
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid, **functions,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid, **{"nvmlInit": lambda: None, **functions},
     )  # fmt: skip
 
 
@@ -308,6 +308,14 @@ def test_nvml_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 reasons = tuple(str(nvml.look(uuid).problem) for uuid in nvml.gpus)
         assert len(asked) == 1 and reasons and all("does not answer" in reason for reason in reasons), question
     over.set()
+
+
+def test_driver_that_was_updated_is_named_with_the_remedy() -> None:
+    def refuse() -> None:
+        raise NVMLError("RM has detected an NVML/RM version mismatch.")
+
+    with pytest.raises(DriverError, match=r"^driver/library version mismatch \(NVML.* reboot$"):
+        Pynvml(pynvml(nvmlInit=refuse, NVML_ERROR_LIB_RM_VERSION_MISMATCH=NVMLError.value))
 
 
 @pytest.mark.parametrize(

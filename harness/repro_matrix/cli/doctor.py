@@ -56,7 +56,8 @@ def main(args: argparse.Namespace) -> int:
     in_use = {gpu.index: user for gpu in profile.gpus if (user := other_user(now[gpu.uuid]))}
     problems += [*prepared.shortfall(), *prepared.too_few_free()]
     shm, untraceable = shm_mb(), no_ptrace()
-    notes = [*describe_unusable(machine.left_out), *([machine.hidden] if machine.hidden else [])]
+    notes = describe_unusable(machine.left_out) if where == "here" else []  # else they are the problem
+    notes += [machine.hidden] if machine.hidden else []
     notes += () if problems else machine.unusable  # on hardware=cpu
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]

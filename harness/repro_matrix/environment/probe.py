@@ -219,7 +219,8 @@ def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: 
         f"NVML sees {count_names(profile.gpus)} (driver {machine.driver}{newest}), and torch "
         f"{torch} (CUDA {answer.get('cuda') or 'none'}) of stack {stack.name} cannot use them: {reason}"
     ]
-    lines += [hint for words, hint in _HINTS.items() if words in reason][:1]
+    hints = [] if answer.get("pair") else [hint for words, hint in _HINTS.items() if words in reason]
+    lines += hints[:1]  # the reason of a pair has its own
     if other_build_helps:
         release = f"=={torch.partition('+')[0]}" if torch else ""
         lines.append(
