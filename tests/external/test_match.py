@@ -314,7 +314,7 @@ WATCHDOG = (
     ],
 )  # fmt: skip
 def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank: int | None) -> None:
-    every = kind in rules() and rules()[kind].every_step
+    every = kind in rules() and bool(rules()[kind].steps)
     found = answer(line.split("\n") if every else ["step 1 loss 2.0", *line.split("\n"), "step 2 loss 1.9"])
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
@@ -662,6 +662,41 @@ def test_match_of_losses_that_are_all_zero_is_a_failure_unless_a_gradient_is_not
     for healthy in (steps[:2], [*steps, "{'loss': 0.01, 'epoch': 0.4}"], [*steps, "loss: 0.0, grad_norm: 1e-3"],
                     [*steps, "lm loss: 0.2, aux loss: 0.0"]):  # fmt: skip
         assert answer(healthy).exit_code == 3
+
+
+def test_match_of_losses_that_explode_is_a_failure_unless_they_come_back() -> None:
+    steps = [f"step {number} loss 2.{number}" for number in range(20)]
+    high = [f"step {number} loss {20000 + number}.5" for number in range(20)]
+    assert answer([*steps, *high]).kinds == ["exploded-loss"]
+    scale = [f"{step} | loss scale: 65536.0" for step in steps]
+    for healthy in (steps, high, [*high, *steps], [*steps, *high, *steps], [*steps, *high[:3]], scale):
+        assert answer(healthy).exit_code == 3
+    assert answer([*steps, *["loss 70000 loss 80000 " * 9] * 190, "loss 1.0"]).exit_code == 3, "in no time"
+
+
+def test_advice_of_a_kind_of_failure_comes_once(match: Match) -> None:
+    _, out, _ = match([f"[rank{rank}]: NCCL WARN Call to ibv_poll_cq failed" for rank in range(8)])
+    assert out.count("InfiniBand or RoCE failed") == 8 and out.count("What to try:") == 1
+
+
+def test_match_says_which_versions_are_in_the_range(match: Match) -> None:
+    _, out, _ = match(["transformers==5.23.0", *UNIFORM])
+    assert "your transformers 5.23.0 (the log) is in its range" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("form", ["string", "records", "array", "nested"])
+def test_match_of_megabytes_of_json_on_one_line_reads_its_strings(form: str, match: Match) -> None:
+    lines = [*(f"step {number} loss 2.{number % 10}" for number in range(40_000)), *UNIFORM]
+    text = "\n".join(lines)
+    made: dict[str, Any] = {
+        "string": {"level": "info", "message": text, "host": "n1"},
+        "records": [{"stack": text, "level": "error"}, {"msg": "ended", "level": "info"}],
+        "array": [{"log": line, "stream": "stderr"} for line in lines],
+        "nested": {"kubernetes": {"pod": "train-0"}, "log": "a" * 200_000 + "\n" + text},
+    }
+    (found,) = json.loads(match(json.dumps(made[form]).encode(), "--json")[1])
+    assert found["recognized"] == ["fsdp-uniform-dtype"] and not found["failures"][0]["mixed"]
+    assert match(json.dumps(made[form]).partition("Traceback")[0].encode())[0] == 3
 
 
 def outcome(entry: dict[str, Any]) -> str:

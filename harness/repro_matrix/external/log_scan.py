@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -60,7 +60,8 @@ def lines(path: str) -> Iterator[str]:
 
 
 def _lines(raw: Any, path: str) -> Iterator[str]:
-    """A carriage return alone (a progress bar) ends a line as well. Of a long line only the beginning is kept."""
+    """A carriage return alone (a progress bar) ends a line as well. Of a long line only the beginning is kept, of one
+    that is JSON the lines of its strings."""
     file: Any = io.BufferedReader(raw)
     if file.peek(2).startswith(b"\x1f\x8b"):
         file = _Gzip(fileobj=file)
@@ -69,13 +70,46 @@ def _lines(raw: Any, path: str) -> Iterator[str]:
     if encoding != "utf-16" and b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
         raise LogError(f"{path}: binary, not the text of a log. Unpack it first.")
     text = io.TextIOWrapper(file, encoding, errors="replace", newline=None)
-    begins = True
+    rest, begins, long_json = "", True, False
     while part := text.readline(MAX_LINE):
-        if begins:
+        ends = part.endswith("\n")
+        long_json = not ends and bool(_JSON.match(part)) if begins else long_json
+        if long_json:
+            rest += part
+            cut = max((rest.rfind(end) + 2 for end in ("\\n", "},") if end in rest), default=0)
+            cut = len(rest) if ends or len(rest) > 2 * MAX_LINE else cut
+            yield from _strings(rest[:cut])
+            rest = rest[cut:]
+        elif begins:
             yield part.replace("\0", "")
-        begins = part.endswith("\n")
+        begins = ends
+    yield from _strings(rest)
     if damage := getattr(file, "damage", None):
         raise damage
+
+
+# Records of JSON, as collectors of logs write them: the parts of a record, and the keys of what a program printed.
+_JSON = re.compile(r'\s*\[?\s*\{\s*"[^"\n]{1,80}"\s*:')
+_PARTS = re.compile(r'\\+n|(?<!\\)",\s*(?="[^"\s]{1,80}"\s*:)|\},\s*(?=\{)')
+_FIELD = re.compile(r'[\s\[{,]*"[^"\s]{1,80}"\s*:')
+_PRINTED = re.compile(
+    r'(?:^|[\s\[{,])"(?i:message|msg|log|text|line|event|stack|exc_info|exception|error|traceback)"\s*:\s*"'
+)
+
+
+def _strings(text: str) -> Iterator[str]:
+    """Yield the lines of the strings in a text of JSON, which may be cut anywhere. A field that is no output of a
+    program stays as it is."""
+    for part in _PARTS.split(text):
+        printed = _PRINTED.search(part)
+        if printed is None and _FIELD.match(part):
+            yield "{" + part.lstrip("{")
+        elif part:
+            inner = re.sub(r'(?<!\\)"[\s\]}]*$', "", part[printed.end() if printed else 0 :])
+            try:
+                yield str(json.loads(f'"{inner}"', strict=False))
+            except ValueError:
+                yield inner.replace('\\"', '"')
 
 
 class _Gzip(gzip.GzipFile):
@@ -226,9 +260,10 @@ class Progress:
         self.texts.extend(batch[at].strip() for at in last)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what each of the last steps shows."""
-        for rule in rules().values():
-            if rule.every_step and len(self.texts) > 2 and all(re.search(rule.text, text) for text in self.texts):
+        """Yield what the last steps show."""
+        for rule in rules().values() if len(self.texts) > 2 else ():
+            texts = ["\n".join(self.texts)] if rule.steps == "together" else self.texts
+            if rule.steps and all(re.search(rule.text, text) for text in texts):
                 yield Finding(self.steps[0], None, rule.name, self.texts[0][:MAX_NOTE], last=self.steps[-1])
 
     @property
@@ -311,7 +346,7 @@ class Catalogue:
             if text
         ]
         listed = [words for _, words in self.patterns] + [words for _, words, _ in self.messages]
-        listed += [rule.words or words_of(rule.text) for rule in rules().values() if not rule.every_step]
+        listed += [rule.words or words_of(rule.text) for rule in rules().values() if not rule.steps]
         every_word = {word for words in listed for word in words}.union(_TRACEBACKS, WAIT_WORDS)
         # A word that holds another one need not be asked for.
         least = [word for word in every_word if not any(o != word and o in word for o in every_word)]
@@ -355,8 +390,7 @@ def words_of(pattern: str) -> list[str]:
     return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
 
 
-# A string of JSON with a traceback; the lines of a printed string, or list of strings, with one.
-_ESCAPED = re.compile(r'"(?:[^"\\]|\\.)*(?:Traceback \(most recent|\\n  File \\")(?:[^"\\]|\\.)*"')
+# The lines of a printed string, or list of strings, with a traceback.
 _BREAK = re.compile(r"""\\n(?:["'], *["'])?""")
 _ELEMENT = re.compile(r"""^\s*\[?(?P<quote>["'])(?P<text>.*?)(?:\\n)?(?:(?P=quote)[,\]]*)?$""")
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
@@ -392,18 +426,13 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
 
 
 def _unescaped(raw: str) -> list[str]:
-    """Return a line; of JSON, or a printed list or string, that holds a traceback, the lines of the traceback."""
+    """Return a line; of JSON the lines of its strings, and of a printed list or string with a traceback its lines."""
     text = raw.strip()
-    if "\\n" in raw:
-        held = _ESCAPED.search(raw)
-        with suppress(ValueError):
-            if raw.startswith('{"log":'):  # Docker's
-                return str(json.loads(raw)["log"]).splitlines()
-            if held:
-                return list(json.loads(held.group()).splitlines())
-        if HEADER in raw or '  File "' in raw.replace("\\", ""):
-            parts = _BREAK.split(text.replace('\\"', '"'))
-            return [element["text"] if (element := _ELEMENT.match(part)) else part for part in parts]
+    if _JSON.match(text):
+        return list(_strings(text))
+    if "\\n" in raw and (HEADER in raw or '  File "' in raw.replace("\\", "")):
+        parts = _BREAK.split(text.replace('\\"', '"'))
+        return [element["text"] if (element := _ELEMENT.match(part)) else part for part in parts]
     element = _ELEMENT.match(text) if text[:1] in "['\"" and text[-1:] in ",]" else None
     return [element["text"] if element else raw]
 

@@ -81,7 +81,7 @@ class _Parts:
     answer: Answer
     cases: Mapping[str, Case]
     versions: Versions
-    advised: set[str] = field(default_factory=set)
+    advised: set[str] = field(default_factory=set)  # cases and rules
 
     def all(self, path: str) -> Iterator[Part]:
         seen, answer = self.seen, self.answer
@@ -162,7 +162,7 @@ class _Parts:
             yield 4, f"Perhaps: {self.cases[name].title} ({name}): {'; '.join(item.missing)}"
             yield from self.advice(self.cases[name]) if index == 0 else ()
         if rule and not possible and not failure.known:
-            yield from _rule(rule, f"{error.type}: {error.message}")
+            yield from self.rule(rule, f"{error.type}: {error.message}")
 
     def who(self, failure: Failure) -> str:
         """Return the rank that failed first, and the others; where no line names it, the one that torchrun reports."""
@@ -177,7 +177,18 @@ class _Parts:
         rule = rules()[finding.kind]
         yield 2, f"{_place(finding)}, line {finding.line}: {rule.title}"
         yield 4, first_line(finding.text)
-        yield from _rule(rule, finding.text)
+        yield from self.rule(rule, finding.text)
+
+    def rule(self, rule: FailureRule, text: str) -> Iterator[Part]:
+        """Yield what the error says of memory, and what to try: first the advice that begins with words of the error.
+        The advice of a rule comes once."""
+        if memory := memory_of(text):
+            yield 4, memory
+        if rule.name not in self.advised:
+            yield 4, "What to try:"
+            advice = sorted(rule.advice, key=lambda each: each.partition(":")[0].lower() not in text.lower())
+            yield from ((6, advised) for advised in advice)
+        self.advised.add(rule.name)
 
     def hang(self, hang: Hang) -> Iterator[Part]:
         at = f"line {hang.line}: " if hang.line else ""
@@ -203,7 +214,8 @@ class _Parts:
             if found.absent:
                 note = f"it does not reproduce on your versions ({source}): another cause is likely"
             elif found.fits:
-                note = f"your versions ({source}) are in its range"
+                yours = [f"{name} {known[name]}" for name in found.measured_at if name in known]
+                note = f"your {', '.join(yours)} ({source}) {'are' if yours[1:] else 'is'} in its range"
             elif known:
                 note = f"your versions ({source}) were not measured; these are the nearest on which it reproduces"
             else:
@@ -228,12 +240,3 @@ def _recovered(each: Failure | Finding) -> str:
 
 def _place(finding: Finding) -> str:
     return finding.place or ("unknown rank" if finding.rank is None else f"rank {finding.rank}")
-
-
-def _rule(rule: FailureRule, text: str) -> Iterator[Part]:
-    """Yield what the error says of memory, and what to try: first the advice that begins with words of the error."""
-    if memory := memory_of(text):
-        yield 4, memory
-    yield 4, "What to try:"
-    advice = sorted(rule.advice, key=lambda each: each.partition(":")[0].lower() not in text.lower())
-    yield from ((6, advised) for advised in advice)
