@@ -90,6 +90,16 @@ def test_other_packages_and_builds_are_the_same_stack_and_text_is_no_difference(
     assert compared(other).same == 3
 
 
+def test_a_patched_build_is_not_the_release() -> None:
+    patched = {**NEW, "transformers": f"{NEW['transformers']}+x"}
+    stored = [*rows(OLD, BROKEN), *rows(NEW, BROKEN)]
+    assert compared(stored, new=patched).compared == 0
+    assert compared([*stored, *rows(patched, BROKEN)], new=patched).compared == 3
+    measured = {"python": "3.11", "torch": "2.13.0+cpu", "transformers": "5.23.0", "accelerate": "1.15.0"}
+    assert compared([], old=measured, new=measured).compared == 3, "expectations know the release"
+    assert compared([], old=measured, new={**measured, "transformers": "5.23.0+x"}).compared == 0
+
+
 def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
     only_old = compared(rows(OLD, BROKEN))
     assert (only_old.verdict, only_old.exit_code) == ("UNDECIDED", 3)

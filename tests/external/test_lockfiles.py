@@ -31,6 +31,7 @@ def test_parse_of_pip_freeze_separates_releases_from_clones() -> None:
         "accelerate": "1.0.0", "huggingface-hub": "0.26.0", "torch": "2.13.0+cpu", "numpy": "2.0.0",
     }  # fmt: skip
     assert set(lockfile.unreleased) == {"mine", "other"}
+    assert parse("torch (==2.1)\npeft===0.9.0\n", "a").pins == {"torch": "2.1", "peft": "0.9.0"}
 
 
 @pytest.mark.parametrize(

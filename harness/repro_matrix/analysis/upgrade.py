@@ -8,6 +8,7 @@ another wording, or another error of what failed before, is no reason not to upg
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -221,14 +222,18 @@ class _Side:
             return f"{self.end.name} lacks {unmet}" if text == unmet else f"{self.end.name} {UNPINNED} {text}"
         deciding = frozenset({"torch", "transformers", *(canonical(Requirement(item).name) for item in needed)})
         for row in self.rows[cell.key, variant, hardware]:
-            if all(_same(row.stack.versions.get(name), versions.get(name)) for name in deciding.intersection(UPSTREAM)):
+            if all(
+                _release(row.stack.versions.get(name, "")) == _release(versions.get(name, ""))
+                for name in deciding.intersection(UPSTREAM)
+            ):
                 failed = [each for each in row.evidence_attempts if each.outcome != "passed"]
                 outcomes = {each.outcome for each in row.evidence_attempts}
                 if len(outcomes) > 1:
                     return f"{DISAGREE} on {self.end.name}"
                 text = first_line(failed[0].reason) if failed else ""
                 return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings)
-        return self._expected(case, cell, variant, hardware, deciding)
+        patched = any("+" in _release(versions.get(name, "")) for name in deciding)
+        return None if patched else self._expected(case, cell, variant, hardware, deciding)
 
     def _expected(
         self, case: Case, cell: Cell, variant: str, hardware: str, deciding: frozenset[str]
@@ -249,12 +254,16 @@ class _Side:
         return None
 
 
-def _same(one: str | None, other: str | None) -> bool:
-    """Whether two versions are the same release, whatever was built of it (2.6.0 and 2.6.0+cpu)."""
+_BUILD = re.compile(r"cpu|cu\d|rocm|xpu")
+
+
+def _release(text: str) -> str:
+    """Return a version without what it was built for (+cpu, +cu124); a patched build (+x) keeps its label."""
     try:
-        return Version(one or "").public == Version(other or "").public
+        version = Version(text)
     except InvalidVersion:
-        return one == other
+        return text
+    return version.public if _BUILD.match(version.local or "cpu") else str(version)
 
 
 def _problems(
@@ -333,7 +342,7 @@ def _moved(upgrade: Upgrade) -> tuple[Moved, Moved, Moved]:
     stack has ("" in the other)."""
     found: tuple[Moved, Moved, Moved] = {}, {}, {}
     for name, pair in differences(upgrade.source.versions, upgrade.target.versions).items():
-        if not _same(*pair):
+        if _release(pair[0]) != _release(pair[1]):
             found[2 if not all(pair) else name not in UPSTREAM][name] = pair
     return found
 

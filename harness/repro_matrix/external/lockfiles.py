@@ -56,10 +56,10 @@ def parse(text: str, path: str) -> Lockfile:
         else:
             if requirement.marker is not None and not requirement.marker.evaluate():
                 continue
-            name, version = canonical(requirement.name), str(requirement.specifier).removeprefix("==")
+            name, version = canonical(requirement.name), str(requirement.specifier).lstrip("=")
             if requirement.url:
                 unreleased[name] = line
-            elif not re.fullmatch(r"==[^,*]+", str(requirement.specifier)):
+            elif not re.fullmatch(r"={2,3}[^=,*]+", str(requirement.specifier)):
                 raise ConfigError(f"{where} is not one release. Write NAME==VERSION, as pip freeze does.")
             elif Version(pins.setdefault(name, version)) != Version(version):
                 raise ConfigError(f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of them.")
