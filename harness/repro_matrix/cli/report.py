@@ -15,8 +15,8 @@ from repro_matrix.report.load import AXES, Results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
 
-EPILOG = """Exit codes: 0, whatever the results are: the run that measured them has the exit code. 2 usage error; 3 less was
-measured than requested, or evidence cannot be read."""
+EPILOG = """Exit codes: 0, whatever the results are (the run that measured them has another one); 2 usage error; 3 less
+was measured than requested, or evidence cannot be read."""
 FORMATS = ("html", "text", "junit", "markdown", "json")
 
 
