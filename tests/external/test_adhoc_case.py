@@ -296,6 +296,15 @@ def test_script_report_names_error_also_of_a_child_process() -> None:
         assert part in "\n".join(describe(case_of(error("IndexError: list")), document))
 
 
+def test_script_report_has_the_last_lines_of_a_rank_that_raised_nothing_once() -> None:
+    usage = "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --nope\n"
+    found = seen(rank(0, 2, log_tail=usage), command_exit=2)
+    document: Any = {"stack": {}, "variants": {VARIANT: {"attempts": [
+        {"observation": found, "outcome": graded(error("IndexError: list"), found).to_json()}]}}}  # fmt: skip
+    lines = list(describe(case_of(error("IndexError: list")), document))
+    assert not any("first: " in line for line in lines) and sum(usage.split("\n")[0] in line for line in lines) == 1
+
+
 def test_known_failure_of_the_catalogue_is_recognized() -> None:
     ddp = {**WHERE, "file": "/v/site-packages/torch/nn/parallel/distributed.py", "function": "_pre_forward",
            "module": "torch.nn.parallel.distributed", "code_location": "torch.nn.parallel.distributed"}  # fmt: skip

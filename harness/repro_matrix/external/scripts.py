@@ -141,17 +141,17 @@ def _checked(case: AdhocCase, made: Made) -> Iterator[str]:
 
 
 def _first_failure(made: Made) -> Iterator[str]:
-    """Yield the innermost frames or the rank's last lines, and the failure in the form that --error takes."""
+    """Yield the innermost frames and the failure in the form that --error takes, else the rank's last lines."""
     primary = made["outcome"]["primary"]
     if not primary:
         return
     rank = next(each for each in made["observation"]["ranks"] if each["rank"] == primary["rank"])
     raised = rank["record"]["exception"] if rank["record"] else None
-    frames = raised["frames"] if raised else []
-    for frame in frames[-3:]:
-        yield f"    {frame['file']}:{frame['line']} {frame['function']}: {frame.get('code', '')}"
-    if not frames:
+    if not raised:
         yield from (f"    {line}" for line in rank["log_tail"].splitlines()[-TAIL:])
+        return
+    for frame in raised["frames"][-3:]:
+        yield f"    {frame['file']}:{frame['line']} {frame['function']}: {frame.get('code', '')}"
     where = f" ({primary['location']})" if primary["location"] else ""
     yield f"  first: rank {primary['rank']}: {primary['type']}: {normal(primary['message'])}{where}"
 
