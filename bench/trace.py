@@ -1,8 +1,9 @@
 """Measure what a trace costs a training: ``python -m bench.trace``.
 
 CPU seconds and peak memory of a process that trains three steps, start included, without and with the tracer, in turn;
-the least of several runs counts. The size of a 7B model's trace is computed, not measured: from its modules and
-parameters on the meta device, a line per module and call, and the lengths of the lines of a trace.
+the least of several runs counts. Then what `repro compare` of two built stacks costs, with two ranks. The size of a 7B
+model's trace is computed, not measured: from its modules and parameters on the meta device, a line per module and call,
+and the lengths of the lines of a trace.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import repro_matrix
+from repro_matrix.config.schema import VARIANT
 
 from bench.machine import HERE, write
 
@@ -71,6 +73,23 @@ def compare(model: tuple[int, ...], runs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compared(good: str, bad: str) -> dict[str, Any]:
+    """Return the CPU seconds of `repro compare` of two built stacks, all of its processes included."""
+    script = HERE.parent / "docs" / "examples" / "numbers" / "ddp.py"
+    with tempfile.TemporaryDirectory(prefix="repro-bench-") as results:
+        words = ["compare", str(script), "--good", good, "--bad", bad, f"results={results}", "--json"]
+        process = subprocess.Popen([sys.executable, "-m", "repro_matrix", *words], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        data = json.loads(process.stdout.read())
+        _, _, used = os.wait4(process.pid, 0)
+        process.returncode = 0
+        documents = [json.loads(Path(each["document"]).read_text()) for each in data["noise"]]
+    attempts = [each["variants"][VARIANT]["attempts"][0]["observation"]["attempt"] for each in documents]
+    # A fork server does not wait for its forks: their figures are their own.
+    forked = sum(each["cpu_s"] for each in attempts if each["launcher"] == "forkserver")
+    return {"good": good, "bad": bad, "verdict": data["verdict"], "cpu_s": used.ru_utime + used.ru_stime + forked}
+
+
 def computed_size(model: tuple[int, ...]) -> dict[str, Any]:
     """Return the size of a rank's trace of a larger model: batch BATCH, STEPS steps, one micro-batch each."""
     import torch
@@ -102,9 +121,11 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--stacks", default="torch2.6-tf4.51,torch2.2-tf4.39", help="two built ones, to compare")
     parser.add_argument("--out", type=Path, default=HERE / "trace.json")
     arguments = parser.parse_args(words)
     results = {name: compare(MODELS[name], arguments.runs) for name in arguments.models.split(",")}
+    results["compare_two_stacks"] = compared(*arguments.stacks.split(","))
     write(arguments.out, steps=STEPS, batch=BATCH, **results, model_7b=computed_size(SEVEN_B))
 
 

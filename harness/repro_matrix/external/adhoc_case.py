@@ -47,9 +47,7 @@ MODEL = "own"  # slug of the model axis: the script brings its own
 NOISE_SEED = "REPRO_TRACE_NOISE"
 PRELOADED = ("torch", "transformers")
 # A variable of the environment is set.
-_ENVIRONMENT = re.compile(
-    rb"environ\s*(\[[^\]]*\]\s*=[^=]|\|=|\.\s*(update|setdefault|pop|clear))|putenv|del\s.*environ"
-)
+_ENVIRONMENT = re.compile(rb"environ\s*(\[[^\]]*\]\s*=[^=]|\|=|\.\s*(update|setdefault|pop))|putenv|del\s.*environ")
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 # program -> module that is its command line
@@ -360,9 +358,9 @@ class AdhocRequest(Request):
 
 def _code(script: Path | None) -> str:
     """Hash the script and what it imports from its folder."""
-    digest = hashlib.sha256()
-    for path in _files(script):
-        name = path.relative_to(script.resolve().parent) if script else path
+    digest, files = hashlib.sha256(), _files(script)
+    for path in files:
+        name = path.relative_to(files[0].parent)
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()[:16] if script else ""
 

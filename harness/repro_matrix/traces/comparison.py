@@ -62,10 +62,7 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
         steps.append(pair.good.number)
         wrong = _wrong(pair)
         for each in pair.differences:
-            whole = each.stage in (
-                "loss weight",
-                "clipping",
-            )  # of no module; without what the answer holds for harmless
+            whole = each.stage in ("loss weight", "clipping")  # of no module; not where the answer passes it over
             if each.missing or (whole and each.wrong and not any(each is other for other in wrong)):
                 continue
             name = each.key.name if each.key.kind in ACTIVATIONS else each.key.name.rpartition(".")[0]
