@@ -13,12 +13,12 @@ from packaging.version import Version
 from report_cells import rows
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
-from repro_matrix.analysis.regressions import against_history, compare_to_last_passing
+from repro_matrix.analysis.regressions import Regressions, against_history, compare_to_last_passing
 from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.paths import BASELINE
 from repro_matrix.planning.plan import newer_release
-from repro_matrix.report.attention import ATTENTION, kind_of
+from repro_matrix.report.attention import ATTENTION, NOTHING, attention, kind_of
 from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.load import load_results
 from repro_matrix.report.run_summary import describe_exit
@@ -166,14 +166,28 @@ def test_changes_since_the_last_passing_run() -> None:
         return headline(rows, {}, compare_to_last_passing(map(from_row, rows), [monday]))
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
-    assert "Changes: 1 result changed since the last passing run, monday." in head.sentences
+    assert head.changed.startswith("1 result changed since the last passing run, monday. What else changed: deepspeed")
     assert head.sentences[0] == "Needs attention: 1 documented fix stopped working."
-    assert head.attention[0].since == "since monday: deepspeed: 0.19.7 -> 0.19.8"
+    assert (head.attention[0].cause, "monday" in head.attention[0].since) == ("deepspeed: 0.19.7 -> 0.19.8", True)
     assert " ".join(head.attention[0].search).startswith(
         "repro bisect some-case --good current+deepspeed@0.19.7 --bad current --variant a --any-change model="
     )
-    assert not since_monday(night("NOT_FIXED", "0.19.7")).attention[0].search, "no release changed"
+    same = since_monday(night("NOT_FIXED", "0.19.7")).attention[0]
+    assert (same.search, same.cause) == ((), NOTHING)
     assert since_monday(night("FIXED", "0.19.8")).changed.startswith("Nothing changed")
+
+
+def test_fix_that_stopped_working_in_several_cells_is_one_item() -> None:
+    def failing(model: str, strategy: str, verdict: str = "NOT_FIXED") -> list[Row]:
+        made = cell("reproduced", {"a": verdict}, model=model, strategy=strategy)
+        return [made[0], replace(made[1], state="unexpected", expected_verdict="FIXED", reason=f"{model} is off")]
+
+    one, other = attention(
+        [*failing("m", "ddp"), *failing("n", "ddp"), *failing("m", "tp", "FIX_BREAKS")], Regressions()
+    )
+    assert (one.kind, one.places, one.variants) == ("stopped_working", ["m/ddp", "n/ddp"], ["a"])
+    assert {"model=m,n", "strategy=ddp", "variants=a"} <= set(one.command)
+    assert (other.kind, other.places) == ("new_failure", ["m/tp"])
 
 
 Night = dict[str, tuple[str, str]]  # variant -> outcome and verdict

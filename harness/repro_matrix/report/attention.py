@@ -19,12 +19,13 @@ ATTENTION: Mapping[Kind, str] = {
     "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
     "different": "DIFFERENT", "differs_from_cpu": "DIFFERENT FROM THE CPU",
 }  # fmt: skip
+NOTHING = "no package, no part of the machine, no file of the catalog"
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Variants of one cell that differ for the same reason. ``change``: since the last passing run, where there is
-    one; it names the packages that changed and the fixes that still work."""
+    """Variants that differ for the same reason, in one cell or in several. ``change``: since the last passing run,
+    where there is one; it names the packages that changed and the fixes that still work."""
 
     kind: Kind
     rows: tuple[Row, ...]
@@ -35,17 +36,32 @@ class Attention:
         return self.rows[0]
 
     @property
+    def variants(self) -> list[str]:
+        return list(dict.fromkeys(row.variant for row in self.rows))
+
+    @property
+    def places(self) -> list[str]:
+        return list(dict.fromkeys(f"{row.model}/{row.strategy}" for row in self.rows))
+
+    @property
     def command(self) -> tuple[str, ...]:
         """The arguments that measure these variants again."""
-        return replace(self.row, variant=",".join(row.variant for row in self.rows)).command
+        names = {axis: ",".join(dict.fromkeys(getattr(row, axis) for row in self.rows))
+                 for axis in ("model", "strategy", "variant")}  # fmt: skip
+        return replace(self.row, **names).command
+
+    @property
+    def cause(self) -> str:
+        """Say what else changed since the last passing run; "" where that is unknown."""
+        if self.change is None:
+            return ""
+        none = [] if self.change.versions else ["no package"]
+        return "; ".join([*none, *self.change.moved] if self.change.moved else [NOTHING])
 
     @property
     def since(self) -> str:
         """Say since which run the result differs and what else changed; "" where that is unknown."""
-        if self.change is None:
-            return ""
-        nothing = ["no package, no part of the machine and no file of the catalog changed"]
-        return f"since {self.change.passing.run_id}: {'; '.join(self.change.moved or nothing)}"
+        return f"since {self.change.passing.run_id}; what else changed: {self.cause}" if self.change else ""
 
     @property
     def search(self) -> tuple[str, ...]:
@@ -71,8 +87,12 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
             # A failure that came back changes the verdict of every variant of its cell.
             detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
             same[kind, row.cell, detail].append(row)
+    alike: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for (kind, *_), members in same.items():
+        first, verdicts = members[0], tuple((row.variant, row.verdict, row.expected_verdict) for row in members)
+        alike[kind, first.case, first.axes[2:], first.cell[1:], verdicts] += members
     found = []
-    for members in same.values():
+    for members in alike.values():
         place = members[0].case, members[0].stack.name
         change = changed.get((*place, members[0].variant), changed.get(place))
         found.append(Attention(kind_of(members[0]), tuple(members), change))

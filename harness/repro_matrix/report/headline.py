@@ -52,6 +52,7 @@ class Headline:
     cases: Sequence[CaseStatus]
     attention: Sequence[Attention]
     changes: int = 0
+    changed_variants: int = 0
     previous: str = ""
     partial: bool = False
     removed: tuple[str, ...] = ()
@@ -255,10 +256,13 @@ class Headline:
         """Yield what to write for the fix of one failure, and the command that tells the same of every other."""
         if case := self.example:
             fix = (case.case, *case.fixes[:1])
+            stopped = [name for each in self.attention for name in each.variants
+                       if (each.kind, each.row.case) == ("stopped_working", case.case)]  # fmt: skip
+            instead = f"instead of {', '.join(dict.fromkeys(stopped))}: " * bool(stopped)
             helps = next(
                 (f"{row.help}. More: " for row in self.rows if (row.case, row.variant) == fix and row.help), ""
             )
-            yield Fact(f"{case.case}: {helps}repro show {case.case}", case.case)
+            yield Fact(f"{case.case}: {instead * bool(helps)}{helps}repro show {case.case}", case.case)
 
     @property
     def changed(self) -> str:
@@ -266,14 +270,17 @@ class Headline:
         if not self.previous:
             why = "no earlier run here passed" if self.earlier else "first run here"
             return self.no_previous or f"Not compared: {why}."
-        parts = [f"{counted(self.changes, 'result')} changed"] if self.changes else []
+        several = f" of {counted(self.changed_variants, 'variant')}" * (self.changes != self.changed_variants)
+        parts = [f"{counted(self.changes, 'result')}{several} changed"] if self.changes else []
         if self.lost:
             verb = "is" if len(self.lost) == 1 else "are"
             parts.append(f"{counted(len(self.lost), 'result')} {verb} missing now ({list_some(self.lost)})")
         what = " and ".join(parts) or "Nothing changed"
         partial = ", which measured less than requested" * self.partial
         removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
-        return f"{what} since the last passing run, {self.previous}{partial}{removed}."
+        found = list(dict.fromkeys(each.cause for each in self.attention if each.cause))
+        causes = f". What else changed: {list_some(found, 1)}" if found else ""
+        return f"{what} since the last passing run, {self.previous}{partial}{removed}{causes}."
 
     def _controls(self) -> Iterator[Fact]:
         measured = [row for row in self.rows if row.kind == "control" and row.first and row.attempts]
@@ -365,6 +372,7 @@ def headline(
     since, by_case = since or Regressions(), defaultdict[str, list[Row]](list)
     for row in rows:
         by_case[row.case].append(row)
+    changes = [change.row for each in since.changed for change in each.changes]
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
     order, previous = list(CASE_STATES), since.previous
     measured = (row for row in (previous.rows if previous else ()) if row.measured and row.case in cases)
@@ -373,7 +381,7 @@ def headline(
     last = previous.run_id if previous else lost[0].run_id if lost else ""
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),
-        attention(rows, since), sum(len(each.changes) for each in since.changed),
+        attention(rows, since), len(changes), len({(row.case, row.variant) for row in changes}),
         last, bool(previous and previous.partial), tuple(sorted(removed)),
         tuple(dict.fromkeys(f"{each.row.case}/{each.row.variant}" for each in lost)), no_previous, since.earlier,
         sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),

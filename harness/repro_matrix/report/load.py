@@ -144,7 +144,7 @@ def _no_previous(folders: Sequence[Path], history: Path | None) -> str:
     if history is not None:
         return f"Not known yet: {history} has no earlier run that passed. repro nightly adds and compares each night's."
     if folders == [BASELINE]:
-        return "Not compared: published results."
+        return "Not compared: these are the published results."
     return "Not compared: these are several results. repro diff compares two." if len(folders) > 1 else ""
 
 

@@ -113,7 +113,7 @@ class CaseView:
     @property
     def stopped(self) -> int:
         """The number of documented fixes that stopped working."""
-        return sum(len(each.rows) for each in self.attention if each.kind == "stopped_working")
+        return sum(len(each.variants) for each in self.attention if each.kind == "stopped_working")
 
     @property
     def simulated(self) -> str:
@@ -198,7 +198,9 @@ def case_view(
     }
     news = tuple(each for each in attention if each.row.case == status.case)
     symbols = _symbols(ordered, case)
-    symbols |= dict.fromkeys((each.row.strategy for each in news if each.kind != "differs_from_cpu"), "attention")
+    symbols |= dict.fromkeys(
+        (row.strategy for each in news for row in each.rows if each.kind != "differs_from_cpu"), "attention"
+    )
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
         fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)

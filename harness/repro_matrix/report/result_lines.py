@@ -16,7 +16,7 @@ from repro_matrix.report.headline import Headline
 from repro_matrix.report.terminal import by_reason, label, named, print_table
 from repro_matrix.results.expectations import uncompared_failures
 from repro_matrix.results.rows import Row
-from repro_matrix.text import WIDTH, counted, first_line, one_line, wrap
+from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
 
 LOG_LINES, MOST_REASONS = 4, 8
 MOST_CASES, MOST_OF_STATE = 4, 1  # so that the end of a run without surprises fits on a screen of 24 lines
@@ -52,14 +52,15 @@ def detail_lines(
 
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
-    row, variants = each.row, ", ".join(one.variant for one in each.rows)
+    row, variants = each.row, ", ".join(each.variants)
     what = "fix" if each.kind == "stopped_working" else "variant"
-    helps = f" ({row.help})" if row.help and len(each.rows) == 1 else ""
-    place = f"{row.case} {row.model}/{row.strategy} on {row.stack.name}"
+    helps = f" ({row.help})" if row.help and len(each.variants) == 1 else ""
+    place = f"{row.case} {list_some(each.places)} on {row.stack.name}"
     yield ""
     yield from wrap(f"{ATTENTION[each.kind]}  {place}, {what} {variants}{helps}", "", 4, width)
     note = f" [{row.note}]" if row.note else ""
-    measured = f"expected {row.expected_verdict or 'PASSED'}, measured {row.verdict}: {row.reason}{note}"
+    verdicts = (label(name or "PASSED").text for name in (row.expected_verdict, row.verdict))
+    measured = f"expected: {next(verdicts)}; measured: {next(verdicts)}: {row.reason}{note}"
     yield from wrap(measured, "    ", 3, width)
     if each.since:
         yield from wrap(each.since, "    ", 3, width)
@@ -143,7 +144,8 @@ def _case_table(shown: Sequence[CaseStatus], width: int) -> Iterator[str]:
 def _detail(each: CaseStatus) -> str:
     """Return the first fix that works, or what else there is to say."""
     if each.state == "reproduces" and each.fixes:
-        return f"works: {each.fixes[0]}" + f" (+{len(each.fixes) - 1})" * bool(each.fixes[1:])
+        fails = f"; not: {', '.join(each.failing)}" * bool(each.failing)
+        return f"works: {each.fixes[0]}" + f" (+{len(each.fixes) - 1})" * bool(each.fixes[1:]) + fails
     return first_line(one_line(each.detail), DETAIL) or "; ".join(_failing(each))
 
 
