@@ -46,9 +46,12 @@ class Attention:
     @property
     def command(self) -> tuple[str, ...]:
         """The arguments that measure these variants again."""
-        names = {axis: ",".join(dict.fromkeys(getattr(row, axis) for row in self.rows))
-                 for axis in ("model", "strategy", "variant")}  # fmt: skip
-        return replace(self.row, **names).command
+        rows = self.rows
+        model, strategy, variant = (
+            ",".join(dict.fromkeys(names))
+            for names in ([row.model for row in rows], [row.strategy for row in rows], self.variants)
+        )
+        return replace(self.row, model=model, strategy=strategy, variant=variant).command
 
     @property
     def cause(self) -> str:
@@ -88,9 +91,10 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
             detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
             same[kind, row.cell, detail].append(row)
     alike: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for (kind, *_), members in same.items():
-        first, verdicts = members[0], tuple((row.variant, row.verdict, row.expected_verdict) for row in members)
-        alike[kind, first.case, first.axes[2:], first.cell[1:], verdicts] += members
+    for members in same.values():
+        first = members[0]
+        results = tuple((row.variant, row.verdict, row.expected_verdict, row.failures) for row in members)
+        alike[kind_of(first), first.case, first.axes[2:], first.cell[1:], results] += members
     found = []
     for members in alike.values():
         place = members[0].case, members[0].stack.name
