@@ -52,8 +52,8 @@ class MeasureError(ReproError):
 
 def suggestion(word: str, choices: Iterable[str]) -> str:
     """ "; did you mean 'x'?", or nothing if no choice is near."""
-    plain = {_own(each): each for each in sorted(set(choices))}
-    near = difflib.get_close_matches(_own(word), plain, n=1, cutoff=NEAR)
+    plain = {_stem(each): each for each in sorted(set(choices))}
+    near = difflib.get_close_matches(_stem(word), plain, n=1, cutoff=NEAR)
     return f"; did you mean {plain[near[0]]!r}?" if near else ""
 
 
@@ -68,7 +68,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"{hint} (there are: {shown or 'none'})"
 
 
-def _own(word: str) -> str:
+def _stem(word: str) -> str:
     """Without what it has in common with any other of its kind: two dashes, or .py, make no name near another."""
     text = word.lstrip("-")
     return next((text[: -len(kind)] for kind in FILES if text.endswith(kind) and text != kind), text)

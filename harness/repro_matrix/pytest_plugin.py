@@ -225,7 +225,7 @@ class LeftOutItem(VariantItem):
 
 class Differs(Exception):
     def __init__(self, text: str, expectation: Any, torchrun: str | None) -> None:
-        lines = [text, f"expected: {expectation}" if expectation else "", f"by hand: {torchrun}" if torchrun else ""]
+        lines = [text, f"expected: {expectation}" if expectation else "", f"manually: {torchrun}" if torchrun else ""]
         super().__init__("\n".join(line for line in lines if line))
 
 

@@ -151,12 +151,12 @@ def test_damaged_last_run_is_not_replaced_by_an_older_one(
     last = runs.begin(tmp_path, ["case=b"])
     (last / runs.MANIFEST).write_text('{"schema": 1, "te')
     with pytest.raises(ResultsError, match=rf"{last.name}/{runs.MANIFEST}: damaged"):
-        runs.of(tmp_path)
+        runs.last_run(tmp_path)
     for texts in ([], ["case=a"]):
         with pytest.raises(ResultsError, match="damaged"):
             workspace.resumed(texts)
     assert "damaged" in refused(capsys, "report", str(tmp_path))
-    assert runs.of(last) == last and runs.of(old) == old  # by name both can be read
+    assert runs.last_run(last) == last and runs.last_run(old) == old  # by name both can be read
     (last / runs.MANIFEST).unlink()
     last.rename(tmp_path / "kept-aside")
-    assert runs.of(tmp_path) == old
+    assert runs.last_run(tmp_path) == old

@@ -82,7 +82,7 @@ def test_folder_records_how_the_run_ended(scratch: Path, tmp_path: Path) -> None
             used = Path(str(settings.results))
             found = runs.read(used)
             assert used == (named if results else continued or used) and found and found.state == runs.UNFINISHED
-            assert (runs.of(scratch).resolve() == used.resolve()) is (results is None), "it is the last one now"
+            assert (runs.last_run(scratch).resolve() == used.resolve()) is (results is None), "it is the last one now"
             finish(Summary(interrupted=used == named))
         found = runs.read(used)
         assert found and found.state == (runs.UNFINISHED if used == named else runs.ENDED)
@@ -114,7 +114,7 @@ def test_second_run_overwrites_nothing(scratch: Path, capsys: pytest.CaptureFixt
     for _ in range(2):
         assert cli.main(["run", *words]) == 0
         capsys.readouterr()
-        found.append(runs.of(scratch))
+        found.append(runs.last_run(scratch))
     assert found[0] != found[1]
     documents = [sorted(path.relative_to(folder) for path in folder.rglob("*.json")) for folder in found]
     assert documents[0] == documents[1] and len(documents[0]) == 1
@@ -122,4 +122,4 @@ def test_second_run_overwrites_nothing(scratch: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert cli.main(["run", *words, "--resume"]) == 0
     assert "1 attempt of an earlier run used again, 0 launched" in capsys.readouterr().out
-    assert runs.of(scratch) == found[1] and [each.state for each in runs.listed(scratch)] == [runs.ENDED] * 2
+    assert runs.last_run(scratch) == found[1] and [each.state for each in runs.listed(scratch)] == [runs.ENDED] * 2

@@ -133,7 +133,7 @@ def load_side(name: str) -> Side:
 
     Raises ResultsError: it is neither, or contains no result; MeasureError: none of its results can be read.
     """
-    path = runs.of(Path(name).expanduser())
+    path = runs.last_run(Path(name).expanduser())
     if path.exists():
         side = load_folder(path, name)
         if not side.rows:

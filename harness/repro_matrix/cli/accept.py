@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("accept: --reason is missing: why are these verdicts now expected? (--dry-run shows them)")
     known, own = catalog.load(), project.current()
     named = args.source or compose_run(selection.run).results
-    source = runs.of(Path(named).expanduser() if named else runs.scratch())
+    source = runs.last_run(Path(named).expanduser() if named else runs.scratch())
     if named and not source.is_dir():
         raise ResultsError(f"{named}: no such folder of results. `repro matrix` writes one.")
     names = set(overrides.expand("case", selection.case, known.cases))

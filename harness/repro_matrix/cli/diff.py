@@ -46,7 +46,7 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     if not any(row.measured for side in (one, other) for row in side.rows):
         raise ConfigError(f"nothing to compare: neither {args.one} nor {args.other} has a measured result")
     everything = diffs.compare(one.rows, other.rows)
-    folder = runs.of(Path(args.other).expanduser())
+    folder = runs.last_run(Path(args.other).expanduser())
     asked = load_requested(folder, other.rows) if runs.read(folder) else None
     result = everything.without_unrequested(asked) if asked else everything
     if not result.cells:

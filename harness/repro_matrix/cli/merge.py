@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ResultsError(f"{target}: --to needs a folder that is new or empty")
     # A folder of runs stands for the last of them.
-    folders = {name: runs.of(Path(name).expanduser()) for name in args.folders}
+    folders = {name: runs.last_run(Path(name).expanduser()) for name in args.folders}
     places = [folders[name].resolve() for name in args.folders]
     twice = next((name for name, place in zip(args.folders, places) if places.count(place) > 1), None)
     if twice:

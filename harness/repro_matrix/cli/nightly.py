@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--lock {missing[0]}: no such file")
     handled, entries = _digests(args.acknowledged), quarantine.read()
     quarantine.check(entries, catalog.load())
-    folders = [runs.of(Path(folder).expanduser()) for folder in args.folders]
+    folders = [runs.last_run(Path(folder).expanduser()) for folder in args.folders]
     history = Path(args.history).expanduser()
     sides = [load_folder(folder) for folder in folders]
     print_notes([note for side in sides for note in side.notes])

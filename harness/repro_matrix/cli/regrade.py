@@ -25,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.baseline and args.folder:
         raise ConfigError("regrade: FOLDER and --baseline exclude each other. Name one of them.")
-    folder = project.current().baseline if args.baseline else runs.of(Path(args.folder or runs.scratch()).expanduser())
+    folder = (
+        project.current().baseline if args.baseline else runs.last_run(Path(args.folder or runs.scratch()).expanduser())
+    )
     if not folder.is_dir():
         raise ResultsError(f"{folder}: no such folder of results. `repro matrix` writes one.")
     cases = catalog.load().cases

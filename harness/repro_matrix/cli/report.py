@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     results_root = project.current().results
     names = [word for word in args.overrides if "=" not in word]
     folders = [Path(name).expanduser() for name in names] or ([] if args.baseline else [results_root / "scratch"])
-    folders = [runs.of(folder) for folder in folders]
+    folders = [runs.last_run(folder) for folder in folders]
     if args.baseline:
         folders += [folder for folder in project.published() if folder.is_dir() and folder not in folders]
     if args.site and (args.output or args.format != "html"):

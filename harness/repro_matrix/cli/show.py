@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.case(parser)
     text = "variants, whose commands are shown; or overrides, such as model=llama-2-7b stack=torch2.2-tf4.39"
     parser.add_argument("overrides", nargs="*", metavar="VARIANT|OVERRIDE", help=text)
-    parser.add_argument("--commands", action="store_true", help="show the command of each variant, to run it by hand")
+    parser.add_argument("--commands", action="store_true", help="show the command of each variant, to run it yourself")
     parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
     print_wrapped("", *_details(case), f"script: {place}", "")
     about = {"SIMULATED": case.simulated, "Cause": case.summary, "Releases": reproduced.sentence}
     print_wrapped(*(f"{name}: {text}" for name, text in about.items() if text))
-    print_wrapped(f"Run it: repro run {case.slug}, or by hand: repro show {case.slug} --commands")
+    print_wrapped(f"Run it: repro run {case.slug}, or manually: repro show {case.slug} --commands")
     return 0
 
 

@@ -66,7 +66,7 @@ def results_folder(settings: RunSettings) -> Path:
     return Path(settings.results).expanduser() if settings.results else scratch() / SEARCHES
 
 
-def of(folder: Path) -> Path:
+def last_run(folder: Path) -> Path:
     """Return the last run in a folder of runs; any other folder is returned as it is.
 
     Raises ResultsError: the manifest of the last run is damaged.
@@ -196,7 +196,7 @@ def rows_of_cases(slugs: Collection[str]) -> list[Row]:
     """Return the stored rows of these cases and of all controls, with the grading that they were stored with: of the
     last run, of searches and the published ones. Other rows are not parsed."""
     wanted = [f'"case":"{slug}"'.encode() for slug in slugs] + [b'"kind":"control"']
-    folders = of(scratch()), scratch() / SEARCHES, *project.published()
+    folders = last_run(scratch()), scratch() / SEARCHES, *project.published()
     return _rows(folders, lambda line: any(each in line[:HEAD] for each in wanted), [])
 
 

@@ -119,7 +119,7 @@ class Store:
                 yield document
 
 
-class Found(NamedTuple):
+class Stored(NamedTuple):
     """``path``: with ":line" in a file of several. ``case``: by its folder or its line's key; "" of a damaged file."""
 
     path: str
@@ -135,20 +135,20 @@ def files(root: Path, history: bool = False) -> Iterator[str]:
                 yield os.path.join(folder, name)
 
 
-def listed(root: Path, history: bool = False, cases: Collection[str] = ()) -> Iterator[Found]:
+def listed(root: Path, history: bool = False, cases: Collection[str] = ()) -> Iterator[Stored]:
     """Yield the documents of a folder in the order of ``files``. ``cases``: only of these, and each damaged file,
     because its reader names it."""
     for file in files(root, history):
         yield from (found for found in documents_in(file) if not cases or found.case in ("", *cases))
 
 
-def documents_in(file: str) -> list[Found]:
+def documents_in(file: str) -> list[Stored]:
     if not file.endswith(LINES):
-        return [Found(file, os.path.basename(os.path.dirname(file)))]
+        return [Stored(file, os.path.basename(os.path.dirname(file)))]
     try:
-        return [Found(f"{file}:{n}", key_of(line).partition("/")[0]) for n, line in enumerate(read_lines(file), 1)]
+        return [Stored(f"{file}:{n}", key_of(line).partition("/")[0]) for n, line in enumerate(read_lines(file), 1)]
     except ValueError:
-        return [Found(file, "")]
+        return [Stored(file, "")]
 
 
 def _raise(error: OSError) -> None:

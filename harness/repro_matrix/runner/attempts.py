@@ -348,7 +348,7 @@ def _usable(attempts: Sequence[Made]) -> list[Made]:
 def missing_attempts(document: Document, plan: CellPlan) -> list[tuple[str, int]]:
     """Return (variant, index) of every attempt that is still to be launched."""
 
-    def made(variant: str) -> int:
+    def counted_attempts(variant: str) -> int:
         attempts = document["variants"][variant]["attempts"]  # what was repeated counts as one with its repetition
         again = ["retry_of" in each["observation"]["attempt"] for each in attempts]
         return sum(retry or each["outcome"]["outcome"] != "infra_error" for each, retry in zip(attempts, again))
@@ -357,5 +357,5 @@ def missing_attempts(document: Document, plan: CellPlan) -> list[tuple[str, int]
         (variant.variant, index)
         for variant in plan.variants
         if not variant.skipped
-        for index in range(made(variant.variant), variant.repeat)
+        for index in range(counted_attempts(variant.variant), variant.repeat)
     ]

@@ -193,7 +193,7 @@ class Engine:
 
     def _check(self, stop: threading.Event) -> None:
         """React to the user, the time limit and the GPUs, and drop what cannot start any more because of them."""
-        failed = self.pool.check(self._held(), time.monotonic())
+        failed = self.pool.check(self._leased(), time.monotonic())
         for running in self._running.values():
             bad = sorted(failed & set(running.gpus))
             if bad:  # it is no answer, and would hold the other GPUs until its deadline
@@ -209,7 +209,7 @@ class Engine:
             self._summary.not_started += [self._cells[number].plan.cell for number in sorted(over)]
             self.schedule.waiting = [task for task in self.schedule.waiting if task.cell not in over]
 
-    def _held(self) -> set[str]:
+    def _leased(self) -> set[str]:
         return {uuid for running in self._running.values() for uuid in running.gpus}
 
     def _failed(self, gpus: Iterable[str]) -> str:
@@ -225,7 +225,7 @@ class Engine:
 
     def _start(self, pool: ThreadPoolExecutor) -> bool:
         """Start the next attempt, if one may start now."""
-        ready = self.pool.ready(self._held()) if self.pool.all else []
+        ready = self.pool.ready(self._leased()) if self.pool.all else []
         room = self.place.locks.room() if self.pool.all else {}
         found = self.schedule.next(ready, self.pool.usable(), self._load.idle(), room)
         if found is None or not self.place.locks.acquire(found[1], found[0].share_mb):  # another run was quicker
