@@ -119,9 +119,14 @@ class Pair:
         return next((name for name, changes in sides.items() if changes and not any(map(np.any, changes))), "")
 
     def left_out(self, name: str) -> bool:
-        """Return whether the other side's optimizer does not have this parameter, and gets the gradients of others."""
+        """Return whether the other side's optimizer does not have this parameter, and gets the gradients of others.
+
+        Outside of ZeRO, whose trace has the values of every parameter, only an optimizer's parameters have an update.
+        """
         received, reduced, updated = Key("ograd", name), Key("rgrad", name), Key("param", name)
-        missing = received in self.good.events and not {received, updated} & self.other.events.keys()
+        zero = any(each.startswith("ZeRO") for each in self.other.trace.wrappers)
+        held = {received} if zero else {received, updated}
+        missing = received in self.good.events and not held & self.other.events.keys()
         return missing and "ograd" in self.other.kinds and reduced in self.other.events
 
     @property
