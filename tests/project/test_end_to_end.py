@@ -136,3 +136,6 @@ def test_matrix_prints_page_and_exit_code_last(tmp_path: Path) -> None:
         assert lines[-2] == f"page: {page}" and page.is_file() and lines[-1].startswith("exit code 0")
         assert bool(more) == any(line.startswith("compared with") for line in lines[:-3])
         shutil.copytree(tmp_path / "results", before, dirs_exist_ok=True)
+    run = start(tmp_path, "matrix", "case=card-zero-simulated", "variants=[unfixed]", "--compare-to", str(before))
+    out, _ = run.communicate(timeout=800)
+    assert run.returncode == 3, "no cell in common"

@@ -222,6 +222,11 @@ def after(before: list[Row], now: list[Row], cases: Any = {}, **changes: Any) ->
     return headline(against_history(now, cases, since), cases, since)
 
 
+def test_cells_without_an_earlier_result_are_counted() -> None:
+    more = [*night(WORKS), *night(WORKS, case="other")]
+    assert (after(night(WORKS), night(WORKS)).uncompared, after(night(WORKS), more).uncompared) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "release", "kind"),
     [

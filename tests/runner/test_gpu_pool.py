@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from launching import attempt_of
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, other_user, stranger
+from repro_matrix.errors import ReproError
 from repro_matrix.launch.attempt import prepare, remove
 from repro_matrix.runner import gpu_pool
 from repro_matrix.runner.gpu_pool import GpuLocks, GpuPool, GpuProblem, clear_leftovers, register_run
@@ -85,6 +86,12 @@ def test_acquire_locks_all_gpus_or_none(tmp_path: Path, nvml: Any) -> None:
     nvml.states["GPU-a"] = gpu_state({4711: 30_000})
     one = GpuLocks(tmp_path, "one", nvml)
     assert not one.acquire(["GPU-a"]) and one.free(["GPU-a"]) == ["GPU-a"], "another user's process is on it"
+
+
+def test_locks_that_cannot_be_opened_are_an_error_of_the_user(tmp_path: Path, nvml: Any) -> None:
+    gpu_pool.LOCKS.write_text("")
+    with pytest.raises(ReproError, match=str(gpu_pool.LOCKS)):
+        GpuLocks(tmp_path, "one").acquire(["GPU-a"])
 
 
 def test_attempts_share_a_gpu_for_as_long_as_its_memory_lasts(tmp_path: Path, nvml: Any) -> None:

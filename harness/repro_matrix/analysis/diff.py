@@ -295,9 +295,14 @@ def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
         releases = [f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions]
         stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
     commits = sorted({(row.commit or "no commit")[:10] for row in cells})
-    hardware = ", ".join(sorted({row.hardware for row in cells}))
+    hardware = ", ".join(sorted({f"{row.hardware}{_gpus(row)}" for row in cells}))
     commit = commits[0] if len(commits) == 1 else f"{len(commits)} commits"
     return f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)}; {commit}"
+
+
+def _gpus(row: VariantResult) -> str:
+    names = Counter(row.machine["GPUs"].split(", ") if "GPUs" in row.machine else ())
+    return f" ({', '.join(f'{count}x {name}' for name, count in names.items())})" if names else ""
 
 
 def describe_row(row: VariantResult | None) -> str:

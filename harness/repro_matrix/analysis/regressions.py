@@ -70,10 +70,10 @@ class ChangedCase:
 
 @dataclass
 class Regressions:
-    """``new``: ids of cells that no passing run measured. ``previous``: the newest passing run with one of these
-    variants, preferably a whole one. ``quarantined``: (cell id, variant) -> its change. ``references``: what each
-    variant was compared with. ``passing``: the runs. ``earlier``: whether earlier runs have these cells, passing or
-    not."""
+    """``new``: ids of cells that no passing run measured. ``previous``: the passing run with which most of these
+    variants were compared, preferably a whole one. ``quarantined``: (cell id, variant) -> its change. ``references``:
+    what each variant was compared with. ``passing``: the runs. ``earlier``: whether earlier runs have these cells,
+    passing or not."""
 
     changed: list[ChangedCase] = field(default_factory=list)
     new: set[str] = field(default_factory=set)
@@ -180,15 +180,18 @@ def compare_to_last_passing(
         fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
         result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine))
     shared = [run for run in result.passing if any(row.measured and place_of(row) in measured for row in run.rows)]
-    result.previous = max(shared, key=lambda run: (not run.partial, shared.index(run)), default=None)
+    compared = Counter(run.run_id for run, _ in result.references.values())
+    result.previous = max(
+        shared, key=lambda run: (not run.partial, compared[run.run_id], shared.index(run)), default=None
+    )
     result.new = {row.key for row in measured.values()} - {place[0] for place in pasts}
     return result
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
-    """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now, nor
-    from the passing runs before it. At most ``LOOK_BACK`` runs are read. What is no run, as published results are not,
-    has none before it."""
+    """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now, from a
+    CPU, or from the passing runs before it. At most ``LOOK_BACK`` runs are read. What is no run, as published results
+    are not, has none before it."""
     if not read(folder):
         return Regressions()
     cells, found = {row.cell for row in rows}, list[NightlyRun]()
@@ -199,7 +202,8 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
         if cells & {row.cell for row in stored}:
             results = [from_row(row) for row in stored]
             since = compare_to_last_passing(results, found)
-            differs = any(row.state == "unexpected" for row in against_history(stored, cases, since)) or since.changed
+            marked = against_history(stored, cases, since)
+            differs = since.changed or any(row.state in ("unexpected", "differs_from_cpu") for row in marked)
             made = make_run(run.folder.name, results, int(bool(differs)))
             found.append(replace(made, partial=run.state != ENDED or bool(lost(notes) or lacking(stored))))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}

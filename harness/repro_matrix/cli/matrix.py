@@ -118,4 +118,9 @@ def _exit_code(run: session.Session, rows: Sequence[Row], changed: diffs.Diff | 
     for text in short:
         log(f"repro: {text}")
     code = exit_code(rows, run.settings.min_cells, bool(run.left_out or short))
-    return ExitCode.DIFFERS if changed and changed.exit_code == ExitCode.DIFFERS else code
+    if changed and changed.exit_code == ExitCode.DIFFERS:
+        return ExitCode.DIFFERS
+    if changed and not changed.cells:
+        log("repro: --compare-to: nothing was compared, because the two runs have no cell in common")
+        return code or ExitCode.INCOMPLETE
+    return code

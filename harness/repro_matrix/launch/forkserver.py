@@ -227,7 +227,7 @@ class Server:
         limit = time.monotonic() + IMPORT_S
         while not wait([self._socket], 0.1):
             if stop.is_set():
-                raise Refused("stopped", "the user stopped the run")
+                raise Refused("stopped", "the run was stopped")
             if time.monotonic() > limit:
                 raise Refused("import", f"the fork server was not ready after {IMPORT_S:g} s")
         data = self._socket.recv(1 << 20)

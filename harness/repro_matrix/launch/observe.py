@@ -73,7 +73,7 @@ def observation(
 def not_started(attempt: Attempt, launcher: str, command: list[str], started: float, problem: Json | None) -> Json:
     """Return the observation of an attempt of which nothing ran.
 
-    ``problem``: {"kind", "message"}; None: the user stopped the run.
+    ``problem``: {"kind", "message"}; None: the run was stopped.
     """
     watched = Watched(started=started, ended=time.time(), interrupted=problem is None)
     return {**_observed(attempt, launcher, command, watched, {"ranks": []}), "infra_error": problem}

@@ -53,6 +53,7 @@ class Headline:
     attention: Sequence[Attention]
     changes: int = 0
     changed_variants: int = 0
+    uncompared: int = 0  # cells that no passing run measured
     previous: str = ""
     partial: bool = False
     removed: tuple[str, ...] = ()
@@ -280,7 +281,8 @@ class Headline:
         removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
         found = list(dict.fromkeys(each.cause for each in self.attention if each.cause))
         causes = f". What else changed: {list_some(found, 1)}" if found else ""
-        return f"{what} since the last passing run, {self.previous}{partial}{removed}{causes}."
+        first = f"; {counted(self.uncompared, 'cell')} had no passing run before" if self.uncompared else ""
+        return f"{what} since the last passing run, {self.previous}{partial}{first}{removed}{causes}."
 
     def _controls(self) -> Iterator[Fact]:
         measured = [row for row in self.rows if row.kind == "control" and row.first and row.attempts]
@@ -382,6 +384,7 @@ def headline(
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),
         attention(rows, since), len(changes), len({(row.case, row.variant) for row in changes}),
+        len(since.new),
         last, bool(previous and previous.partial), tuple(sorted(removed)),
         tuple(dict.fromkeys(f"{each.row.case}/{each.row.variant}" for each in lost)), no_previous, since.earlier,
         sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),

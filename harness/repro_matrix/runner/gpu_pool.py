@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, Nvml, stranger
+from repro_matrix.errors import ReproError
 from repro_matrix.launch import processes
 from repro_matrix.launch.attempt import clear_directory, read_launch
 from repro_matrix.text import counted
@@ -29,7 +29,8 @@ from repro_matrix.text import counted
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
 LEFTOVER_MB = 256  # a context alone takes more; the driver's part varies by less
 CHECK_S = 1.0  # between two checks of the free GPUs
-LOCKS = Path(tempfile.gettempdir()) / "repro-matrix-gpus"  # a file for each GPU that was ever locked, by its UUID
+# A file for each GPU that was ever locked, by its UUID. The same for all users and jobs, whatever their TMPDIR.
+LOCKS = Path("/tmp/repro-matrix-gpus")
 
 
 def _node(state: Path) -> Path:
@@ -48,10 +49,15 @@ def _acquire(path: Path, mode: int = 0o644) -> FileLock | None:
 
 
 def _acquire_gpu(uuid: str) -> FileLock | None:
-    LOCKS.mkdir(exist_ok=True)
-    with contextlib.suppress(PermissionError):  # another user's, who has done it
-        LOCKS.chmod(0o777)
-    return _acquire(LOCKS / (re.sub(r"[^\w.-]", "_", uuid) + ".lock"), 0o666)
+    """Raises ReproError: another user's folder or file that this user cannot open, or a file in the folder's place."""
+    try:
+        LOCKS.mkdir(exist_ok=True)
+        with contextlib.suppress(PermissionError):  # another user's, who has done it
+            LOCKS.chmod(0o777)
+        return _acquire(LOCKS / (re.sub(r"[^\w.-]", "_", uuid) + ".lock"), 0o666)
+    except OSError as error:
+        remedy = f"Its owner can run `chmod -R a+rwX {LOCKS}` or remove it while nothing runs on the GPUs."
+        raise ReproError(f"{error.filename or LOCKS}: the GPUs cannot be locked: {error.strerror}. {remedy}") from None
 
 
 @contextlib.contextmanager
