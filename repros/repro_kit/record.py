@@ -12,17 +12,18 @@ import math
 import os
 import resource
 import sys
+import threading
 import time
 import traceback
 import warnings
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, Callable
 
 from repro_kit import code_location as place
 
 SCHEMA = 2  # 2: checks are numbers with a tolerance, or JSON that must be equal (grading/checks.py)
-MAX_ITEMS = 400  # warnings or log records per rank; a script that warns in a loop must not fill the disk
+MAX_ITEMS = 400  # of each list of a rank; a script that warns in a loop must not fill the disk
 MAX_TEXT = 4000  # characters of one message
 
 
@@ -93,12 +94,14 @@ def _logging(record: logging.LogRecord) -> FrameType | None:
 
 
 class Capture(logging.Handler):
-    """Collect warnings, and log records from WARNING up, with their locations."""
+    """Collect warnings, log records from WARNING up, and errors that Python reports without ending the process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.warnings: list[dict[str, Any]] = []
         self.logs: list[dict[str, Any]] = []
+        self.threads: list[dict[str, Any]] = []  # exceptions that ended a thread
+        self.unraisable: list[dict[str, Any]] = []  # exceptions of destructors and (Python 3.10) atexit handlers
         self._show = warnings.showwarning
 
     def install(self, every: bool = True) -> None:
@@ -119,6 +122,19 @@ class Capture(logging.Handler):
 
         logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign,assignment]
         logging.getLogger().removeHandler(self)
+        threading.excepthook = self._collect(self.threads, threading.excepthook)
+        sys.unraisablehook = self._collect(self.unraisable, sys.unraisablehook)
+
+    def _collect(self, errors: list[dict[str, Any]], report: Callable[[Any], Any]) -> Callable[[Any], None]:
+        """Return a hook that adds an error to the list, and reports it as before."""
+
+        def on_error(args: Any) -> None:
+            error = args.exc_value
+            if isinstance(error, BaseException) and not isinstance(error, SystemExit) and len(errors) < MAX_ITEMS:
+                errors.append(describe_exception(error))
+            report(args)
+
+        return on_error
 
     def _warning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         if len(self.warnings) < MAX_ITEMS:
@@ -181,6 +197,8 @@ class Record:
         self.data["pid"] = os.getpid()  # the record of a forked child does not count as the rank's
         self.data["warnings"] = self.capture.warnings
         self.data["logs"] = self.capture.logs
+        self.data["threads"] = self.capture.threads
+        self.data["unraisable"] = self.capture.unraisable
         usage = resource.getrusage(resource.RUSAGE_SELF)
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.data["cpu_s"] = round(usage.ru_utime + usage.ru_stime + children.ru_utime + children.ru_stime, 4)

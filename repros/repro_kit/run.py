@@ -27,6 +27,7 @@ if "--settings" not in sys.argv:
     for _name in TF32:
         os.environ.pop(_name, None)
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -321,6 +322,8 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
     record = Record(Path(record_dir) / f"rank-{rank}.json" if record_dir else None, rank, world)
     record.capture.install()
     record.write()
+    if settings["normal_exit"]:
+        atexit.register(record.write)  # the first, so called last: errors of other handlers are in it
     witness = _witness(settings, rank)
     code = 1
     try:

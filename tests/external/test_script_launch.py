@@ -101,6 +101,25 @@ def test_plain_script_end_gives_outcome(bench: Bench, text: str, wanted: Failure
     assert expected in str((found["outcome"], found["observation"]["attempt"]["leaked_processes"]))
 
 
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("threading.Thread(target=fails).start()", "reproduced"),
+        ("type('Saver', (), {'__del__': fails})()", "reproduced"),
+        pytest.param("atexit.register(fails)", "reproduced", marks=pytest.mark.skipif(
+            sys.version_info < (3, 10), reason="Python 3.9 has no hook for errors of atexit handlers")),
+        ("threading.Thread(target=sys.exit).start()", "passed"),
+    ],
+    ids=["thread", "destructor", "atexit", "exit of a thread"],
+)  # fmt: skip
+def test_error_that_does_not_end_the_script_is_its_failure(bench: Bench, text: str, outcome: str) -> None:
+    text = f"import atexit, sys, threading\ndef fails(*_): raise KeyError('shard')\n{text}"
+    found = bench.plain(text, error("KeyError: shard"))
+    assert found["outcome"]["outcome"] == outcome, found["outcome"]
+    assert found["observation"]["ranks"][0]["exit_code"] == 0
+    assert (found["observation"]["ranks"][0]["log_tail"] == "") == (outcome == "passed"), "Python reports it as before"
+
+
 def test_plain_script_imports_the_environments_sitecustomize(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.write("import builtins; builtins.was_here = 7", "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", str(bench.folder))

@@ -159,7 +159,7 @@ def test_script_error_counts_only_where_it_came_first() -> None:
         seen = observation(failed(0, early, at), failed(1, late, 5.0))
         assert grade(case(), "unfixed", seen, []).infra_error == infra_error
     lost = Attempt(observation(failed(0, exception("RuntimeError", PEER, [OWN])), ended(1)))
-    assert root_cause.script_error(lost, find_failures(lost)) is None, "a lost peer is no mistake of the script"
+    assert root_cause.script_error(find_failures(lost)) is None, "a lost peer is no mistake of the script"
 
 
 # -- failure ids

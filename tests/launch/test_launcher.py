@@ -8,11 +8,12 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hostile import HOSTILE
@@ -32,10 +33,13 @@ from launching import (
     stuck,
     wait_for,
 )  # fmt: skip
+from observations import case
+from repro_matrix.grading.grade import grade
 from repro_matrix.launch import processes, sampling
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, RUN_TOKEN, Attempt, Launcher, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher
 from repro_matrix.launch.torchrun import TorchrunLauncher
+from repro_matrix.records.attempt import Observation
 from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers
 from test_end_to_end import CASE, Once, measured_from_cold
 
@@ -51,6 +55,25 @@ def test_launcher_normal_end_records_every_rank(tmp_path: Path, launcher: Launch
     assert fact["store"] == "True" and free(int(fact["port"]))
     assert not Path(fact["tmp"]).exists() and len(fact["tmp"]) < 70 and not Path(fact["cwd"]).exists()
     assert result["attempt"]["cpu_s"] > 0.5 * sum(rank["record"]["cpu_s"] for rank in result["ranks"])
+
+
+def test_error_in_a_thread_of_a_rank_that_ends_well_is_the_failure(tmp_path: Path, launcher: Launcher) -> None:
+    body = """
+    import threading, packaging.version
+    if run.rank == 1:
+        thread = threading.Thread(target=packaging.version.Version, args=("no version",))
+        thread.start()
+        thread.join()
+    """
+    result = launched(launcher, scripted(tmp_path / "a", textwrap.dedent(body)))
+    assert ends(result) == [(0, None, "self")] * 2 and all(rank["record"]["done"] for rank in result["ranks"])
+    assert [len(rank["record"]["threads"]) for rank in result["ranks"]] == [0, 1]
+    known = case("invalid-version", [{"name": "invalid", "kind": "exception", "type": "InvalidVersion",
+                                      "message": "Invalid version: 'no", "package": "packaging"}])  # fmt: skip
+    outcome = grade(known, "unfixed", cast(Observation, result), [known])
+    assert (outcome.outcome, outcome.ranks) == ("reproduced", (1,)), outcome
+    unknown = grade(case(), "unfixed", cast(Observation, result), [])
+    assert unknown.outcome == "other_failure" and unknown.primary and unknown.primary.type == "InvalidVersion"
 
 
 def test_launcher_ctrl_c_ends_attempt_at_once(tmp_path: Path, launcher: Launcher) -> None:

@@ -98,13 +98,7 @@ def error(text: str) -> Failure:
     if kind in ("Exception", "BaseException"):
         raise ConfigError(f"--error {text!r}: every error is an {kind}. Name the type that is raised.")
     pattern = _regex("--error", message) or r"\A"
-    name = re.escape(kind.rpartition(".")[2])
-    in_thread = rf"\A(?:[\w.]+\.)?{name}: (?s:.*?)(?:{message})" if message else rf"\A(?:[\w.]+\.)?{name}: "
-    signatures = (
-        _signature(kind="exception", type=kind, message=pattern),
-        _signature(kind="log", logger=r"\Athreading\Z", message=in_thread),  # it ended a thread, not the rank
-    )
-    return Failure(text, signatures, option=("--error", text))
+    return Failure(text, (_signature(kind="exception", type=kind, message=pattern),), option=("--error", text))
 
 
 def log(text: str) -> Failure:

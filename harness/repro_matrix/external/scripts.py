@@ -21,7 +21,7 @@ from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document, Made
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.search.prober import Prober, Say, Target
-from repro_matrix.text import list_ranks, one_line
+from repro_matrix.text import first_line, list_ranks, one_line
 
 NOISE = 3.0  # minimum distance of the two ends' means, in spreads of one end
 REPEAT = 3  # attempts of an end, for the noise of its metric
@@ -193,8 +193,7 @@ def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
     if attempt.printed.get("cut"):
         yield "a log was cut (64 MiB; a line: 1 MiB); the missing part was not searched"
     for rank in attempt.ranks:
-        yield from (
-            f"rank {rank.rank}: a thread ended with {e.message}" for e in rank.log_entries if e.name == "threading"
-        )
+        for raised, *_ in rank.threads:
+            yield f"rank {rank.rank}: a thread ended with {raised.type}: {first_line(raised.message)}"
         if not rank.wrote:
             yield f"rank {rank.rank} left no record (python -I or -S, or it ended before its first line)"

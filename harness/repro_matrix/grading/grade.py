@@ -9,7 +9,8 @@ The first rule that applies decides:
    or infra_error where no rank read what the variant changes: then the variant changes nothing
 3. Another case's failure is recognized                                       -> other_failure, which names that case
 4. The deadline passed, or two samples showed that the ranks are deadlocked   -> hang
-5. An exception, a signal, a nonzero exit code, a rank without a done marker  -> other_failure
+5. An exception, a signal, a nonzero exit code, a rank without a done marker, an exception that ended a thread (but
+   not of a user's script: which of its threads matter is unknown)            -> other_failure
 6. A check failed                                                             -> other_failure (silent)
 7. A check of the pass criteria was not made, or is void                      -> infra_error (missing_check)
 8. What the variant names did not take effect (effect.py)                     -> infra_error (no_effect)
@@ -60,7 +61,7 @@ def grade(
     ``planned``: the stack's versions, beside those that the observation itself was planned with.
     """
     attempt = Attempt(observation)
-    failures = find_failures(attempt)
+    failures = find_failures(attempt, threads=not isinstance(case, AdhocCase))
     first = failures.first
     primary = (
         Primary(first.rank, first.type, first.message[:MAX_MESSAGE], first.location, first.kind) if first else None
@@ -70,7 +71,7 @@ def grade(
     if isinstance(case, AdhocCase):  # what the user looks for may be just that: no memory, an import that fails
         described = recognized or (not case.failure and primary)
         outcome = None if outcome and outcome.infra_error in MACHINE and described else outcome
-    elif outcome is None and (error := script_error(attempt, failures)):
+    elif outcome is None and (error := script_error(failures)):
         outcome = _no_evidence("script_error", error, [failures.primary[0].rank])
     elif outcome is None and (away := never_on_gpu(case, attempt)):
         outcome = _no_evidence("no_effect", away)
@@ -235,7 +236,8 @@ def _describe(failure: Failure) -> str:
         return f"rank {failure.rank}: exit 0 without its done marker"
     location = f" in {failure.location}" if failure.location else ""
     error = f"{failure.type}: {failure.message}" if failure.message.strip() else failure.type
-    return f"rank {failure.rank}: {first_line(error)}{location}"
+    thread = ", which ended a thread" if failure.in_thread else ""
+    return f"rank {failure.rank}: {first_line(error)}{location}{thread}"
 
 
 def _stuck(attempt: Attempt) -> str:

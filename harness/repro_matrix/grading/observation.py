@@ -208,6 +208,11 @@ def exception_of(data: RankData) -> Exception_ | None:
             "frames": [], "cause": None}  # fmt: skip
 
 
+def raised_first(record: Record) -> Exception_ | None:
+    """Return what ended a rank, or else the first of its threads that failed."""
+    return record["exception"] or next(iter(record.get("threads", [])), None)
+
+
 class LogEntry(NamedTuple):
     """A warning (``name``: its category) or a log record (``name``: its logger).
 
@@ -256,6 +261,16 @@ class Rank:
     @property
     def raised(self) -> RaisedException | None:
         return self.chain[0] if self.chain else None
+
+    @cached_property
+    def threads(self) -> list[list[RaisedException]]:
+        """The exceptions that ended threads of this rank, and not the rank."""
+        return list(map(raised_chain, self.record.get("threads", [])))
+
+    @cached_property
+    def unraisable(self) -> list[list[RaisedException]]:
+        """The exceptions of destructors and atexit handlers, which Python only reports."""
+        return list(map(raised_chain, self.record.get("unraisable", [])))
 
     @cached_property
     def checks(self) -> list[CheckResult]:

@@ -44,6 +44,8 @@ class Failure:
     message: str
     location: str
     secondary: bool
+    raised: RaisedException | None = None
+    in_thread: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,14 @@ class Failures:
         return self.primary[0] if self.primary else None
 
 
-def find_failures(attempt: Attempt) -> Failures:
-    """Separate the attempt's primary failures from those that follow from another rank's."""
+def find_failures(attempt: Attempt, threads: bool = False) -> Failures:
+    """Separate the attempt's primary failures from those that follow from another rank's.
+
+    ``threads``: where no rank failed, and none was stopped at the deadline, those of which a thread failed count.
+    """
     by_rank = [(rank, failure_of(rank)) for rank in attempt.ranks]
+    if threads and not attempt.timed_out and not any(failure for _, failure in by_rank):
+        by_rank = [(rank, _raised(rank, rank.threads[0][0], True) if rank.threads else None) for rank in attempt.ranks]
     failed = sorted((f for _, f in by_rank if f is not None), key=lambda f: (f.ended_at, f.rank))
     # Where no rank failed otherwise, a lost connection is the failure, not a consequence of one.
     primary = [failure for failure in failed if not failure.secondary] or failed
@@ -72,17 +79,11 @@ def find_failures(attempt: Attempt) -> Failures:
 
 def failure_of(rank: Rank) -> Failure | None:
     """Return how this rank failed by itself; None when it finished, hung, or was stopped because of another."""
-    ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
-    by_itself = rank.terminated_by == "self"
-    raised = rank.raised
-    if raised is not None:
-        # An exception is the rank's own even if the launcher stopped it later, unless it is how it learned of that.
-        secondary = is_peer_error(raised) or (not by_itself and bool(raised.names & _STOPPED_TYPES))
-        location = str(raised.innermost or "")
-        late = asynchronous_error(raised)
-        return Failure(rank.rank, "exception", ended_at, late or raised.type, raised.message, location, secondary)
-    if not by_itself:
+    if rank.raised is not None:
+        return _raised(rank, rank.raised)
+    if rank.terminated_by != "self":
         return None
+    ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
     name = fatal_signal(rank)
     # A crash leaves no exception; its stack says where it was.
     location = next((str(frame) for frame in rank.stack_frames if frame.is_known), "")
@@ -99,6 +100,14 @@ def failure_of(rank: Rank) -> Failure | None:
     if not rank.done and rank.exit_code == 0:
         return Failure(rank.rank, "left", ended_at, "exit code 0", "it ended without its done marker", "", False)
     return None
+
+
+def _raised(rank: Rank, raised: RaisedException, in_thread: bool = False) -> Failure:
+    ended_at = rank.ended_at if rank.ended_at is not None else float("inf")
+    # An exception is the rank's own even if the launcher stopped it later, unless it is how it learned of that.
+    secondary = is_peer_error(raised) or (rank.terminated_by != "self" and bool(raised.names & _STOPPED_TYPES))
+    location, name = str(raised.innermost or ""), asynchronous_error(raised) or raised.type
+    return Failure(rank.rank, "exception", ended_at, name, raised.message, location, secondary, raised, in_thread)
 
 
 def is_peer_error(raised: RaisedException) -> bool:
@@ -127,7 +136,7 @@ def fatal_signal(rank: Rank) -> str:
 # -- errors of the script itself
 
 
-def script_error(attempt: Attempt, failures: Failures) -> str | None:
+def script_error(failures: Failures) -> str | None:
     """Describe the error of the case's script or the kit that came before everything else; None where none did.
 
     An exception is the script's when its innermost frame is, by origin. Python's own library and generated code
@@ -135,9 +144,7 @@ def script_error(attempt: Attempt, failures: Failures) -> str | None:
     is an error of an earlier kernel.
     """
     first = failures.first
-    if first is None or first.kind != "exception" or first.secondary:
-        return None
-    raised = next(rank for rank in attempt.ranks if rank.rank == first.rank).raised
+    raised = first.raised if first and not first.secondary else None
     frame = _script_frame(raised) if raised else None
     if raised is None or frame is None or asynchronous_error(raised):
         return None

@@ -4,7 +4,8 @@ What counts, by kind:
 
 - ``exception``: the type (or a base), the message, the package of the innermost frame, and the declared frames. Frames
   of the case's own script never count, so a script cannot raise its own signature. Only what was raised counts, not
-  what was being handled at the time, unless the raised exception merely wraps it (repeats its message).
+  what was being handled at the time, unless the raised exception merely wraps it (repeats its message). It may have
+  ended the rank or one of its threads, or be of a destructor or atexit handler.
 - ``log``: a warning or log record that the package made.
 - ``check``: a check of that name that failed on a rank which finished.
 - ``hang``: the attempt hung, and each declared frame is in some rank's stack, or in the call of a collective that it
@@ -26,12 +27,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 
 from repro_matrix.config.schema import Case, Collective, Frame, Signature
 from repro_matrix.grading.hangs import Mismatch, find_mismatches, rank_collectives
 from repro_matrix.grading.observation import Attempt, CodeLocation, RaisedException, Rank, in_package
-from repro_matrix.grading.root_cause import Failures, fatal_signal
+from repro_matrix.grading.root_cause import Failures, fatal_signal, is_peer_error
 from repro_matrix.text import first_line
 
 _compiled = lru_cache(maxsize=None)(re.compile)
@@ -94,10 +96,11 @@ def _patterns(signature: Signature, backend: str) -> Patterns:
 
 
 def _exception(signature: Signature, rank: Rank, patterns: Patterns, failures: Failures) -> str | None:
-    if rank.rank in failures.ranks:
-        for raised in rank.chain:
-            if _is_raised(signature, raised, patterns):
-                return raised.message
+    ended = [rank.chain] if rank.rank in failures.ranks else []
+    ignored = [c for c in (*rank.threads, *rank.unraisable) if not (failures.primary and is_peer_error(c[0]))]
+    for raised in chain.from_iterable([*ended, *ignored]):
+        if _is_raised(signature, raised, patterns):
+            return raised.message
     return None
 
 
@@ -231,7 +234,7 @@ def _is_mismatch(wanted: Collective, mismatch: Mismatch, attempt: Attempt) -> bo
 
 def near_misses(signatures: Iterable[Signature], attempt: Attempt, failures: Failures) -> str:
     """Describe how exception signatures just missed the first exception, part by part; "" when none was close."""
-    raised = next((rank.raised for rank in attempt.ranks if rank.rank in failures.ranks and rank.raised), None)
+    raised = next((failure.raised for failure in failures.primary if failure.raised), None)
     if raised is None:
         return ""
     exceptions = (signature for signature in signatures if signature.kind == "exception")

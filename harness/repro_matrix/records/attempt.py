@@ -144,6 +144,8 @@ class Record(TypedDict):
     facts: Facts
     warnings: list[Warning_]
     logs: list[Log]
+    threads: NotRequired[list[Exception_]]  # what ended threads, but not the process
+    unraisable: NotRequired[list[Exception_]]  # of destructors and atexit handlers
     versions: dict[str, str]
     packages: NotRequired[dict[str, str]]
     read: NotRequired[Read]

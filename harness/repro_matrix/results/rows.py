@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
 from repro_matrix.grading.expectations import comparison
-from repro_matrix.grading.observation import NO_RECORD, number, parse_threads
+from repro_matrix.grading.observation import NO_RECORD, number, parse_threads, raised_first
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.attempt import Rank
 from repro_matrix.records.document import Document, Made, kind_of
@@ -311,7 +311,7 @@ def _errors(made: Made) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     first = made["outcome"]["primary"]["rank"] if made["outcome"]["primary"] else None
     for rank in sorted(made["observation"]["ranks"], key=lambda rank: rank["rank"] != first):
-        raised, ended = (rank["record"] or NO_RECORD)["exception"], _ended(rank)
+        raised, ended = raised_first(rank["record"] or NO_RECORD), _ended(rank)
         if not raised and ended == "finished":
             continue
         frames = [
@@ -348,7 +348,7 @@ def error_at(attempts: Iterable[Made]) -> str | None:
     for attempt in attempts:
         primary = attempt["outcome"]["primary"]
         for rank in attempt["observation"]["ranks"] if primary else ():
-            raised = (rank["record"] or NO_RECORD)["exception"]
+            raised = raised_first(rank["record"] or NO_RECORD)
             if primary and rank["rank"] == primary["rank"] and raised and raised["frames"]:
                 frame = raised["frames"][-1]
                 return f"{frame['file']}:{frame['line']}" if frame["line"] is not None else frame["file"]

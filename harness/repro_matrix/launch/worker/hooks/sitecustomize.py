@@ -99,7 +99,6 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     import atexit
     import faulthandler
     import signal
-    import threading
     import time
     from pathlib import Path
 
@@ -114,17 +113,6 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     record = recording.Record(Path(folder, f"rank-{rank}.json"), rank, world_size)
     record.data["phase"] = "script"
     record.capture.install(every=False)
-    thread_excepthook = threading.excepthook
-
-    def on_thread(args: Any) -> None:
-        if os.getpid() == rank_pid and args.exc_type is not SystemExit:
-            described = recording.describe_exception(args.exc_value)
-            record.capture.logs.append(
-                {"logger": "threading", "level": "ERROR", "message": f"{described['type']}: {described['message']}",
-                 "file": "", "function": "", "code_location": "", "exception": described}
-            )  # fmt: skip
-        thread_excepthook(args)
-
     parameters = load(WORKERS, "parameters") if os.environ.get("REPRO_CHECKS") else None
     if parameters:
         Finder("torch.optim.optimizer", parameters.watch)
@@ -154,7 +142,6 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
             record.write()
 
     sys.addaudithook(audit)
-    threading.excepthook = on_thread
     atexit.register(at_end)
     with open(os.path.join(folder, f"phases-{rank}.txt"), "a") as phases:
         phases.write(f"{time.time()} script\n")
