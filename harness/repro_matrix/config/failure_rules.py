@@ -28,7 +28,7 @@ class FailureRule(Strict):
     case: str = ""  # the case that it is, in an older or another package's wording
     words: list[str] = Field(default=[])  # without them, words of the text
     any_level: bool = False  # also a line that a logger prints as information
-    steps: Literal["", "each", "together"] = ""  # the last steps, three or more, show it: one line does not
+    every_step: bool = False  # each of the last steps, three or more, shows it: one line does not
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
     advice: list[str] = Field(min_length=1)
@@ -56,7 +56,7 @@ class DeviceError(Strict):
 # What stands before a failure that a sentence only mentions.
 ADVICE = re.compile(
     r"(?i)\b(?:to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
-    r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$"
+    r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$|\b(?:if|when) $"
 )
 # How launchers and schedulers print how a process ended.
 _SIGNAL = re.compile(
@@ -114,7 +114,7 @@ def rules() -> Mapping[str, FailureRule]:
 
 @cache
 def _compiled() -> tuple[tuple[re.Pattern[str], FailureRule], ...]:
-    return tuple((re.compile(rule.text), rule) for rule in rules().values() if not rule.steps)
+    return tuple((re.compile(rule.text), rule) for rule in rules().values() if not rule.every_step)
 
 
 def _ended(text: str) -> int:

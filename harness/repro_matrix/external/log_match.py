@@ -148,17 +148,12 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     lines = {each.error.line for each in found if not each.echo}
     kinds = {each.rule.name for each in found if each.rule and not each.echo}
     order = ["cause", "end", "peer"]
+    serious = [each for each in seen.findings.values() if not (each.warning and seen.progress.after(each.last))]
     answer.findings = sorted(
-        (
-            each
-            for each in seen.findings.values()
-            if each.line not in lines
-            and each.kind not in kinds
-            and not (each.warning and seen.progress.after(each.last))
-        ),
+        (each for each in serious if each.line not in lines and each.kind not in kinds),
         key=lambda each: (order.index(rules()[each.kind].shows), each.kind == "ended-without-error", each.line),
     )
-    recovered, shown = seen.progress.recovered, [rules()[each.kind] for each in seen.findings.values()]
+    recovered, shown = seen.progress.recovered, [rules()[each.kind] for each in serious]
     if (hang := answer.hang) and recovered(hang.last):
         answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
     if not (answer.hang or launchers or any(rule.shows == "end" or rule.exit_codes for rule in shown)):

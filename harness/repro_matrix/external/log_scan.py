@@ -231,7 +231,7 @@ class Finding:
     text: str
     place: str = ""  # "local rank 5"
     last: int = 0  # the last line that shows it
-    warning: bool = False  # only warned of
+    warning: bool = False  # only warned of, or noted
 
 
 # --- whether training went on
@@ -260,10 +260,9 @@ class Progress:
         self.texts.extend(batch[at].strip() for at in last)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what the last steps show."""
-        for rule in rules().values() if len(self.texts) > 2 else ():
-            texts = ["\n".join(self.texts)] if rule.steps == "together" else self.texts
-            if rule.steps and all(re.search(rule.text, text) for text in texts):
+        """Yield what each of the last steps shows."""
+        for rule in rules().values():
+            if rule.every_step and len(self.texts) > 2 and all(re.search(rule.text, text) for text in self.texts):
                 yield Finding(self.steps[0], None, rule.name, self.texts[0][:MAX_NOTE], last=self.steps[-1])
 
     @property
@@ -346,7 +345,7 @@ class Catalogue:
             if text
         ]
         listed = [words for _, words in self.patterns] + [words for _, words, _ in self.messages]
-        listed += [rule.words or words_of(rule.text) for rule in rules().values() if not rule.steps]
+        listed += [rule.words or words_of(rule.text) for rule in rules().values() if not rule.every_step]
         every_word = {word for words in listed for word in words}.union(_TRACEBACKS, WAIT_WORDS)
         # A word that holds another one need not be asked for.
         least = [word for word in every_word if not any(o != word and o in word for o in every_word)]
@@ -462,7 +461,7 @@ def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: b
         if rule.case:
             errors.add_message(line, "", text)
         else:
-            _find(found, line, rule.name)
+            _find(found, line, rule)
     if done := bool(_DONE.search(text)):
         found.progress.done = line.number
     shows |= found.versions.read(text, line.number)
@@ -475,24 +474,29 @@ def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: b
 
 def _mentions(rule: FailureRule, text: str) -> bool:
     """Whether a line only mentions a failure: a logger's note, or advice."""
-    if rule.shows == "end" or rule.exit_codes or rule.any_level:
-        return False
     shown = re.search(rule.text, text)
-    note = _NOTE.search(text, 0, shown.start() if shown else len(text))
-    return bool(note and not _TYPED.search(text)) or bool(shown and ADVICE.search(text, 0, shown.start()))
+    advice = shown and ADVICE.search(text, 0, shown.start())
+    return rule.shows != "end" and (_is_noted(rule, text) or bool(advice))
 
 
-def _find(found: Scanned, line: Line, kind: str) -> None:
+def _is_noted(rule: FailureRule, text: str) -> bool:
+    """Whether a logger prints what a line shows as information."""
+    shown = re.search(rule.text, text)
+    return bool(shown and not rule.any_level and not _TYPED.search(text) and _NOTE.search(text, 0, shown.start()))
+
+
+def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
     stated = _STATED.search(line.text)
     named = stated[stated.lastindex or 1] if stated else ""
     rank = int(named) if named.isdigit() else line.rank
     if rank is None and _SUMMARY.match(line.text):
         rank = found.summary.rank
     place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
-    key, warning = (rank, kind, place), bool(_WARNED.search(line.text)) and not _TYPED.search(line.text)
+    warned = bool(_WARNED.search(line.text)) and not _TYPED.search(line.text)
+    key, warning = (rank, rule.name, place), warned or _is_noted(rule, line.text)
     old = found.findings.get(key)
     if old and (old.warning <= warning):
         found.findings[key] = replace(old, last=line.number)
     elif old or len(found.findings) < MAX_FINDINGS:
         text = line.text[:MAX_NOTE]
-        found.findings[key] = Finding(line.number, rank, kind, text, place, line.number, warning)
+        found.findings[key] = Finding(line.number, rank, rule.name, text, place, line.number, warning)
