@@ -221,3 +221,19 @@ def test_forked_runs_with_noise_equal_those_of_torchrun(tmp_path: Path, monkeypa
             runs[launcher] = (run.trace.folder / "trace-0.jsonl").read_text()
             assert run.made["outcome"]["outcome"] == "passed" and '"reason":"window"' in runs[launcher]
     assert runs["forkserver"] == runs["command"]
+
+
+def test_script_that_cannot_be_forked_has_runs_with_noise_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(f"from sys import modules as loaded\nassert 'torch' not in loaded\n{SCRIPT}")
+    Path("local.py").write_text("import sys\nsys.path.insert(0, 'vendored')\n")
+    Path("other.py").write_text(f"import local\n{SCRIPT}")
+    Path("first.py").write_text(f"assert 'torch' not in __import__('sys').__dict__['modules']\n{SCRIPT}")
+    with CellRunner(print, threading.Event()) as runner:
+        for name in ("train.py", "other.py", "first.py"):
+            script = Script(command_of_script(f"./{name}", 1), Failure(), tmp_path / "results")
+            side = compare.GoodSide(runner, script, stacks.resolve("current"), compare.Window(1))
+            launchers = {run.made["observation"]["attempt"]["launcher"] for run in side.noise}
+            assert launchers == {"command"} and not any(run.problem for run in side.noise), name

@@ -46,8 +46,11 @@ TRACER = WORKER.with_name("tracer") / "__init__.py"
 MODEL = "own"  # slug of the model axis: the script brings its own
 NOISE_SEED = "REPRO_TRACE_NOISE"
 PRELOADED = ("torch", "transformers")
-# A variable of the environment is set.
-_ENVIRONMENT = re.compile(rb"environ\s*(\[[^\]]*\]\s*=[^=]|\|=|\.\s*(update|setdefault|pop))|putenv|del\s.*environ")
+# A variable of the environment is set, or what an import finds may be another module than without the script.
+_IMPORTS_DIFFER = re.compile(
+    rb"environ\s*(\[[^\]]*\]\s*=[^=]|\|=|\.\s*(update|setdefault|pop))|putenv|del\s.*environ|import environ"
+    rb"|\bsys\.(path|modules|meta_path)\b|from sys import|importlib|addsitedir|runpy"
+)
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 # program -> module that is its command line
@@ -283,6 +286,7 @@ class Script:
     env: tuple[tuple[str, str], ...] = ()
     checks: tuple[str, ...] = ()
     trace: Mapping[str, str] | None = None  # variables of its trace (launch/worker/tracer); None: it has none
+    forks: bool = True  # a run with noise may be forked from a process that has imported its packages
 
     @property
     def slug(self) -> str:
@@ -290,7 +294,8 @@ class Script:
 
     def case(self) -> AdhocCase:
         command, failure = self.command, self.failure
-        imports = _preloaded(command) if self.trace and NOISE_SEED in self.trace and not self.env else None
+        with_noise = self.trace is not None and NOISE_SEED in self.trace
+        imports = _preloaded(command) if with_noise and self.forks and not self.env else None
         launch = schema.Launch(
             world_size=command.nproc, deadline=failure.hang_s or self.deadline_s, env=dict(self.env),
             cold_start_reason="a user's script" if imports is None else None, process_group=False,
@@ -374,9 +379,9 @@ def _files(script: Path | None) -> list[Path]:
 
 def _preloaded(command: Command) -> list[str] | None:
     """Return the packages that a fork server may import ahead of the script; None where it may not: torchrun does not
-    start the script itself, or it may set what those packages read, or hides one of them."""
+    start the script itself, or it may set what those packages read, or import another package by their name."""
     script, torchrun = command.script, command.argv[:3] == ("-m", LAUNCHERS["torchrun"], "--standalone")
-    if script is None or not torchrun or any(_ENVIRONMENT.search(path.read_bytes()) for path in _files(script)):
+    if script is None or not torchrun or any(_IMPORTS_DIFFER.search(path.read_bytes()) for path in _files(script)):
         return None
     if any((script.parent / name).exists() or (script.parent / f"{name}.py").exists() for name in PRELOADED):
         return None

@@ -101,7 +101,16 @@ class GoodSide:
         if not self.run.trace.steps:
             problem = self.run.problem or "it ended by itself. Does it train? Is --from-step beyond its last step?"
             raise MeasureError(f"{script.command.shown} on stack {stack.name} made no traced step: {problem}")
-        self.noise = [traced(runner, script, stack, window, seed) for seed in range(1, NOISE + 1)]
+        self.noise = [self._noise(runner, script, stack, window, seed) for seed in range(1, NOISE + 1)]
+
+    def _noise(self, runner: CellRunner, script: Script, stack: Stack, window: Window, seed: int) -> Traced:
+        """Return a run with noise: started with torchrun where a forked one does not end as the run without noise."""
+        run = traced(runner, script, stack, window, seed)
+        forked = run.made["observation"]["attempt"]["launcher"] == "forkserver"
+        if forked and (run.problem, len(run.trace.steps)) != (self.run.problem, len(self.run.trace.steps)):
+            run.document.unlink()
+            return traced(runner, replace(script, forks=False), stack, window, seed)
+        return run
 
     def locate(self, bad: Trace) -> Location:
         return locate(self.run.trace, bad, [each.trace for each in self.noise])
@@ -143,7 +152,8 @@ def compare(runner: CellRunner, good: tuple[Script, Stack], bad: tuple[Script, S
 def describe(found: Comparison) -> Iterator[str]:
     """Yield the answer first, then what supports it."""
     location, coverage = found.location, found.location.coverage
-    yield location.sentence()
+    why = f" ({found.bad.problem})" if location.verdict == "inconclusive" and found.bad.problem else ""
+    yield f"{location.sentence()}{why}"
     if location.last_agreeing:
         yield f"  the last that agrees: {location.last_agreeing}"
     yield from (f"  also: {text}" for text in location.also)
