@@ -143,10 +143,20 @@ def test_packages_that_only_one_stack_pins_are_named_with_the_consequence() -> N
     assert "Only in a: peft 0.9.0. What needs peft is not compared." in text and "Only in b: mine 1." in text
 
 
-def test_two_files_with_the_same_packages_are_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "pin",
+    [
+        "torch==2.99.0+cu126", "torch == 2.99.0+cu126", "Torch[x] (==2.99.0+cu126)", "torch===2.99.0+cu126  # mine",
+        "\ufefftorch==2.99.0+cu126", "torch==2.99.0+cu126 --hash=sha256:aa \\\n  --hash=sha256:bb",
+        "torch==2.99.0+cu126;python_version>'3'\ntorch==1.0;python_version<'3'",
+    ],
+)  # fmt: skip
+def test_two_files_with_the_same_packages_are_a_usage_error(
+    pin: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = [tmp_path / f"{name}.txt" for name in "ab"]
-    for file in files:
-        file.write_text("torch==2.99.0\ntransformers==4.39.3\n", encoding="utf-8")
+    for file, text in zip(files, (pin, "torch==2.99.0+cu126")):
+        file.write_text(f"{text}\ntransformers==4.39.3\n", encoding="utf-8")
     assert main(["upgrade", "--from", str(files[0]), "--to", str(files[1])]) == 2
     err = capsys.readouterr().err
     assert "nothing to compare" in " ".join(err.split()) and all(str(file) in err for file in files)

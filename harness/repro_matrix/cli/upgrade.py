@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     request, specs = ask(texts), (args.source, args.target)
     for file in (parse(spec).file for spec in specs):
         if file and file.is_file() and file.name != "uv.lock" and file.suffix != ".toml":
-            list(lockfiles.requirements(file.read_text(encoding="utf-8", errors="replace"), str(file)))
+            list(lockfiles.requirements(file.read_text(encoding="utf-8-sig", errors="replace"), str(file)))
     described = {spec: stacks.described(spec) for spec in specs}
     ends = {spec: End(spec, stack.versions if stack else {}) for spec, stack in described.items()}
     versions = [end.versions for end in ends.values() if end.versions]

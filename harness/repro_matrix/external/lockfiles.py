@@ -56,10 +56,10 @@ def parse(text: str, path: str) -> Lockfile:
         else:
             if requirement.marker is not None and not requirement.marker.evaluate():
                 continue
-            name, version = canonical(requirement.name), str(requirement.specifier).lstrip("=")
+            name, version = canonical(requirement.name), locks.one_release(requirement)
             if requirement.url:
                 unreleased[name] = line
-            elif not re.fullmatch(r"={2,3}[^=,*]+", str(requirement.specifier)):
+            elif not version:
                 raise ConfigError(f"{where} is not one release. Write NAME==VERSION, as pip freeze does.")
             elif Version(pins.setdefault(name, version)) != Version(version):
                 raise ConfigError(f"{where}: two versions of {name}: {pins[name]} and {version}. Remove one of them.")
@@ -72,7 +72,7 @@ def requirements(text: str, path: str) -> Iterator[tuple[str, str, str, Requirem
     """Yield of each line that installs something its place, itself, what it installs, and that as a requirement: None
     of a clone, a folder or a URL. Raises ConfigError that names a line that is neither."""
     for number, raw in enumerate(text.splitlines(), 1):
-        line = re.sub(r"(^|\s)#.*|\s--\w.*", "", raw).strip().rstrip("\\").strip()
+        line = locks.without_options(raw)
         where = f"{path}:{number}: {line!r}"
         if re.match(r"-e\b|--editable\b|git\+|https?:|\.{0,2}/", line):
             yield where, raw, line, None

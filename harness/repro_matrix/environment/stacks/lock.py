@@ -108,11 +108,10 @@ class Lock:
         """Packages and their versions on this machine under the stack's Python."""
         from packaging.markers import Marker
 
-        here = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
         return {
             canonical(name): version
             for name, version, marker in _PIN.findall(self.text)
-            if not marker or Marker(marker).evaluate(here)
+            if not marker or Marker(marker).evaluate(_environment(self.python))
         }
 
     @property
@@ -120,6 +119,11 @@ class Lock:
         """Short hash of its contents and of the kind of machine it is built for."""
         system = os.uname()
         return short_hash(self.body, self.python, system.sysname, system.machine)
+
+
+def _environment(python: str) -> dict[str, str]:
+    """Return what markers are asked about, besides this machine."""
+    return {"python_version": python, "python_full_version": f"{python}.0"}
 
 
 def fingerprint(definition: Definition) -> str:
@@ -200,6 +204,8 @@ def lock_file(path: Path) -> Lock:
 def pinned(path: Path) -> Mapping[str, str]:
     """Return the releases of a user's file: of its lock in the cache, else as it pins them; {} where it pins no torch.
     Nothing is resolved. Raises StackError where it pins two versions of a package."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
     cached = file_lock_path(path)
     text = _read_source(cached if cached.exists() else path)
     if path.name == "uv.lock" and not cached.exists():
@@ -207,11 +213,27 @@ def pinned(path: Path) -> Mapping[str, str]:
     python = _header(text, "python") or DEFAULT_PYTHON
     pins: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        for name, version in Lock(line, python).pins.items():
-            if pins.setdefault(name, version) != version:
-                two = f"line {number}: two versions of {name}: {pins[name]} and {version}"
-                raise StackError("usage", f"stack {path}: {two}. Remove one of them.")
+        try:
+            requirement = Requirement(without_options(line))
+        except InvalidRequirement:  # a clone, an option, nothing
+            continue
+        name, version = canonical(requirement.name), one_release(requirement)
+        here = requirement.marker is None or requirement.marker.evaluate(_environment(python))
+        if here and version and pins.setdefault(name, version) != version:
+            two = f"line {number}: two versions of {name}: {pins[name]} and {version}"
+            raise StackError("usage", f"stack {path}: {two}. Remove one of them.")
     return {**pins, "python": python} if "torch" in pins else {}
+
+
+def without_options(line: str) -> str:
+    """Return what a line of a requirements file installs, without its hashes and comment."""
+    return re.sub(r"(^|\s)#.*|\s--\w.*", "", line).strip().rstrip("\\").strip()
+
+
+def one_release(requirement: Requirement) -> str:
+    """Return the release that a requirement pins; "" where it allows others, or names none."""
+    pin = re.fullmatch(r"={2,3}([^=,*]+)", str(requirement.specifier))
+    return pin[1] if pin else ""
 
 
 def file_lock_path(path: Path) -> Path:
@@ -228,7 +250,7 @@ def file_lock_path(path: Path) -> Path:
 
 def _read_source(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise StackError("usage", f"stack {path}: {reason}. Give a requirements file or a uv.lock.") from None
