@@ -7,7 +7,7 @@ The optimizer is plain SGD: its update is the gradient times the learning rate, 
 from __future__ import annotations
 
 import fnmatch
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -153,11 +153,14 @@ class Fsdp(Wrapped):
         """Unit by unit: torch's full state dict would gather all of them first."""
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-        for prefix, unit in self.module.named_modules():
-            if isinstance(unit, FSDP):
-                with FSDP.summon_full_params(unit, recurse=False, writeback=False):
-                    for name, parameter in own_parameters(unit, FSDP):
-                        yield f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").lstrip("."), full(parameter)
+        # Before torch 2.4 only a root is gathered, without an error for any other unit: there all units at once.
+        together = torch.__version__.startswith(("2.0.", "2.1.", "2.2.", "2.3."))
+        with FSDP.summon_full_params(self.module, writeback=False) if together else nullcontext():
+            for prefix, unit in self.module.named_modules():
+                if isinstance(unit, FSDP):
+                    with nullcontext() if together else FSDP.summon_full_params(unit, recurse=False, writeback=False):
+                        for name, parameter in own_parameters(unit, FSDP):
+                            yield f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").lstrip("."), full(parameter)
 
     def _shards(self) -> AbstractContextManager[Any]:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
