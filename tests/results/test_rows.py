@@ -251,6 +251,12 @@ def test_run_whose_evidence_is_lost_is_no_passing_run(folder: Path, tmp_path: Pa
     (later / runs.MANIFEST).rename(later / "moved")
     assert not since_last_passing(later, rows, cases).passing  # a folder that is no run, e.g. published results
     (later / "moved").rename(later / runs.MANIFEST)
+    cell = " ".join(rows[0].cell[::-1])
+    manifest = {"schema": 1, "texts": [], "state": runs.ENDED, "planned": [cell, "cpu current case/not-there"]}
+    for planned, partial in (([cell], False), (manifest["planned"], True)):
+        (earlier / runs.MANIFEST).write_text(json.dumps({**manifest, "planned": planned}))
+        previous = since_last_passing(later, rows, cases).previous
+        assert previous and previous.partial == partial, "a cell that it measured is missing"
     for file in earlier.rglob("*.json"):
         file.unlink()
     assert not since_last_passing(later, rows, cases).passing

@@ -85,7 +85,7 @@ class Canaries:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 9, kind: str = "not_enough_gpus",
-        timed_out: bool = False,
+        timed_out: bool = False, error: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.rounds: list[list[CellPlan]] = []
         machine = Machine(GPUS, None, "580.65.06", 8, 256.0, "linux")
@@ -104,8 +104,11 @@ class Canaries:
                 if plan.profile.gpus and plan.cell.ranks > free:
                     attempt = {
                         "outcome": {"outcome": "infra_error", "reason": "because", "infra_error": kind},
-                        "observation": {"attempt": {"timed_out": timed_out}},
-                    }
+                        "observation": {
+                            "attempt": {"timed_out": timed_out},
+                            "ranks": [{"record": {"exception": error}}],
+                        },
+                    }  # fmt: skip
                     nothing = {"name": "INCONCLUSIVE", "failure_ids": [], "reason": "infra_error"}
                     one |= {"variants": {"any": {"attempts": [attempt]}}}
                     one["verdicts"] = dict.fromkeys(one["verdicts"], nothing)
@@ -142,6 +145,12 @@ def test_canary_cells_with_gpus_in_use_try_fewer_ranks(monkeypatch: pytest.Monke
     assert canaries.problem is None and canaries.ranks == ([first] if free == 2 else [first, {("gpu2", 1)}])
     problem = Canaries(monkeypatch, "gpu2", free=1, kind="device").problem
     assert problem and problem.count("planted") == 3, "any other kind is a problem"
+
+
+def test_canary_problem_has_the_cause_that_nccl_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = {"message": "NCCL error in: x.cpp:1\nLast error:\nError: failed to extend /dev/shm/nccl-a to 9 bytes\n"}
+    problem = Canaries(monkeypatch, "gpu2", free=0, kind="device", error=error).problem
+    assert problem and problem.count("failed to extend /dev/shm/nccl-a to 9 bytes") == 1
 
 
 @pytest.mark.parametrize(("timed_out", "share", "loaded"), [(True, 0.1, True), (True, 0.9, False), (False, 0.1, False)])

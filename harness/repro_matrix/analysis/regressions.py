@@ -27,7 +27,7 @@ from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
 from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, listed, read
 from repro_matrix.results.store import changed_files
-from repro_matrix.results.summary import lost
+from repro_matrix.results.summary import lost, missing_cells
 from repro_matrix.text import list_some
 
 MOST_FILES = 5  # changed files of the catalog
@@ -205,7 +205,8 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
             marked = against_history(stored, cases, since)
             differs = since.changed or any(row.state in ("unexpected", "differs_from_cpu") for row in marked)
             made = make_run(run.folder.name, results, int(bool(differs)))
-            found.append(replace(made, partial=run.state != ENDED or bool(lost(notes) or lacking(stored))))
+            less = missing_cells(run.folder, stored, notes) or lost(notes) or lacking(stored)
+            found.append(replace(made, partial=run.state != ENDED or bool(less)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)

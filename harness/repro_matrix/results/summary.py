@@ -71,16 +71,20 @@ def load_rows(
         "Restore the file, measure again, or delete the summary, which is computed anew."
         for path, rows in missing.items()
     ]
-    known = {" ".join(row.cell[::-1]) for row in chain(result, *missing.values())}
     notes += [
         f"{folder}: no result of {name}, which this run measured. The cell is left out. Measure it again."
-        for name in _measured(folder, notes)
-        if name not in known
+        for name in missing_cells(folder, chain(result, *missing.values()), notes)
     ]
     if write and stale:
         with suppress(OSError):  # the next reader names what is missing, too
             write_rows(folder, [*result, *chain.from_iterable(missing.values())])
     return result
+
+
+def missing_cells(folder: Path, rows: Iterable[Row], notes: list[str]) -> list[str]:
+    """Return the cells that a run measured, by its manifest, and that have no row: hardware, stack and id."""
+    known = {" ".join(row.cell[::-1]) for row in rows}
+    return [name for name in _measured(folder, notes) if name not in known]
 
 
 def _measured(folder: Path, notes: list[str]) -> list[str]:

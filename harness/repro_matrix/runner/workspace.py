@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import threading
@@ -194,6 +195,15 @@ def wrong_canaries(documents: Iterable[Document]) -> list[str]:
     return lines
 
 
+def _nccl_errors(documents: Iterable[Document]) -> list[str]:
+    """Return what NCCL gives as the cause, below its first line: "Last error: ..."."""
+    records = (rank["record"] for document in documents for each in _attempts(document)
+               for rank in each["observation"]["ranks"])  # fmt: skip
+    messages = (record["exception"]["message"] for record in records if record and record["exception"])
+    found = (re.search(r"Last error:\s*(.+)", message) for message in messages)
+    return list(dict.fromkeys(f"NCCL: {text[1]}" for text in found if text))
+
+
 def canary_problem(session: Session, place: Workplace, stop: threading.Event) -> str | None:
     """Measure the canary cells; return why nothing else may be measured, or None.
 
@@ -216,8 +226,8 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
             slow = any(attempt["observation"]["attempt"]["timed_out"] for attempt in attempts)
             share = core_share() if slow else 1.0
             loaded = f"this machine is too loaded (a process gets {share:.0%} of a core). Wait until less runs here"
-            what = loaded if share < LOADED else "the harness itself does not work here"
-            return f"{what}; nothing was measured: {'; '.join(problems)}"
+            what = loaded if share < LOADED else "the harness itself does not work here (see `repro doctor`)"
+            return f"{what}; nothing was measured: {'; '.join([*_nccl_errors(summary.documents), *problems])}"
         # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.
         fewer = {document["hardware"]["profile"] for document in lacking}
         ranks = {name: count - 1 for name, count in ranks.items() if name in fewer and count > 1}
