@@ -108,7 +108,7 @@ def table(known: dict[str, Json], results: dict[str, Json]) -> str:
         link = f"[{case['issue']}](https://github.com/{repository}/issues/{number})"
         right_here = "yes" if found["right"] else "no"
         lines.append(f"| {link} | {case['what']} | {_pair(case)} | {found['sentence']} | {right_here} |")
-    lines += ["", "The same comparisons by hand, in `docs/examples/numbers`:", ""]
+    lines += ["", "The same comparisons one by one, in `docs/examples/numbers`:", ""]
     return "\n".join([*lines, *(f"    {command(known[name])}" for name in measured), ""])
 
 

@@ -73,7 +73,7 @@ def test_plugin_last_failed_and_exitfirst(run: Any) -> None:
     assert set(shown) == set(names(run("--collect-only", "-q", "-k", "freeze or touch or find-unused"))), "as typed"
     result.assert_outcomes(passed=1, failed=2)
     assert {tuple(sorted(variants)) for variants in ASKED} == {("find-unused", "freeze", "touch")}, "one measurement"
-    result.stdout.fnmatch_lines(["*NOT_FIXED: of freeze*", "*by hand: torchrun freeze*"])
+    result.stdout.fnmatch_lines(["*NOT_FIXED: of freeze*", "*manually: torchrun freeze*"])
     SEEN.pop("touch")
     run("-v", "--lf").assert_outcomes(passed=1, failed=1)
     run("-v", "--lf", "-x").assert_outcomes(failed=1)
@@ -94,7 +94,7 @@ def test_plugin_problem_of_a_run_fails_the_test_and_a_quarantined_difference_is_
     SEEN["touch"] = ("NOT_FIXED", "quarantined")
     result = run("-rx", "-k", "freeze or touch or find-unused")
     result.assert_outcomes(passed=1, failed=1, xfailed=1)
-    result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*by hand: torchrun freeze*"])
+    result.stdout.fnmatch_lines(["*1 attempt of unfixed gave no answer*", "*manually: torchrun freeze*"])
     result.stdout.fnmatch_lines(["XFAIL *NOT_FIXED: of touch (quarantined: #12 (ada))"])
 
 
