@@ -113,7 +113,7 @@ def test_matrix_names_a_failure_that_only_blocking_launches_show(tmp_path: Path)
     code, said, found = matrix(tmp_path, [FakeGpu(), FakeGpu()], *words, "env.FAKE_CUDA_ASSERT=race")
     first, again = found["gpu2 ddp-ready-once"]["variants"]["unfixed"]["attempts"]
     assert (code, first["outcome"]["infra_error"], again["outcome"]["outcome"]) == (0, "gpu_or_program", "reproduced")
-    (line,) = (line for line in said.splitlines() if line.startswith("note: graded with CUDA_LAUNCH_BLOCKING=1"))
+    line = " ".join(said.split("note: graded with CUDA_LAUNCH_BLOCKING=1")[1].split())  # it is wrapped
     assert "ddp-ready-once/unfixed" in line
 
 
