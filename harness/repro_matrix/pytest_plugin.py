@@ -81,7 +81,7 @@ class Measurement:
             if place_of(plan) in self.wanted:
                 plans.append(replace(plan, variants=tuple(each for each in plan.variants if each.variant in chosen)))
         try:
-            run = replace(self.prepared, plans=plans, settings=replace(self.prepared.settings))
+            run = replace(self.prepared, plans=plans, settings=self.prepared.settings.model_copy())
             with workspace.folder(run, self.texts) as finish:
                 summary = workspace.execute(run, self._take, self._stop, on_warning=self.notes.append)
                 finish(summary)

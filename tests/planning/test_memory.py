@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.settings import RunSettings, Scale
+from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack
@@ -67,7 +67,7 @@ def test_plan_is_near_the_measured_peak(model: ModelSizes, strategy: str, measur
 
 def planned(
     text: str = "train-step", strategy: str = "fsdp", profile: Profile = CPU, machine: Machine = ROOMY,
-    deadline: float | None = None, scale: Scale = Scale.full,
+    deadline: float | None = None, scale: Any = "full",
     facts: ModelSizes | None = QWEN_14B,
 ) -> CellPlan:  # fmt: skip
     """The first cell of a case, whose model is Qwen-14B at full size."""
@@ -176,14 +176,14 @@ def test_ranks_that_share_a_gpu_need_its_memory_together() -> None:
 @pytest.mark.parametrize(
     ("backend", "shared", "scale", "share_gib"),
     [
-        ("gloo", True, Scale.tiny, 4.4),  # of two ranks, by what is known of any tiny model
-        ("gloo", True, Scale.full, 0),  # nobody knows
-        ("nccl", True, Scale.tiny, 0),  # its kernels spin while they wait, and would take the GPU from the others
-        ("nccl", False, Scale.tiny, 0),
+        ("gloo", True, "tiny", 4.4),  # of two ranks, by what is known of any tiny model
+        ("gloo", True, "full", 0),  # nobody knows
+        ("nccl", True, "tiny", 0),  # its kernels spin while they wait, and would take the GPU from the others
+        ("nccl", False, "tiny", 0),
     ],
 )
 def test_attempts_whose_memory_is_known_may_share_a_gpu(
-    backend: str, shared: bool, scale: Scale, share_gib: float
+    backend: str, shared: bool, scale: Any, share_gib: float
 ) -> None:
     profile = Profile("gpu1", "cuda", backend, gpus(2 - shared, 80), shared=shared)
     variant = planned(strategy="ddp", profile=profile, scale=scale, facts=None).variants[0]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.settings import RunSettings, Scale, compose_run
+from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.environment.gpus import Gpu
 from repro_matrix.environment.machine import Machine, Profile, settle_all
 from repro_matrix.errors import ConfigError
@@ -226,7 +226,7 @@ def test_variable_of_the_environment_is_an_override(value: str) -> None:
 def test_plan_fewer_layers_are_in_the_key_and_the_settings() -> None:
     texts = ["case=train-step", "model=qwen-14b", "strategy=fsdp", "model.config.num_hidden_layers=2"]
     selection = overrides.parse(texts)
-    known, full = catalogue.load(patches=selection.patches), RunSettings(scale=Scale.full)
+    known, full = catalogue.load(patches=selection.patches), RunSettings(scale="full")
     named = matrix.enumerate_cells(known, selection, overrides=matrix.overrides_of(full, selection.patches))
     assert "scale=full" in named[0].key and "num_hidden_layers=2" in named[0].key
     found = plans(*texts, settings=full, known=known)[0].variants[0].settings

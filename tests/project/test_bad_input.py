@@ -41,7 +41,7 @@ def refused(capsys: Capsys, *words: str) -> str:
         ("show ddp*", "`repro show` takes one case"),
         ("show ddp-module-bypass case=train-step", "case=train-step"),
         ("run", "Nothing to run."),
-        ("run train-step results=", "results=: the folder's name is missing"),
+        ("run train-step results=", "run settings: results: "),
         ("run --module", "--module: a module's name is missing"),
         ("versions train-step --max-probes 0", "'0' is not a number of at least 1"),
     ],

@@ -18,7 +18,7 @@ import pytest
 from observations import as_promised, summary_rows
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.settings import Order, RunSettings
+from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.gpus import Gpu, Nvml
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack
@@ -128,7 +128,7 @@ def run(
     events: list[Event] | None = None, earlier: Sequence[Row] = (), jobs: int = 1,
     stop: threading.Event | None = None, code: dict[str, str] | None = None,
 ) -> Summary:  # fmt: skip
-    settings = RunSettings(variants=list(variants), repeat=1, jobs=jobs, order=Order.declared)
+    settings = RunSettings(variants=list(variants), repeat=1, jobs=jobs, order="declared")
     on_event = (events if events is not None else []).append
     with engine_of(tmp_path, launcher, settings, on_event=on_event, earlier=earlier, code=code) as (engine, plans):
         return engine.run(plans, stop or threading.Event(), resume)
@@ -268,7 +268,7 @@ def test_exit_codes(tmp_path: Path) -> None:
 
 
 def test_time_limit_starts_no_further_cell_and_finishes_those_that_began_in_the_declared_order(tmp_path: Path) -> None:
-    settings = RunSettings(jobs=1, order=Order.declared)
+    settings = RunSettings(jobs=1, order="declared")
     with engine_of(tmp_path, Fake(lambda attempt, stop: time.sleep(0.3)), settings, "train-step") as (engine, plans):
         engine.session.time_limit = 0.1
         engine._recorded = {(plan.cell.key, "control"): Took(float(i), 0.1) for i, plan in enumerate(plans[:2])}

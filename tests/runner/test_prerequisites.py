@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config import selection as overrides
-from repro_matrix.config.settings import RunSettings, Weights
+from repro_matrix.config.settings import RunSettings
 from repro_matrix.environment.machine import Machine, Profile
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.planning import cells as matrix
@@ -42,7 +43,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
     return Stack("current", sys.executable, versions, path=(str(tmp_path),))
 
 
-def plans(stack: Stack, *texts: str, weights: Weights = Weights.hub) -> list[CellPlan]:
+def plans(stack: Stack, *texts: str, weights: Literal["random", "hub"] = "hub") -> list[CellPlan]:
     machine, profile = Machine((), None, "cpu", 2, 24.0, "linux"), Profile("cpu", "cpu", "gloo", ())
     named = matrix.enumerate_cells(CATALOGUE, overrides.parse(["case=train-step", *texts]))
     cells = place(CATALOGUE, named, [profile], auto=False)[0]
@@ -55,7 +56,7 @@ def test_weights_are_downloaded_once_per_model_and_a_failure_skips_its_cells(sta
     assert [plan.skipped is None for plan in found] == [plan.cell.model == "qwen1.5-0.5b" for plan in found]
     asked = (tmp_path / "asked").read_text(encoding="utf-8").split()
     assert sorted(asked) == ["Qwen/Qwen-14B", "Qwen/Qwen1.5-0.5B"]
-    random = plans(stack, "model=qwen-14b", "strategy=ddp", weights=Weights.random)
+    random = plans(stack, "model=qwen-14b", "strategy=ddp", weights="random")
     assert with_weights(random, {"current": stack}) == random
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from repro_matrix.config.settings import Order
 from repro_matrix.runner.schedule import MOST_PER_CORE, OTHER_USER_S, UNKNOWN_S, Schedule, Task, expect, recorded
 
 EIGHT = [f"GPU-{index}" for index in range(8)]
@@ -89,7 +88,7 @@ def test_next_keeps_within_jobs_and_memory_and_starts_a_task_that_is_too_large_a
 
 
 def test_add_sorts_unless_the_order_is_declared() -> None:
-    for order, seconds in ((Order.declared, [1.0, 3.0, 2.0]), (Order.longest, [3.0, 2.0, 1.0])):
+    for order, seconds in (("declared", [1.0, 3.0, 2.0]), ("longest", [3.0, 2.0, 1.0])):
         schedule = schedule_of(tasks_of((0, 1.0), (0, 3.0), (0, 2.0)), order=order)
         assert [task.seconds for task in schedule.waiting] == seconds
 

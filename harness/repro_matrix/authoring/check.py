@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from repro_matrix.config.schema import Case
-from repro_matrix.config.settings import LauncherName
 from repro_matrix.grading import grade
 from repro_matrix.grading.signature import unrelated_matches
 from repro_matrix.records.document import Document, Variant
@@ -93,16 +92,16 @@ def measure(slug: str, overrides: list[str]) -> dict[str, list[Document]] | None
         workspace.interruptible(stop, log, "nothing is stored"),
         tempfile.TemporaryDirectory(prefix="repro-check-") as folder,
     ):
-        for launcher in (LauncherName.forkserver, LauncherName.torchrun):
-            log(f"{slug}: every variant, {launcher.value}")
-            usual = {"repeat": TIMES, "launcher": launcher, "results": f"{folder}/{launcher.value}"}
+        for launcher in ("forkserver", "torchrun"):
+            log(f"{slug}: every variant, {launcher}")
+            usual = {"repeat": TIMES, "launcher": launcher, "results": f"{folder}/{launcher}"}
             prepared = session.prepare(request.with_values({key: usual[key] for key in usual.keys() - given}))
             summary = workspace.execute(prepared, lambda event: None, stop, on_warning=log)
             if summary.problem:
                 raise summary.problem
             if stop.is_set():
                 return None
-            found[launcher.value] = summary.documents
+            found[launcher] = summary.documents
     return found
 
 

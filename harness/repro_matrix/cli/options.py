@@ -10,7 +10,6 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,7 +30,7 @@ OVERRIDES = (
     "select and configure (Hydra's syntax): case=qwen15-* model=a,b strategy=fsdp flags.call=root repeat=3 jobs=2 "
     "hardware=cpu; +matrix=seeds is a matrix of conf/matrix"
 )
-SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *(field.name for field in fields(RunSettings))))
+SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *RunSettings.model_fields))
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
 # Option of a script -> the function of external/adhoc_case.py that reads the failure it describes.
 FAILURES = {"error": "error", "log": "log", "exit": "exit_code", "hang": "hang", "metric": "metric"}

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
@@ -127,8 +126,6 @@ def override_text(key: str, value: Any) -> str:
 
 
 def _value_text(value: Any) -> str:
-    if isinstance(value, Enum):
-        value = value.value
     if not isinstance(value, str):
         return json.dumps(value)
     plain = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf")

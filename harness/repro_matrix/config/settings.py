@@ -1,66 +1,45 @@
-"""The run's settings: conf/config.yaml composed by Hydra against a structured schema, with the overrides."""
+"""The run's settings: conf/config.yaml composed by Hydra with the overrides, and validated."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from repro_matrix.config.project import conf_folders
-from repro_matrix.errors import ConfigError, nearest, unknown
+from repro_matrix.errors import ConfigError, describe_validation, nearest, unknown
 from repro_matrix.paths import CONF
 
 
-class Scale(str, Enum):
-    tiny = "tiny"
-    full = "full"
-
-
-class Weights(str, Enum):
-    random = "random"
-    hub = "hub"
-
-
-class LauncherName(str, Enum):
-    auto = "auto"
-    torchrun = "torchrun"
-    forkserver = "forkserver"
-
-
-class Order(str, Enum):
-    longest = "longest"
-    declared = "declared"
-
-
-@dataclass
-class RunSettings:
+class RunSettings(BaseModel):
     """The settings of a run; conf/config.yaml describes each key."""
 
-    scale: Scale = Scale.tiny
-    weights: Weights = Weights.random
-    repeat: int | None = None
-    jobs: int | None = None
-    tp_size: int | None = None
-    steps: int | None = None
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    scale: Literal["tiny", "full"] = "tiny"
+    weights: Literal["random", "hub"] = "random"
+    repeat: PositiveInt | None = None
+    jobs: PositiveInt | None = None
+    tp_size: PositiveInt | None = None
+    steps: PositiveInt | None = None
     seed: int = 0
-    deadline: float | None = None
+    deadline: PositiveFloat | None = None
     variants: list[str] | None = None
-    launcher: LauncherName = LauncherName.auto
-    order: Order = Order.longest
-    results: str | None = None
+    launcher: Literal["auto", "torchrun", "forkserver"] = "auto"
+    order: Literal["longest", "declared"] = "longest"
+    results: str | None = Field(default=None, min_length=1)
     keep_files: bool = False
-    min_cells: int = 1
+    min_cells: NonNegativeInt = 1
     shard: str | None = None
     time_limit: str | None = None
-    matrix: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
+    matrix: dict[str, Any] = {}
+    env: dict[str, str] = {}
 
 
-AT_LEAST = {"repeat": 1, "jobs": 1, "tp_size": 1, "steps": 1, "min_cells": 0}
 OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>", "+matrix")
 
 
@@ -69,7 +48,7 @@ def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
     # The value of a variable is taken literally: Hydra would read true as a boolean and eth0,eth1 as a sweep.
     env = {text[4:].partition("=")[0]: _unquoted(text.partition("=")[2]) for text in overrides if _is_env(text)}
     overrides = [as_path(_as_list(text)) for text in overrides if not _is_env(text)]
-    names = [each.name for each in fields(RunSettings)]
+    names = list(RunSettings.model_fields)
     for override in overrides:
         key = override.lstrip("+~").split("=", 1)[0]
         if override.startswith("matrix="):
@@ -87,32 +66,25 @@ def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:
         reason = refused(name)
         if reason:
             raise ConfigError(f"env.{name}: {reason}")
-    for name, least in AT_LEAST.items():
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value}: must be at least {least}")
-    if settings.results is not None and not settings.results.strip():
-        raise ConfigError("results=: the folder's name is missing. Leave results= out to use results/scratch.")
-    if settings.deadline is not None and settings.deadline <= 0:
-        raise ConfigError(f"deadline={settings.deadline:g}: must be more than 0 seconds")
     return settings
 
 
 def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
     # Hydra takes half a second to import.
     from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError
 
-    ConfigStore.instance().store(name="run_schema", node=RunSettings)
     conf, *more = folders
     search_path = [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in more)}]"] if more else []
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            settings = OmegaConf.to_object(compose("config", overrides=[*overrides, *search_path]))
+            composed = compose("config", overrides=[*overrides, *search_path])
+        return RunSettings.model_validate(OmegaConf.to_container(composed, resolve=True))
+    except ValidationError as error:
+        raise describe_validation(error, RunSettings, "run settings") from None
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
         known = [path.stem for folder in folders for path in (folder / "matrix").glob("*.yaml")]
@@ -122,21 +94,8 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
         where = f"{mark.name}:{mark.line + 1}" if mark else "a file of conf/matrix"
         raise ConfigError(f"{where}: not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ or error
-        text = " ".join(str(cause).splitlines()[:2])
-        kind = re.search("could not be converted to (Integer|Float)", text)
-        given = [each for each in overrides if each.partition("=")[0] == getattr(cause, "full_key", None)]
-        if kind and given:
-            raise ConfigError(f"{given[0]}: expected {'an integer' if kind[1] == 'Integer' else 'a number'}") from None
-        choices = re.search(r"expected one of \[(.+)\]", text)
-        if choices and given:
-            word = given[0].partition("=")[2]
-            raise ConfigError(f"{given[0]}: {word!r} is not valid{nearest(word, choices[1].split(', '))}") from None
-        key = re.search(r"Key '([^']+)' (?:is )?not in", str(error))
-        hint = nearest(key[1], [*(each.name for each in fields(RunSettings)), *OVERRIDE_GROUPS]) if key else ""
-        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}{hint}") from None
-    assert isinstance(settings, RunSettings)
-    return settings
+        text = " ".join(str(error.__cause__ or error).splitlines()[:2])
+        raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
 
 
 def quoted(value: str) -> str:

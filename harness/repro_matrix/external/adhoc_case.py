@@ -332,7 +332,7 @@ class Script:
             {case.slug: case}, {MODEL: Model.model_validate(model)}, {STRATEGY: strategy}, shipped.stacks,
             shipped.hardware, {"case": {case.slug: raw}, "model": {MODEL: model}, "strategy": {STRATEGY: how}},
         )  # fmt: skip
-        settings = replace(RunSettings(), results=str(self.results / "scripts"), repeat=repeat)
+        settings = RunSettings(results=str(self.results / "scripts"), repeat=repeat)
         cell = Cell(case.slug, MODEL, STRATEGY, (), stack, "auto", command.nproc, overrides)
         return AdhocRequest((), catalogue, settings, [Selection(case=[case.slug], stack=[stack])], cell)
 

@@ -143,7 +143,7 @@ def overrides_of(settings: RunSettings, patches: Mapping[str, Sequence[tuple[Seq
     usual = RunSettings()
     names = [name for name in MEASUREMENT if getattr(settings, name) != getattr(usual, name)]
     values = [getattr(settings, name) for name in names]
-    words = [f"{name}={getattr(value, 'value', value)}" for name, value in zip(names, values)]
+    words = [f"{name}={value}" for name, value in zip(names, values)]
     given = {name: value for name, value in sorted(settings.env.items()) if not name.startswith(TRANSPORT)}
     words += [f"env.{name}={value if _PLAIN.fullmatch(value) else json.dumps(value)}" for name, value in given.items()]
     for group, changes in sorted(patches.items()):

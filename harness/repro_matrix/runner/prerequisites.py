@@ -130,7 +130,7 @@ def plan(
     stacks: Mapping[str, Stack | str] = {**usable, **session.to_build, **session.unavailable}
     profiles = {profile.name: profile for profile in session.profiles}
     plans = Planner(catalogue, settings, profiles, machine, stacks, code).plan(list(cells))
-    if build and settings.weights.value == "hub":
+    if build and settings.weights == "hub":
         plans = with_weights(plans, session.stacks)
     session.plans, session.unplanned = with_memory(plans, catalogue, usable, machine, settings, ask_models)
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import psutil
 
-from repro_matrix.config.settings import Order
 from repro_matrix.planning.memory import GIB
 from repro_matrix.planning.plan import MEMORY_PER_RANK_GB, VariantPlan
 from repro_matrix.records.attempt import InfraError
@@ -52,7 +51,7 @@ class Task:
 class Schedule:
     """The tasks of one run, waiting and running. ``jobs``: at most so many attempts at once; None: as many as fit."""
 
-    def __init__(self, cores: int, memory_gb: float, jobs: int | None = None, order: Order = Order.longest) -> None:
+    def __init__(self, cores: int, memory_gb: float, jobs: int | None = None, order: str = "longest") -> None:
         self.cores, self.memory_gb, self.jobs, self.order = cores, memory_gb, jobs, order
         self.waiting: list[Task] = []
         self.running: list[Task] = []
@@ -60,7 +59,7 @@ class Schedule:
 
     def add(self, tasks: Iterable[Task]) -> None:
         self.waiting += tasks
-        if self.order == Order.longest:
+        if self.order == "longest":
             self.waiting.sort(key=lambda task: (-task.gpus, -task.seconds))
 
     def repeat(self, task: Task, changes: Mapping[str, object]) -> None:

@@ -16,7 +16,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.catalog import Catalogue, check_syntax
 from repro_matrix.config.selection import Selection
-from repro_matrix.config.settings import Order, RunSettings, compose_run
+from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import stacks as stacks_module
 from repro_matrix.environment.gpus import Gpu, describe_unusable
@@ -63,7 +63,7 @@ class Request:
         """Return the request for one stack (by its name) and these variants."""
         return replace(
             self,
-            settings=replace(self.settings, variants=list(variants), repeat=repeat),
+            settings=self.settings.model_copy(update={"variants": list(variants), "repeat": repeat}),
             selections=[replace(each, stack=[stack], given=each.given | {"stack"}) for each in self.selections],
         )
 
@@ -275,7 +275,7 @@ def prepare(
     from repro_matrix.runner import prerequisites  # `repro list` needs the cells and nothing that launches
 
     request = texts if isinstance(texts, Request) else ask(texts)
-    catalogue, settings = request.catalogue, replace(request.settings)
+    catalogue, settings = request.catalogue, request.settings.model_copy()
     machine = machine_module.detect()
     profiles = machine_module.settle_all(request.hardware, catalogue.hardware, machine)
     auto = request.hardware == ["auto"]
@@ -297,14 +297,14 @@ def prepare(
         cells = select_shard(cells, shard, _published_seconds(catalogue, cells, settings))
     time_limit = seconds_of("time_limit", settings.time_limit)
     if time_limit is not None:
-        settings.order = Order.declared
+        settings.order = "declared"
         cells = oldest_first(cells, runs.measured_rows(settings))
     session = Session(
         catalogue, settings, profiles, machine, dict(given or {}), left_out=list(request.left_out),
         elsewhere=elsewhere, displaced=displaced, usual_gpus=usual_gpus,
         time_limit=time_limit, as_locked=as_locked,
     )  # fmt: skip
-    prerequisites.plan(session, cells, build_stacks, build_stacks or probe, settings.scale.value == "full")
+    prerequisites.plan(session, cells, build_stacks, build_stacks or probe, settings.scale == "full")
     names = list(dict.fromkeys(cell.stack for cell in cells))
     if all(name in session.unavailable for name in names):
         kind = MeasureError if names[0] in session.unusable else ConfigError

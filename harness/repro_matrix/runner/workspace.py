@@ -302,7 +302,7 @@ def execute(
         if session.shard:
             runs.write_manifest(store.root, session.shard)
         with contextlib.ExitStack() as opened:
-            launcher = session.settings.launcher.value
+            launcher = session.settings.launcher
             place = shared or opened.enter_context(workplace(launcher, session.gpus, on_warning))
             if with_canary and (problem := canary_problem(session, place, stop)):
                 raise MeasureError(problem)

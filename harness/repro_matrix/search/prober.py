@@ -189,7 +189,7 @@ class CellRunner(ExitStack):
         prepared = session.prepare(request.for_stack(stack.name, variants, repeat), given={stack.name: stack})
         if self._place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
-            shared = workspace.workplace(prepared.settings.launcher.value, gpus, self.say)
+            shared = workspace.workplace(prepared.settings.launcher, gpus, self.say)
             self._place = self.enter_context(shared)
         summary = workspace.execute(
             prepared,
