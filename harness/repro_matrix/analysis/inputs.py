@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ConfigDict, PositiveInt
 
-from repro_matrix.config import catalog, project, selection
+from repro_matrix.config import catalog, project
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName, VerdictName
 from repro_matrix.errors import ConfigError, MeasureError, ResultsError, nearest, unknown
 from repro_matrix.grading.checks import number
@@ -102,6 +102,16 @@ def machine_of(row: Row) -> dict[str, Any]:
     return {name: str(value) for name, value in values.items() if value}
 
 
+def patterns_of(texts: Iterable[str]) -> dict[str, list[str]]:
+    """Return axis -> patterns of ``NAME=GLOB,...``. Raises ConfigError: no such axis."""
+    found = {}
+    for name, equals, value in (text.partition("=") for text in texts):
+        if not equals or name not in AXES:
+            raise unknown("axis", name, AXES)
+        found[name] = [part.strip() for part in value.split(",")]
+    return found
+
+
 @dataclass
 class Side:
     """``notes``: remarks on the files; ``unreadable``: those of the notes about results that could not be read;
@@ -116,14 +126,10 @@ class Side:
     def select(self, texts: Sequence[str]) -> Side:
         """Return the rows that ``NAME=GLOB,...`` choose. Raises ConfigError: no such axis, or no row left."""
         rows = self.rows
-        for text in texts:
-            name, equals, _ = text.partition("=")
-            if not equals or name not in AXES:
-                raise unknown("axis", name, AXES, f"{text!r}")
-            patterns: list[str] = getattr(selection.parse([text]), name) or []
+        for name, patterns in patterns_of(texts).items():
             rows = [r for r in rows if any(fnmatch.fnmatchcase(getattr(r, name), pattern) for pattern in patterns)]
             if not rows:
-                known = sorted({getattr(row, name) for row in self.rows})
+                known, text = sorted({getattr(row, name) for row in self.rows}), f"{name}={','.join(patterns)}"
                 raise ConfigError(f"{self.name}: no result has {text}. Present: {', '.join(known[:8])}.")
         return replace(self, rows=rows)
 

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from repro_matrix.analysis.history import FILE
+from repro_matrix.analysis.inputs import patterns_of
 from repro_matrix.config import project
-from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest, unknown
+from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
 from repro_matrix.report import load
-from repro_matrix.report.load import AXES, Results
+from repro_matrix.report.load import Results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
 
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
         folders += [folder for folder in project.published() if folder.is_dir() and folder not in folders]
     if args.site and (args.output or args.format != "html"):
         raise ConfigError("--site writes its own files: remove --output and --format")
-    selection = _selection(args.overrides)
+    selection = patterns_of(word for word in args.overrides if "=" in word)
     target = _target(args, folders, results_root, "-selected" if selection else "")
     history = Path(args.history).expanduser() if args.history else None
     found = load.load_results(folders, selection, history)
@@ -83,16 +84,6 @@ def _refuse_nothing(selection: dict[str, list[str]], folders: list[Path], found:
     if not found.remarks.damaged and not any((folder / ".lock").exists() or runs.read(folder) for folder in folders):
         reason = f": {found.remarks.all[0]}" if found.remarks.all else ""
         raise ResultsError(f"{', '.join(map(str, folders))}: no results{reason}. Name a folder of results.")
-
-
-def _selection(words: list[str]) -> dict[str, list[str]]:
-    found = {}
-    for axis, equals, value in (word.partition("=") for word in words):
-        if equals and axis not in AXES:
-            raise unknown("axis", axis, AXES)
-        if equals:
-            found[axis] = [part.strip() for part in value.split(",")]
-    return found
 
 
 def _target(args: argparse.Namespace, folders: list[Path], root: Path, suffix: str) -> Path | None:

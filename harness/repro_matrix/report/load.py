@@ -26,7 +26,7 @@ from markupsafe import Markup, escape
 
 from repro_matrix.analysis.claims import ClaimRow, ledger
 from repro_matrix.analysis.history import NightlyRun, load_history, make_run
-from repro_matrix.analysis.inputs import from_row
+from repro_matrix.analysis.inputs import AXES, from_row
 from repro_matrix.analysis.regressions import (
     Regressions,
     against_history,
@@ -52,7 +52,6 @@ from repro_matrix.results.rows import Row
 from repro_matrix.results.summary import load_rows, lost
 from repro_matrix.text import block, counted, line, list_ranks, log, one_line
 
-AXES = ("case", "model", "strategy", "stack", "hardware")
 PUBLISHED = "published results"
 TEXT, BLOCK = 600, 2400  # characters of a text in a line, and of a block
 
