@@ -51,9 +51,6 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("expected one argument"):  # argparse takes a value that begins with a dash for an option
             option = message.removeprefix("argument ").partition(":")[0]
             message += f". Write a value that begins with a dash as {option}=-VALUE."
-        choice = re.match(r"argument ACTION: invalid choice: '(.*?)' \(choose from (.*)\)$", message)
-        if choice:
-            message = f"unknown action {choice[1]!r}{nearest(choice[1], re.findall(r'[a-z]+', choice[2]))}"
         raise ConfigError(f"{message} (`{self.prog} --help` shows the arguments)")
 
 
