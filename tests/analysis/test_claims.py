@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def rows(*documents: Document) -> list[Row]:
 
 def row(known: Case, *documents: Document) -> ClaimRow:
     (result,) = ledger([known], rows(*documents))
-    assert json.dumps(result.to_json())
+    assert json.dumps(asdict(result))
     return result
 
 
@@ -261,7 +262,7 @@ def test_metric_that_was_not_measured_is_undecided() -> None:
 
 
 def test_claim_row_to_json_has_settings_and_ranks() -> None:
-    data = row(FIXED, cell("FIXED", stack=OLD), cell("FIXED", stack=NEW, flags={"call": "root"})).to_json()
+    data = asdict(row(FIXED, cell("FIXED", stack=OLD), cell("FIXED", stack=NEW, flags={"call": "root"})))
     assert (data["status"], data["brief"], data["id"]) == ("supported", "2 measurements", "c1")
     assert {e["setting"] for e in data["evidence"]} == {"tiny random weights", "call=root tiny random weights"}
     assert data["evidence"][0]["document"] == "some-case", "its cell, where it is stored nowhere"

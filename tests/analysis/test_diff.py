@@ -145,7 +145,7 @@ def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_t
     ((first, second),) = there.disagreements
     assert (first.hardware, second.hardware) == ("cpu", "gpu1-shared")
     assert "gradient 0.2 | 0.3" in "\n".join(diffs.describe_agreement([there]))
-    assert diffs.agreement_to_json([there])["cases"][0]["tolerance_used"] == {"gradient": [0.2, 0.3]}
+    assert diffs.agreement_to_json([there])["cases"][0]["tolerance_used"] == {"gradient": (0.2, 0.3)}
     (same,) = diffs.measure_agreement(gpu, gpu)
     assert (same.agree, same.both, same.across) == (3, 3, 0), "the same hardware on both sides stays a pair"
 

@@ -7,8 +7,7 @@ variant, measured three times. With fewer than three attempts the scatter is not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, cast
 
@@ -115,22 +114,6 @@ def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
 # -- metrics
 
 
-@dataclass(frozen=True)
-class Figure:
-    values: tuple[float, ...]  # one per attempt
-
-    @property
-    def value(self) -> float:
-        return median(self.values)
-
-    @property
-    def spread(self) -> float:
-        return max(self.values) - min(self.values)
-
-    def __str__(self) -> str:
-        return f"{self.value:g}" + (f" ({min(self.values):g} to {max(self.values):g})" if self.spread else "")
-
-
 def compare_metric(metric: Metric, variant: str, cell: Cell) -> Decision:
     """Return whether the comparison holds, and the figures; None, and the reason, where it cannot be made."""
     other = metric.below or metric.above or ""
@@ -138,20 +121,29 @@ def compare_metric(metric: Metric, variant: str, cell: Cell) -> Decision:
     other_figure, other_reason = figure_of(cell, other, metric.name)
     if figure is None or other_figure is None:
         return None, reason or other_reason
-    limit = metric.factor * other_figure.value
+    value, limit = median(figure), metric.factor * median(other_figure)
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
-    counts = f"medians of {len(figure.values)} and {len(other_figure.values)}"
-    shown = f"{metric.name}: {variant} {figure}, {other} {other_figure}{times} ({counts})"
-    if min(len(figure.values), len(other_figure.values)) < MIN_ATTEMPTS:
+    counts = f"medians of {len(figure)} and {len(other_figure)}"
+    shown = f"{metric.name}: {variant} {_shown(figure)}, {other} {_shown(other_figure)}{times} ({counts})"
+    if min(len(figure), len(other_figure)) < MIN_ATTEMPTS:
         return None, f"noise: fewer than {MIN_ATTEMPTS} attempts of a variant; {shown}"
-    noise = figure.spread + metric.factor * other_figure.spread
-    if noise and abs(figure.value - limit) <= noise:
+    noise = _spread(figure) + metric.factor * _spread(other_figure)
+    if noise and abs(value - limit) <= noise:
         return None, f"noise: the attempts scatter by more than the variants differ; {shown}"
-    return figure.value <= limit if metric.below else figure.value >= limit, shown
+    return value <= limit if metric.below else value >= limit, shown
 
 
-def figure_of(cell: Cell, variant: str, name: str) -> tuple[Figure | None, str]:
-    """Return a variant's figure, or the reason why there is none. Only attempts in which every rank finished count."""
+def _spread(figure: Sequence[float]) -> float:
+    return max(figure) - min(figure)
+
+
+def _shown(figure: Sequence[float]) -> str:
+    return f"{median(figure):g}" + (f" ({min(figure):g} to {max(figure):g})" if _spread(figure) else "")
+
+
+def figure_of(cell: Cell, variant: str, name: str) -> tuple[list[float] | None, str]:
+    """Return a variant's figure, a number per attempt, or the reason why there is none. Only attempts in which every
+    rank finished count."""
     row = cell.get(variant)
     if row is None:
         return None, f"variant {variant} was not run"
@@ -161,5 +153,5 @@ def figure_of(cell: Cell, variant: str, name: str) -> tuple[Figure | None, str]:
     attempts = [each for each in row.attempts if each.finished and each.outcome in ("passed", "reproduced")]
     if not attempts:
         return None, f"no attempt of variant {variant} finished"
-    measured = tuple(each.metrics[name] for each in attempts if name in each.metrics)
-    return (Figure(measured), "") if measured else (None, f"no attempt of variant {variant} measured {name}")
+    measured = [each.metrics[name] for each in attempts if name in each.metrics]
+    return (measured, "") if measured else (None, f"no attempt of variant {variant} measured {name}")

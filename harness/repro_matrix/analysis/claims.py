@@ -10,8 +10,8 @@ neither does a variant where the one that it is compared with (``unfixed``, or `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 from repro_matrix.analysis.claim_evidence import Cell, as_set, decide
 from repro_matrix.config.expectations import Claim, Prediction
@@ -59,9 +59,6 @@ class ClaimRow:
     detail: str  # mixed: on what; untested: why; else how much was measured
     evidence: tuple[Evidence, ...] = ()
     brief: str = ""  # of a settled one: by how many measurements
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def ledger(cases: Iterable[Case], rows: Iterable[Row]) -> list[ClaimRow]:

@@ -229,19 +229,21 @@ def _both_expected(old: VariantResult, new: VariantResult) -> bool:
 
 @dataclass
 class Agreement:
-    """How often one side's results predict the other's, for one case: ``agree`` of ``both`` variants that both sides
-    measured have the same verdict, failures and outcomes. ``disagreements``: (first, second)."""
+    """How often one side's results predict the other's, for one case: of ``both`` variants that both sides measured,
+    ``agree`` have the same verdict, failures and outcomes. ``disagreements``: (first, second)."""
 
     case: str
-    agree: int = 0
     both: int = 0
     across: int = 0  # of ``both``: measured on a GPU on one side and without one on the other
     one_only: int = 0
     other_settings: int = 0
     disagreements: list[tuple[VariantResult, VariantResult]] = field(default_factory=list)
-    tolerance_used: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # numeric check -> the most of each side
+    # Numeric check -> the most of each side.
+    tolerance_used: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def agree(self) -> int:
+        return self.both - len(self.disagreements)
 
 
 def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResult]) -> list[Agreement]:
@@ -269,9 +271,7 @@ def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResul
                 result.tolerance_used[name] = (
                     max(first.tolerance_used[name], left_most), max(second.tolerance_used[name], right_most)
                 )  # fmt: skip
-            if _summary(first) == _summary(second):
-                result.agree += 1
-            else:
+            if _summary(first) != _summary(second):
                 result.disagreements.append((first, second))
     if not any(each.both for each in cases.values()):
         raise ConfigError("nothing to compare: no variant was measured on both sides with the same settings")
@@ -406,10 +406,7 @@ def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
     return {
         "schema": 1,
         "cases": [
-            {"case": each.case, "agree": each.agree, "both": each.both, "interval": list(wilson(each.agree, each.both)),
-             "across": each.across, "one_only": each.one_only, "other_settings": each.other_settings,
-             "tolerance_used": {name: list(used) for name, used in sorted(each.tolerance_used.items())},
-             "disagreements": [
+            {**vars(each), "agree": each.agree, "interval": wilson(each.agree, each.both), "disagreements": [
                  {**_place(*pair), "first": _values(pair[0]), "second": _values(pair[1])} for pair in each.disagreements
              ]}
             for each in cases

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         fields = case.model_dump(mode="json", exclude={"slug", "claims"})
         print_json({"case": case.slug, **fields, "symptom": text, "releases": reproduced.sentence, "script": place,
-                    "variants": variants, "claims": [claim.to_json() for claim in claims]})  # fmt: skip
+                    "variants": variants, "claims": [asdict(claim) for claim in claims]})  # fmt: skip
         return 0
     more = f" (one of {len(request.cells)} combinations; choose with model=, strategy=)" if request.cells[1:] else ""
     title = f"Ways to run it: {plan.cell.where} on {plan.profile.name} with stack {plan.cell.stack}{more}"
