@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from repro_matrix.config import catalog, project
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.environment import stacks
 from repro_matrix.results.rows import Row, rows_of
-from repro_matrix.runner.session import ask
+from repro_matrix.runner.session import Request, ask
 
 __all__ = ["world"]
 
@@ -44,7 +45,11 @@ def rows(versions: Mapping[str, str], outcomes: Mapping[str, str], **changes: An
 
 
 def compared(stored: list[Row], variants: tuple[str, ...] = FIXES, old: Any = OLD, new: Any = NEW) -> Upgrade:
-    return upgrade.compare(catalog.load(), CELLS, list(variants), None, (End("a", old), End("b", new)), stored)
+    return upgrade.compare(asked(variants), (End("a", old), End("b", new)), stored)
+
+
+def asked(variants: tuple[str, ...] = FIXES) -> Request:
+    return ask([f"case={CASE}", "strategy=fsdp", f"model={CELLS[0].model}", f"variants={','.join(variants)}"])
 
 
 BROKEN = {"unfixed": "reproduced", "small-min": "passed", "summon": "passed"}
@@ -116,12 +121,12 @@ def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
 
 
 def test_what_a_stack_lacks_is_no_missing_measurement() -> None:
-    cells = ask(["case=train-step", "model=qwen1.5-0.5b", "strategy=fsdp2", "hardware=cpu"]).cells
+    request = ask(["case=train-step", "model=qwen1.5-0.5b", "strategy=fsdp2", "hardware=cpu"])
     old = {**OLD, "torch": "2.2.2", "transformers": "4.36.2"}
-    (lacks,) = upgrade.compare(catalog.load(), cells, None, None, (End("a", old), End("b", NEW)), []).unknown
+    (lacks,) = upgrade.compare(request, (End("a", old), End("b", NEW)), []).unknown
     assert lacks.reason.startswith("a lacks ") and lacks.ends == ()
     newer = {**OLD, "transformers": "4.39.3"}  # the model and the strategy can run there
-    (never,) = upgrade.compare(catalog.load(), cells, None, None, (End("a", newer), End("b", NEW)), []).unknown
+    (never,) = upgrade.compare(request, (End("a", newer), End("b", NEW)), []).unknown
     assert never.ends == ("a", "b")
 
 
@@ -173,11 +178,13 @@ def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: py
     case = known.cases[CASE].model_copy(update={"expect": expect})
     monkeypatch.setitem(known.cases, CASE, case)
     ends = End("a", {**OLD, "transformers": "4.39.3"}), End("b", {**OLD, "transformers": "5.5.5"})
-    result = upgrade.compare(known, CELLS, list(FIXES), None, ends, [])
+    result = upgrade.compare(replace(asked(), catalogue=known), ends, [])
     (problem,) = result.problems
     assert result.verdict == "NO-GO" and problem.boundary == ("transformers", "5.1.0", "5.0.0", True)
     assert upgrade.headline(result).startswith("NO-GO: hold transformers below 5.1.0 because")
-    outside = upgrade.compare(known, CELLS, list(FIXES), None, (ends[0], End("c", {**OLD, "transformers": "6.0"})), [])
+    outside = upgrade.compare(
+        replace(asked(), catalogue=known), (ends[0], End("c", {**OLD, "transformers": "6.0"})), []
+    )
     assert outside.verdict == "UNDECIDED" and outside.compared == 0
 
 

@@ -29,6 +29,7 @@ from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
 from repro_matrix.planning.plan import needs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner.schedule import UNKNOWN_S, recorded
+from repro_matrix.runner.session import Request
 from repro_matrix.text import counted, first_line, list_some
 
 State = Literal["passes", "reproduces", "fails", "flaky"]
@@ -142,18 +143,16 @@ def axes(cell: Cell) -> list[str]:
     return [f"model={cell.model}", f"strategy={cell.strategy}", *flags, *cell.overrides]
 
 
-def compare(
-    catalogue: Catalogue, cells: Sequence[Cell], variants: list[str] | None, repeat: int | None, ends: tuple[End, End],
-    rows: Sequence[Row],
-) -> Upgrade:  # fmt: skip
-    """Compare what is known of two stacks. ``variants``: only these. ``repeat``: attempts of what is not measured."""
-    result, sides = Upgrade(*ends), [_Side(catalogue, end, rows) for end in ends]
+def compare(request: Request, ends: Sequence[End], rows: Sequence[Row]) -> Upgrade:
+    """Compare what is known of two stacks."""
+    catalogue, settings = request.catalogue, request.settings
+    result, sides = Upgrade(ends[0], ends[1]), [_Side(catalogue, end, rows) for end in ends]
     hardware = sorted({row.hardware.kind for row in rows} | {"cpu"}, key=lambda name: name != "cpu")
     pairs: dict[str, dict[tuple[Cell, str], tuple[Known, Known]]] = defaultdict(dict)
     took = recorded(rows)
-    for cell in cells:
+    for cell in request.cells:
         case = catalogue.cases[cell.case]
-        chosen = [name for name in variants_of(case, variants) if not case.variants[name].stack]
+        chosen = [name for name in variants_of(case, settings.variants) if not case.variants[name].stack]
         for variant in chosen:
             tried = [_pair(sides, cell, variant, name) for name in hardware]
             pair = next((each for each in tried if not isinstance(each, Unknown)), None)
@@ -163,7 +162,7 @@ def compare(
                 result.unknown.append(next(each for each in tried if isinstance(each, Unknown)))
         missing = {end for each in result.unknown if each.cell == cell for end in each.ends}
         times = [known.seconds if (known := took.get((cell.key, name))) else UNKNOWN_S for name in chosen]
-        result.seconds += len(missing) * sum(times) * (repeat or case.repeat)
+        result.seconds += len(missing) * sum(times) * (settings.repeat or case.repeat)
     for slug, found in pairs.items():
         result.compared += len(found)
         result.same += sum(old.state == new.state for old, new in found.values())
@@ -267,7 +266,7 @@ def _release(text: str) -> str:
 
 
 def _problems(
-    case: Case, found: Mapping[tuple[Cell, str], tuple[Known, Known]], ends: tuple[End, End]
+    case: Case, found: Mapping[tuple[Cell, str], tuple[Known, Known]], ends: Sequence[End]
 ) -> Iterator[Problem]:
     first = next(iter(case.variants))
     offered = [name for name, each in case.variants.items() if name == first or each.role == "fix"]
@@ -284,7 +283,7 @@ def _problems(
             yield Problem(kind, case, cells, variants, known.state, known.text, fixes, boundary)  # type: ignore[arg-type]
 
 
-def _boundary(case: Case, ends: tuple[End, End]) -> Boundary | None:
+def _boundary(case: Case, ends: Sequence[End]) -> Boundary | None:
     """Return where the failure begins between the two stacks, if measured releases of one package alone show it."""
     found = releases_of(case)
     old, new = (each.versions.get(found.package, "") for each in ends)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Sequence
 
 from repro_matrix.analysis import upgrade
 from repro_matrix.analysis.upgrade import End, Upgrade
@@ -57,22 +56,15 @@ def main(args: argparse.Namespace) -> int:
     rows = runs.rows_of_stacks(versions, folder, notes)
     if damaged := lost(notes):
         raise MeasureError(f"evidence cannot be used: {list_some(damaged)}. Without it there is no answer.")
-    result = _compare(request, ends, rows)
+    result = upgrade.compare(request, list(ends.values()), rows)
     if args.measure and result.missing:
         rows += _measure(request, result, ends)
-        result = _compare(request, ends, rows)
+        result = upgrade.compare(request, list(ends.values()), rows)
     if args.json:
         print_json(upgrade.to_json(result))
     else:
         print_wrapped(*upgrade.describe(result), f"exit code {result.exit_code}")
     return result.exit_code
-
-
-def _compare(request: Request, ends: dict[str, End], rows: Sequence[Row]) -> Upgrade:
-    settings, (source, target) = request.settings, ends.values()
-    return upgrade.compare(
-        request.catalogue, request.cells, settings.variants, settings.repeat, (source, target), rows
-    )  # fmt: skip
 
 
 def _measure(request: Request, missing: Upgrade, ends: dict[str, End]) -> list[Row]:
