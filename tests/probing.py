@@ -51,6 +51,7 @@ class World:
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
         self.uninstallable: set[tuple[str, str]] = set()  # releases that cannot be installed
         self.needs: Callable[[Mapping[str, str]], str] = lambda versions: ""  # the package that contradicts the others
+        self.version_at: Callable[[str], str] = lambda url: ""  # of a commit in a clone
         self.launched: list[tuple[Mapping[str, str], str]] = []
         self.resolved: list[str] = []
         self.interrupt_at: int | None = None
@@ -69,7 +70,7 @@ class World:
         base = self.bases[wanted.base]
         versions = dict(base)
         for swap in wanted.swaps:
-            version = next(iter(swap.specifier)).version
+            version = self.version_at(swap.url) if swap.url else next(iter(swap.specifier)).version
             if (canonical(swap.name), version) in self.uninstallable:
                 raise StackError("unavailable", f"{swap} has nothing for this Python")
             versions[canonical(swap.name)] = version

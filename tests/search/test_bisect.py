@@ -7,7 +7,6 @@ import math
 import subprocess
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ import pytest
 from observations import failed, observation
 from probing import BASE, CASE, World, before, result, world
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack
 from repro_matrix.runner.session import ask
-from repro_matrix.search.commits import Clone
 from repro_matrix.search.prober import Prober, answer_of
 
 __all__ = ["world"]
@@ -196,9 +193,8 @@ def commit(repo: Path, text: str, file: str = "src/transformers/__init__.py") ->
 
 
 @pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def clone(tmp_path: Path) -> Path:
     """Releases tagged on branches of their own; the failure comes with the third of five commits between them."""
-    monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     repo = tmp_path / "clone"
     (repo / "src" / "transformers").mkdir(parents=True)
     git(repo, "init", "--initial-branch=main")
@@ -216,34 +212,20 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repo
 
 
-def test_bisect_clone_gives_the_commit_and_is_only_read(
-    world: World, clone: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def overlay(self: Clone, stack: Stack, commit: str, name: str) -> Stack:
-        root, folder = self.unpack(commit)
-        state = int((root / folder / "__init__.py").read_text(encoding="utf-8").split()[2])
-        return world.resolve(f"base+transformers==4.{38 + 4 * (state >= 3)}.0+g{commit[:10]}")
+def test_bisect_clone_gives_the_commit_and_is_only_read(world: World, clone: Path, capsys: Capsys) -> None:
+    def version_at(url: str) -> str:
+        state = int(git(clone, "show", f"{url.rpartition('@')[2]}:src/transformers/__init__.py").split()[2])
+        return f"4.{38 + 4 * (state >= 3)}.0.dev{state}"
 
-    monkeypatch.setattr(Clone, "overlay", overlay)
+    world.version_at = version_at
     (clone / "untracked.txt").write_text("mine", encoding="utf-8")
     states = [(git(clone, "status"), git(clone, "reflog"))]
     _, found = releases(world, capsys, "--repo", str(clone))["stages"]
     assert found["exact"] and "state = 3" in found["title"]
+    assert f"base+transformers @ git+file://{clone}@" in found["bad"]["run"]
     assert found["candidates"] == 7  # the release's own, the fork, five that touch the package
     assert len(found["probes"]) <= math.ceil(math.log2(7)) + 2
     assert states == [(git(clone, "status"), git(clone, "reflog"))]
-
-
-@pytest.mark.parametrize(("line", "version"), [("", "4.39.3"), ('__version__ = "4.40.0.dev0"', "4.40.0.dev0")])
-def test_overlay_has_the_commits_source_and_version(clone: Path, line: str, version: str) -> None:
-    commit(clone, f"state = 5\n{line}")
-    head = git(clone, "rev-parse", "HEAD").strip()
-    stack = Stack("base", "/python", dict(BASE), ("/overlay",), "k" * 16)
-    laid = Clone(clone, "transformers").overlay(replace(stack, content="c"), head, "name")
-    assert laid.versions["transformers"] == f"{version}+g{head[:10]}"
-    assert laid.label_key == laid.key != stack.key and laid.extensions_dir == stack.extensions_dir
-    assert laid.path[1:] == ("/overlay",)
-    assert Path(laid.path[0], "transformers", "__init__.py").read_text(encoding="utf-8") == f"state = 5\n{line}"
 
 
 # -- version maps

@@ -285,7 +285,7 @@ class Search:
         good, bad = (clone.commit_of(point.versions[clone.package]) for point in (found.good, found.bad))
         base = (found.bad if older_is_good else found.good).target.spec
         commits = clone.between(good, bad)
-        targets = [self._commit(clone, commit, base) for commit in commits]
+        targets = [Target(f"commit {commit[:12]}", clone.stack(base, commit)) for commit in commits]
         self.prober.say(f"{len(commits)} commits touch {clone.package} between the two tags")
         try:
             result = bisector.search(targets, found.roles, self.max_probes)
@@ -303,14 +303,6 @@ class Search:
             child = pair[1] if clone.is_ancestor(*pair) else pair[0]
             stage["title"] = clone.git("show", "--no-patch", "--format=%h %cs %s", child)
             stage["sentence"] = f"The result changes with commit {child[:12]}"
-
-    def _commit(self, clone: Clone, commit: str, spec: str) -> Target:
-        name = f"{spec}#{clone.package}@{commit[:12]}"
-
-        def make() -> Stack:
-            return clone.overlay(stacks.resolve(spec, say=self.prober.say), commit, name)
-
-        return Target(f"commit {commit[:12]}", name, make, base=spec)
 
 
 def is_release(text: str) -> bool:

@@ -113,14 +113,12 @@ def answer_of(case: str, variant: Variant | None) -> Answer:
 
 @dataclass(frozen=True)
 class Target:
-    """A point that can be probed. ``make`` returns the stack of a commit, which has no specification."""
+    """A point that can be probed."""
 
     name: str  # in a report, such as transformers 4.40.0
     spec: str
-    make: Callable[[], Stack] | None = None
     # Packages that keep their versions; other replaced ones may move where they have to. Empty: all keep theirs.
     fixed: frozenset[str] = frozenset()
-    base: str = ""  # of a commit: the stack below it
 
 
 @dataclass(frozen=True)
@@ -240,8 +238,6 @@ class Prober(CellRunner):
 
     def resolve(self, target: Target) -> Stack:
         """Return the target's stack; its name is the specification that could be installed. Raises StackError."""
-        if target.make:
-            return replace(target.make(), name=target.spec)
         if target.fixed:
             return stacks.resolve_compatible(target.spec, target.fixed, say=self.say)
         return replace(stacks.resolve(target.spec, say=self.say), name=target.spec)

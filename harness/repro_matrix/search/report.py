@@ -93,15 +93,16 @@ def stage(kind: str, what: str, found: Bisection, prober: Prober, older_is_good:
 
 def _end(point: Point, variant: str, prober: Prober) -> Data:
     answer, target = point.variants[variant], point.target
-    replaced = {canonical(swap.name) for swap in parse(target.base or target.spec).swaps}  # on purpose
-    pinned = sorted(f"{name}=={version}" for name, (_, version) in point.moved.items() if version)
+    replaced = {canonical(swap.name) for swap in parse(target.spec).swaps}  # on purpose
+    changes = {name: version for name, (_, version) in point.moved.items() if version}
+    pinned = sorted(f"{name} @ {new}" if "://" in new else f"{name}=={new}" for name, new in changes.items())
     return {
         "name": target.name, "stack": target.spec, "answer": answer.label, "error_at": answer.error_at,
         "text": f"{answer.label}: {answer.detail}", "times": f"{answer.reproductions} of {answer.counted}",
         "document": point.document,
         "moved": {name: list(change) for name, change in point.moved.items() if name not in replaced},
-        "run": None if target.make else shlex.join(prober.command(target.spec, variant)),
-        "install": shlex.join(["pip", "install", *pinned]) if pinned and not target.make else None,
+        "run": shlex.join(prober.command(target.spec, variant)),
+        "install": shlex.join(["pip", "install", *pinned]) if pinned else None,
         "torchrun": _portable(answer.torchrun or ""),
     }  # fmt: skip
 

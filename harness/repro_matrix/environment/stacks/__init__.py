@@ -109,10 +109,13 @@ def is_existing(text: str) -> bool:
 
 
 def with_release(text: str, package: str, version: str) -> str:
-    """Return the specification of a stack with one more package replaced, as a search names its probes."""
+    """Return the specification of a stack with one more package replaced, as a search names its probes.
+
+    ``version``: a release, or an address (``git+file:///clone@commit``)."""
     requested, name = spec.parse(text), canonical(package)
     others = [_as_text(swap) for swap in requested.swaps if canonical(swap.name) != name]
-    return "+".join([requested.base, *sorted([*others, f"{name}@{version}"])])
+    replaced = f"{name} @ {version}" if "://" in version else f"{name}@{version}"
+    return "+".join([requested.base, *sorted([*others, replaced])])
 
 
 def _as_text(swap: Requirement) -> str:
