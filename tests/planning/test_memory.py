@@ -41,15 +41,15 @@ STACK = Stack("current", sys.executable, VERSIONS)
 
 QWEN_14B = ModelSizes(
     parameters=14167290880, trainable=14167290880, bytes=2, buffers=1000, tied=False, layers=40, layer=315253760,
-    root=1557140480, largest=778570240, split=13883945063, activations={2: 3152537600, 4: 5989821440},
+    root=1557140480, largest=778570240, split=13883945063, token=12474368,
 )  # fmt: skip
 HALF_B = ModelSizes(
     parameters=463987712, trainable=463987712, bytes=2, buffers=128, tied=True, layers=24, layer=12850176,
-    root=155583488, largest=155582464, split=463937536, activations={2: 622329864, 4: 622329864},
+    root=155583488, largest=155582464, split=463937536, token=3101184,
 )  # fmt: skip
 TWO_LAYERS = ModelSizes(
     parameters=666914816, trainable=666914816, bytes=2, buffers=256, tied=False, layers=2, layer=202383360,
-    root=262148096, largest=131072000, split=666894336, activations={2: 24929688, 4: 49851176},
+    root=262148096, largest=131072000, split=666894336, token=809984,
 )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def test_add_memory_keeps_what_fits_and_what_is_unknown() -> None:
 
 def test_choose_reference_takes_the_first_that_fits() -> None:
     layout = Layout("fsdp", 8, "cuda")
-    for gib, host, expected in ((80, 1000, "device"), (40, 1000, "host"), (40, 90, "turns"), (40, 50, "layers")):
+    for gib, host, expected in ((80, 1000, "device"), (32, 1000, "host"), (32, 80, "turns"), (32, 50, "layers")):
         profile = Profile("gpu8", "cuda", "nccl", gpus(8, gib))
         machine = replace(LAPTOP, memory_gb=float(host))
         found, reference = choose_reference(QWEN_14B, layout, profile, machine)
@@ -215,7 +215,7 @@ def request(name: str, scale: str = "full", **changes: Any) -> dict[str, Any]:
     from repro_kit.settings import model_settings
 
     model = model_settings(CATALOGUE.raw["model"][name], scale, "random")
-    usual = {"dtype": "bfloat16", "lora": False, "checkpointing": False, "sizes": [2, 4], "length": 16}
+    usual = {"dtype": "bfloat16", "lora": False, "checkpointing": False}
     return {"model": model, **usual, **changes}
 
 
@@ -225,12 +225,12 @@ def test_model_facts_have_the_published_number_of_parameters(worker: Any) -> Non
     assert found["layers"] == config["num_hidden_layers"] and found["tied"] == config["tie_word_embeddings"]
     assert found["largest"] == config["vocab_size"] * config["hidden_size"]
     assert 0.99 * found["parameters"] < found["split"] < found["parameters"]
-    assert ModelSizes.from_json(found).activation_bytes(2) > 0
+    assert ModelSizes(**found) == HALF_B
 
 
 def test_model_facts_with_checkpointing_and_lora_need_less(worker: Any) -> None:
     pytest.importorskip("peft")
     changes: list[dict[str, Any]] = [{}, {"checkpointing": True}, {"lora": True}]
     plain, saving, lora = (worker.facts(request("llama-2-7b", "tiny", **each)) for each in changes)
-    assert saving["activations"]["4"] < plain["activations"]["4"]
+    assert saving["token"] < plain["token"]
     assert 0 < lora["trainable"] < lora["parameters"] / 20

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from repro_matrix.config.schema import AdhocCase, Case
 from repro_matrix.environment.machine import Machine, Profile
@@ -37,7 +37,7 @@ BASE = 435 * MIB
 # DeepSpeed's bytes per trained element of a rank's part, at its peak: while an engine is put together
 # (docs/guides/full-size.md, peaks of Qwen1.5-0.5B on two ranks).
 OPTIMIZER = {"zero2": 10, "zero3": 12}
-SEQUENCES = 2  # in one rank's batch
+SEQUENCES, LENGTH = 2, 16  # in one rank's batch (repros/repro_kit/models.py), and their tokens
 COMPARED_MB = 64 * MIB  # float32 chunks of a tensor while it is compared (repros/repro_kit/norms.py)
 
 # Where a single process computes the reference, the first that fits: its two runs (repro_kit/reference_checks.py) each
@@ -56,10 +56,7 @@ GPU_DEADLINE_S = 3600.0  # no deadline that is planned for GPUs is longer, nor t
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What worker/model_facts.py reports of a model: numbers of elements, but ``buffers`` and activations: bytes.
-
-    ``activations``: sequences -> bytes, for two sizes at least; between and beyond them it is linear.
-    """
+    """What worker/model_facts.py reports of a model: numbers of elements, but ``buffers`` and ``token``: bytes."""
 
     parameters: int
     trainable: int
@@ -71,16 +68,11 @@ class ModelSizes:
     root: int  # outside the layers
     largest: int  # parameter
     split: int  # what tensor parallelism spreads over the ranks
-    activations: Mapping[int, int]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelSizes:
-        sizes = {int(size): peak for size, peak in data["activations"].items()}
-        return cls(**{**data, "activations": sizes})
+    token: int  # what each token of a batch adds to the activations
 
     def activation_bytes(self, sequences: int) -> int:
-        (low, at_low), (high, at_high) = sorted(self.activations.items())[:2]
-        return max(0, round(at_low + (at_high - at_low) / (high - low) * (sequences - low)))
+        """Return the bytes that the backward needs. A tied embedding has two gradients before they are added."""
+        return max(sequences * LENGTH * self.token, 2 * self.bytes * self.largest if self.tied else 0)
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,6 @@ def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list
 
 _WORKER = Path(__file__).resolve().parents[1] / "launch" / "worker" / "model_facts.py"
 _FACTS_S = 600
-_SIZES, _LENGTH = (2, 4), 16  # sequences and their length: the batch of repros/repro_kit/models.py and its double
 
 
 def question(settings: Mapping[str, Any]) -> Json:
@@ -255,8 +254,6 @@ def question(settings: Mapping[str, Any]) -> Json:
         "dtype": flags.get("dtype") or flags.get("base") or "float32",
         "lora": bool(flags.get("lora")),
         "checkpointing": bool(flags.get("checkpointing")),
-        "sizes": list(_SIZES),
-        "length": _LENGTH,
     }
 
 
@@ -284,7 +281,7 @@ class ModelFacts:
     def ask(self, queries: Iterable[Json]) -> str | None:
         """Ask one process for everything that is not known; return what went wrong, or None.
 
-        Takes some ten seconds of CPU: importing torch and transformers, and running each model on meta tensors.
+        Takes some seconds of CPU: importing torch and transformers, and building each model on meta tensors.
         """
         models = {key: each for each in queries if (key := _key(each)) not in self.models}
         if not models:
@@ -303,7 +300,7 @@ class ModelFacts:
     def model(self, query: Json) -> ModelSizes | None:
         """Return None where nothing is known, or this stack cannot build the model."""
         stored = self.models.get(_key(query))
-        return None if stored is None or "error" in stored else ModelSizes.from_json(stored)
+        return None if stored is None or "error" in stored else ModelSizes(**stored)
 
 
 def with_memory(
