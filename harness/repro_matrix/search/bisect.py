@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.vocabulary import RELEVANT, UPSTREAM
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import Stack, StackError, differences
+from repro_matrix.environment.stacks import Stack, differences
 from repro_matrix.environment.stacks import lock as locks
 from repro_matrix.environment.stacks.build import too_heavy
 from repro_matrix.environment.stacks.spec import parse
@@ -45,7 +45,6 @@ class Roles:
 class Bisection:
     """The change lies between ``good`` and ``bad``, two of ``candidates`` targets. ``points``: all probes, in order."""
 
-    variant: str
     roles: Roles
     candidates: int
     boundary: Boundary
@@ -56,19 +55,104 @@ class Bisection:
     unprobed: list[Target]  # between the two
     stopped: Stopped | None = None
 
-    @property
-    def exact(self) -> bool:
-        return self.boundary.exact
 
+@dataclass
+class Search:
+    """One `repro bisect` of one variant: its searches one after another, each a stage of the report.
 
-class Bisector:
-    """Bisections of one variant; a flaky one is repeated as often as its failure rate requires."""
+    A flaky failure is repeated as often as its rate requires (``repeats``).
+    """
 
-    def __init__(self, prober: Prober, variant: str) -> None:
-        self.prober, self.variant = prober, variant
-        self.repeats = prober.repeat
+    prober: Prober
+    variant: str
+    any_change: bool = False
+    clone: Clone | None = None
+    max_probes: int | None = None
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    culprits: Culprits | None = None
+    notes: list[str] = field(default_factory=list)
+    stopped: Stopped | None = None
+    repeats: int = 1
 
-    def ask(self, target: Target) -> Point:
+    def run(self, good: str, bad: str, package: str | None, base: str) -> None:
+        """Search between two releases of the package, or between two stacks. Raises Stopped before any result."""
+        self.repeats = self.prober.repeat
+        if is_release(good):
+            self._releases(good, bad, package or "transformers", base)
+        else:
+            self._stacks(good, bad, [package] if package else [])
+
+    def _releases(self, good: str, bad: str, package: str, base: str) -> None:
+        available = locks.releases(package, yanked=True, pre=True)
+        one, other = (available[locks.exact(package, available, text)].version for text in (good, bad))
+        if Version(one) == Version(other):
+            raise ConfigError(f"Good and bad are the same release, {package} {one}.")
+        stacks.resolve(base, say=self.prober.say)
+        targets = release_line(package, base, one, other)
+        self.prober.learn(targets[0], targets[-1])
+        roles = self._roles(targets[0], targets[-1])
+        self.prober.say(f"both ends verified: {len(targets)} releases of {package}")
+        self._add(package, self._bisect(targets, roles))
+
+    def _stacks(self, good: str, bad: str, only: list[str]) -> None:
+        one, other = (stacks.resolve(spec, say=self.prober.say) for spec in (good, bad))
+        if good == bad or one.key == other.key:
+            raise ConfigError(f"Good and bad are the same stack, {good}.")
+        ends = Target("the good stack", good), Target("the bad stack", bad)
+        self.prober.learn(*ends)
+        roles = self._roles(*ends)
+        self.prober.say("both stacks verified; now the packages in which they differ")
+        self.culprits = self._find_culprits(roles, good, one, other, only)
+        members = self.culprits.members or ()
+        for package in members:
+            try:
+                found = self._release_of(roles, good, self.culprits, package)
+            except (InvalidVersion, ReproError) as error:
+                self.notes.append(f"The release of {package} could not be found: {error}")
+            else:
+                self._add(package, found)
+        if self.clone is not None and self.clone.package not in members:
+            self.notes.append(f"--repo {self.clone.path} was not used: {self.clone.package} is not the culprit.")
+
+    def _add(self, package: str, found: Bisection) -> None:
+        good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
+        stage = report.stage("release", package, found, self, good < bad)
+        low, high = sorted((good, bad))
+        # The change may have come with a yanked release between the two neighbours.
+        listed = locks.releases(package, yanked=True)
+        stage["yanked"] = [each.version for each in listed if each.yanked and low < each.parsed < high]
+        self.stages.append(stage)
+        self.stopped = self.stopped or found.stopped
+        if self.clone is not None and package == self.clone.package and self.stopped is None:
+            self._commits(self.clone, found, good < bad)
+
+    def _commits(self, clone: Clone, found: Bisection, older_is_good: bool) -> None:
+        """Bisect the commits between the two releases, on top of the newer one's stack."""
+        good, bad = (clone.commit_of(point.versions[clone.package]) for point in (found.good, found.bad))
+        base = (found.bad if older_is_good else found.good).target.spec
+        commits = clone.between(good, bad)
+        targets = [Target(f"commit {commit[:12]}", clone.stack(base, commit)) for commit in commits]
+        self.prober.say(f"{len(commits)} commits touch {clone.package} between the two tags")
+        try:
+            result = self._bisect(targets, found.roles)
+        except Stopped as stopped:
+            self.stopped = stopped
+            return
+        except ConfigError as error:
+            self.notes.append(f"The tagged commits do not give the releases' results, on top of {base}: {error}")
+            return
+        stage = report.stage("commit", clone.package, result, self, older_is_good)
+        self.stages.append(stage)
+        self.stopped = result.stopped
+        if result.boundary.exact:
+            pair = commits[result.boundary.before], commits[result.boundary.after]
+            child = pair[1] if clone.is_ancestor(*pair) else pair[0]
+            stage["title"] = clone.git("show", "--no-patch", "--format=%h %cs %s", child)
+            stage["sentence"] = f"The result changes with commit {child[:12]}"
+
+    # -- one search
+
+    def _ask(self, target: Target) -> Point:
         """Probe a target, and a flaky failure as often as its rate requires. Raises Stopped."""
         point = self.prober.probe(target)
         answer = point.variants[self.variant]
@@ -79,20 +163,20 @@ class Bisector:
             self.repeats = max(self.repeats, algorithms.repeats_for(answer.reproductions, answer.counted))
         return point
 
-    def roles(self, good: Target, bad: Target, any_change: bool = False) -> Roles:
+    def _roles(self, good: Target, bad: Target) -> Roles:
         """Verify the two ends. Raises MeasureError: an end has no answer; ConfigError: wrong ends."""
-        worse, better = self.ask(bad).variants[self.variant], self.ask(good).variants[self.variant]
+        worse, better = self._ask(bad).variants[self.variant], self._ask(good).variants[self.variant]
         for side, target, answer in (("bad", bad, worse), ("good", good, better)):
             if answer.label is None:
                 reason = f"variant {self.variant} has no result: {answer.detail}"
                 raise MeasureError(f"Cannot bisect: on {target.name} ({side}), {reason}")
         ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
-        if (worse.result == better.result) if any_change else (worse.label == better.label):
+        if (worse.result == better.result) if self.any_change else (worse.label == better.label):
             raise ConfigError(
                 f"Cannot bisect: both ends give the same result ({ends}). Use `repro versions` to see the result of "
                 "every release, or describe the failure more precisely."
             )
-        if any_change:
+        if self.any_change:
             return Roles(str(better.result), str(worse.result), True)
         if worse.label != REPRODUCED:
             swapped = better.label == REPRODUCED
@@ -100,17 +184,17 @@ class Bisector:
             raise ConfigError(f"Cannot bisect: the failure does not occur at the bad end ({ends}). {hint}")
         return Roles(str(better.label), REPRODUCED)
 
-    def search(self, targets: Sequence[Target], roles: Roles, max_probes: int | None = None) -> Bisection:
+    def _bisect(self, targets: Sequence[Target], roles: Roles) -> Bisection:
         """Bisect ``targets``, in order from the good end to the bad one. Raises ConfigError where the ends are not
         good and bad; Stopped before both ends are measured."""
         points: dict[int, Point] = {}
         last = len(targets) - 1
 
         def probe(at: int) -> Side:
-            points[at] = self.ask(targets[at])
+            points[at] = self._ask(targets[at])
             return roles.side(points[at].variants[self.variant])
 
-        trail = Trail(probe, {last: probe(last), 0: probe(0)}, max_probes)
+        trail = Trail(probe, {last: probe(last), 0: probe(0)}, self.max_probes)
         valid = (trail.answers[0], trail.answers[last]) == (Side.GOOD, Side.BAD)
         boundary = algorithms.bisect(trail, 0, last, confirm=probe) if valid else None
         if boundary is None:
@@ -118,14 +202,12 @@ class Bisector:
             raise ConfigError(f"Cannot bisect: the two ends do not differ as expected ({ends}).")
         stopped = trail.ended if isinstance(trail.ended, Stopped) else None
         return Bisection(
-            self.variant, roles, len(targets), boundary, list(points.values()), points[boundary.before],
+            roles, len(targets), boundary, list(points.values()), points[boundary.before],
             points[boundary.after], [points[i] for i in boundary.unknown], [targets[i] for i in boundary.unprobed],
             stopped,
         )  # fmt: skip
 
-    # -- which packages
-
-    def culprits(self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()) -> Culprits:
+    def _find_culprits(self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()) -> Culprits:
         """Return the smallest set of packages that, at the versions of ``bad``, gives ``good`` the bad answer.
 
         ``spec``: the specification of ``good``."""
@@ -138,7 +220,7 @@ class Bisector:
             target = Target(
                 " + ".join(["the good stack", *words]), _with_versions(spec, chosen.items()), fixed=_fixed(chosen)
             )
-            answer = self.ask(target).variants[self.variant]
+            answer = self._ask(target).variants[self.variant]
             tried[" + ".join(words) or "nothing"] = str(answer)
             return roles.side(answer)
 
@@ -149,20 +231,14 @@ class Bisector:
                 break
         return replace(culprits, changed=changed, notes=_untested(good, bad), tried=tuple(tried.items()))
 
-    def release_of(
-        self, roles: Roles, spec: str, culprits: Culprits, package: str, max_probes: int | None = None
-    ) -> Bisection | str:
-        """Return in which release the culprit package changed the answer, or the reason why that is unknown.
-
-        The other culprits stay as in the bad stack."""
+    def _release_of(self, roles: Roles, spec: str, culprits: Culprits, package: str) -> Bisection:
+        """Return in which release the culprit package changed the answer. The other culprits stay as in the bad stack.
+        Raises ReproError, InvalidVersion."""
         others = [(name, culprits.changed[name][1]) for name in culprits.members or () if name != package]
-        try:
-            fixed = _fixed([package, *(name for name, _ in others)])
-            ends = culprits.changed[package]
-            targets = release_line(package, _with_versions(spec, others), *ends, unchanged=True, fixed=fixed)
-            return self.search(targets, roles, max_probes)
-        except (StackError, InvalidVersion, ReproError) as error:
-            return f"The release of {package} could not be found: {error}"
+        fixed = _fixed([package, *(name for name, _ in others)])
+        ends = culprits.changed[package]
+        targets = release_line(package, _with_versions(spec, others), *ends, unchanged=True, fixed=fixed)
+        return self._bisect(targets, roles)
 
 
 def _with_versions(spec: str, versions: Iterable[tuple[str, str]]) -> str:
@@ -213,96 +289,6 @@ def release_line(
         return Target(f"{package} {text}", at, fixed=fixed)
 
     return [target(text) for _, text in line]
-
-
-@dataclass
-class Search:
-    """One `repro bisect`: its searches one after another, each a stage of the report."""
-
-    prober: Prober
-    variant: str
-    any_change: bool = False
-    clone: Clone | None = None
-    max_probes: int | None = None
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    culprits: Culprits | None = None
-    notes: list[str] = field(default_factory=list)
-    stopped: Stopped | None = None
-
-    def run(self, good: str, bad: str, package: str | None, base: str) -> None:
-        """Search between two releases of the package, or between two stacks. Raises Stopped before any result."""
-        bisector = Bisector(self.prober, self.variant)
-        if is_release(good):
-            self._releases(bisector, good, bad, package or "transformers", base)
-        else:
-            self._stacks(bisector, good, bad, [package] if package else [])
-
-    def _releases(self, bisector: Bisector, good: str, bad: str, package: str, base: str) -> None:
-        available = locks.releases(package, yanked=True, pre=True)
-        one, other = (available[locks.exact(package, available, text)].version for text in (good, bad))
-        if Version(one) == Version(other):
-            raise ConfigError(f"Good and bad are the same release, {package} {one}.")
-        stacks.resolve(base, say=self.prober.say)
-        targets = release_line(package, base, one, other)
-        self.prober.learn(targets[0], targets[-1])
-        roles = bisector.roles(targets[0], targets[-1], self.any_change)
-        self.prober.say(f"both ends verified: {len(targets)} releases of {package}")
-        self._add(package, bisector.search(targets, roles, self.max_probes), bisector)
-
-    def _stacks(self, bisector: Bisector, good: str, bad: str, only: list[str]) -> None:
-        one, other = (stacks.resolve(spec, say=self.prober.say) for spec in (good, bad))
-        if good == bad or one.key == other.key:
-            raise ConfigError(f"Good and bad are the same stack, {good}.")
-        ends = Target("the good stack", good), Target("the bad stack", bad)
-        self.prober.learn(*ends)
-        roles = bisector.roles(*ends, self.any_change)
-        self.prober.say("both stacks verified; now the packages in which they differ")
-        self.culprits = bisector.culprits(roles, good, one, other, only)
-        members = self.culprits.members or ()
-        for package in members:
-            found = bisector.release_of(roles, good, self.culprits, package, self.max_probes)
-            if isinstance(found, str):
-                self.notes.append(found)
-            else:
-                self._add(package, found, bisector)
-        if self.clone is not None and self.clone.package not in members:
-            self.notes.append(f"--repo {self.clone.path} was not used: {self.clone.package} is not the culprit.")
-
-    def _add(self, package: str, found: Bisection, bisector: Bisector) -> None:
-        good, bad = (Version(point.versions[package]) for point in (found.good, found.bad))
-        stage = report.stage("release", package, found, self.prober, good < bad)
-        low, high = sorted((good, bad))
-        # The change may have come with a yanked release between the two neighbours.
-        listed = locks.releases(package, yanked=True)
-        stage["yanked"] = [each.version for each in listed if each.yanked and low < each.parsed < high]
-        self.stages.append(stage)
-        self.stopped = self.stopped or found.stopped
-        if self.clone is not None and package == self.clone.package and self.stopped is None:
-            self._commits(self.clone, found, good < bad, bisector)
-
-    def _commits(self, clone: Clone, found: Bisection, older_is_good: bool, bisector: Bisector) -> None:
-        """Bisect the commits between the two releases, on top of the newer one's stack."""
-        good, bad = (clone.commit_of(point.versions[clone.package]) for point in (found.good, found.bad))
-        base = (found.bad if older_is_good else found.good).target.spec
-        commits = clone.between(good, bad)
-        targets = [Target(f"commit {commit[:12]}", clone.stack(base, commit)) for commit in commits]
-        self.prober.say(f"{len(commits)} commits touch {clone.package} between the two tags")
-        try:
-            result = bisector.search(targets, found.roles, self.max_probes)
-        except Stopped as stopped:
-            self.stopped = stopped
-            return
-        except ConfigError as error:
-            self.notes.append(f"The tagged commits do not give the releases' results, on top of {base}: {error}")
-            return
-        stage = report.stage("commit", clone.package, result, self.prober, older_is_good)
-        self.stages.append(stage)
-        self.stopped = result.stopped
-        if result.exact:
-            pair = commits[result.boundary.before], commits[result.boundary.after]
-            child = pair[1] if clone.is_ancestor(*pair) else pair[0]
-            stage["title"] = clone.git("show", "--no-patch", "--format=%h %cs %s", child)
-            stage["sentence"] = f"The result changes with commit {child[:12]}"
 
 
 def is_release(text: str) -> bool:

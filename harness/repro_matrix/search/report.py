@@ -70,9 +70,9 @@ def bisection(search: Search, command: str) -> Data:
     }  # fmt: skip
 
 
-def stage(kind: str, what: str, found: Bisection, prober: Prober, older_is_good: bool) -> Data:
+def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good: bool) -> Data:
     """Return one search over releases or commits. ``kind``: release or commit."""
-    variant, roles = found.variant, found.roles
+    variant, roles, prober = search.variant, found.roles, search.prober
     probes = []
     for point in found.points:
         answer = point.variants[variant]
@@ -83,10 +83,11 @@ def stage(kind: str, what: str, found: Bisection, prober: Prober, older_is_good:
         })  # fmt: skip
     return {
         "kind": kind, "what": what, "candidates": found.candidates, "title": None, "yanked": [],
-        "exact": found.exact, "good": _end(found.good, variant, prober), "bad": _end(found.bad, variant, prober),
+        "exact": found.boundary.exact,
+        "good": _end(found.good, variant, prober), "bad": _end(found.bad, variant, prober),
         "unknown": [{"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown],
         "unprobed": [target.name for target in found.unprobed], "probes": probes,
-        "sentence": _sentence(kind, found, older_is_good),
+        "sentence": _sentence(kind, found, variant, older_is_good),
         "good_means": None if roles.exact or roles.good == PASSED else roles.good,
     }  # fmt: skip
 
@@ -113,12 +114,12 @@ def _portable(line: str) -> str:
     return line.replace(f"{os.path.expanduser('~')}/", '"$HOME"/')
 
 
-def _sentence(kind: str, found: Bisection, older_is_good: bool) -> str:
+def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool) -> str:
     """Return the result in a line, with no more than was measured."""
     good, bad = found.good.target.name, found.bad.target.name
-    label = found.good.variants[found.variant].label or ""
+    label = found.good.variants[variant].label or ""
     other = "" if found.roles.exact or label == PASSED else f"fails differently: {label.partition(': ')[2] or label}"
-    if not found.exact:
+    if not found.boundary.exact:
         between = len(found.unknown) + len(found.unprobed)
         better = other or "good"
         return f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between them are unknown"
