@@ -87,8 +87,8 @@ def test_untested_claim_gives_the_reason() -> None:
     partial = document({"unfixed": [], "fix": []})
     for known, documents, reason in (
         (claiming(untestable="no release does so"), [], "no release does so"),
-        (fix("FIXED", ranks=8, strategy="ddp", stack="old"), [cell("FIXED")],
-         "no stored measurement of some-case, variant fix [ddp] [ranks=8] [old]"),
+        (fix("FIXED", strategy="ddp", stack="old"), [cell("FIXED")],
+         "no stored measurement of some-case, variant fix [ddp] [old]"),
         (FIXED, [skipped], "skipped: needs 2 GPUs"), (FIXED, [partial], "variant fix has no verdict"),
         (claiming({"variant": "other-fix", "verdict": "FIXED"}), [cell("FIXED")], "variant other-fix was not run"),
         (claiming({"variant": "unfixed", "outcome": "reproduced"}), [partial], "not run"),

@@ -141,10 +141,7 @@ def _newest(evidence: list[Evidence], cells: Sequence[Cell]) -> list[Evidence]:
 
 
 def _is_about(prediction: Prediction, row: Row) -> bool:
-    axes = (
-        (prediction.model, row.model), (prediction.strategy, row.strategy), (prediction.ranks, row.ranks),
-        (prediction.stack, row.stack.name),
-    )  # fmt: skip
+    axes = ((prediction.model, row.model), (prediction.strategy, row.strategy), (prediction.stack, row.stack.name))
     hardware = (None, row.hardware.accelerator, row.hardware.kind, row.hardware.profile)
     return prediction.hardware in hardware and all(wanted is None or wanted == actual for wanted, actual in axes)
 
@@ -202,8 +199,7 @@ def _predicted(prediction: Prediction) -> str:
 
 def _scope(prediction: Prediction, case: str) -> str:
     """Describe what would have to be measured."""
-    ranks = f"ranks={prediction.ranks}" if prediction.ranks else None
-    axes = (prediction.model, prediction.strategy, ranks, prediction.stack, prediction.hardware)
+    axes = (prediction.model, prediction.strategy, prediction.stack, prediction.hardware)
     return " ".join([f"{case}, variant {prediction.variant}", *(f"[{axis}]" for axis in axes if axis)])
 
 

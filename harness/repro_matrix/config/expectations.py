@@ -114,7 +114,6 @@ class Prediction(Strict):
     case: str | None = None
     model: str | None = None
     strategy: str | None = None
-    ranks: int | None = Field(default=None, ge=1)
     stack: str | None = None
     hardware: str | None = None
     verdict: VerdictName | list[VerdictName] | None = None
