@@ -29,6 +29,7 @@ class Advice:
     hardware: str
     helps: tuple[str, ...]
     does_not: tuple[str, ...]
+    others: tuple[str, ...]  # known failures that occur on the versions given, where this one does not
 
 
 def advice(case: Case, versions: Mapping[str, str]) -> Advice | None:
@@ -72,11 +73,14 @@ def advice(case: Case, versions: Mapping[str, str]) -> Advice | None:
     ]
     helps = [name for name, verdicts, role in shown if verdicts == {"FIXED"} and role == "fix"]
     helps = helps or [name for name, verdicts, _ in shown if verdicts == {"FIXED"}]
+    first = next(iter(case.variants))
+    here = [name.partition("/") for entry in matching if not fitting for name in entry.failure_ids_of(first) or ()]
     return Advice(
         releases_of(case).sentence, bool(fitting), bool(matching) and not fitting,
         at, chosen[0].hardware, tuple(helps),
         tuple(name for name, verdicts, role in shown
               if verdicts and role in ("fix", "non_fix") and not verdicts & {"FIXED", "INCONCLUSIVE", "FLAKY"}),
+        tuple(dict.fromkeys(slug for slug, named, _ in here if named)),
     )  # fmt: skip
 
 

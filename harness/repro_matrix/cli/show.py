@@ -14,13 +14,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from repro_matrix.analysis.advice import advice
 from repro_matrix.analysis.claims import ledger
 from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.cli import options
-from repro_matrix.config.expectations import VersionRange
 from repro_matrix.config.schema import Case, Variant
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
@@ -152,9 +149,7 @@ def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
     found = advice(case, versions)
     if not found:
         return
-    here = [entry for entry in case.expect if _fits(entry, versions)]
-    ids = [name for entry in here for name in entry.failure_ids_of(next(iter(case.variants))) or ()]
-    others = list(dict.fromkeys(name.partition("/")[0] for name in ids if "/" in name))
+    others = found.others
     if found.absent and others and case.slug not in others:
         yield f"with these packages another known failure occurs, {', '.join(others)}: repro show {others[0]}."
         yield "Where this one does:"
@@ -168,11 +163,6 @@ def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
     if more:
         yield f"Also: {', '.join(more)}."
     yield f"As a script: repro export {case.slug} --variant {first}"
-
-
-def _fits(entry: VersionRange, versions: Mapping[str, str]) -> bool:
-    named = {name: text for name, text in entry.versions.items() if name in versions}
-    return bool(named) and all(SpecifierSet(text).contains(versions[name], True) for name, text in named.items())
 
 
 def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:
