@@ -154,10 +154,7 @@ def load_side(name: str) -> Side:
         side.rows += [from_row(row, str(folder)) for row in rows if name in (row.stack.name, row.stack.label)]
         stacks |= {row.stack.name for row in rows}
     if not side.rows:
-        hint = nearest(name, stacks)
-        if "did you mean" not in hint:  # a hundred stacks may have packages replaced
-            hint = nearest(name, {stack for stack in stacks if "+" not in stack})
-        raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{hint}")
+        raise ResultsError(f"{name!r} is neither a folder nor a stack of the baseline{nearest(name, stacks)}")
     return side
 
 

@@ -78,17 +78,15 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     from repro_matrix.external.lockfiles import endpoints
     from repro_matrix.external.scripts import ScriptProber
 
-    if args.variant:
-        raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     script, base, settings = options.script_of(args, needs_limit=False)
     _check_ends(args.good, args.bad)
     prober = ScriptProber(script, log, threading.Event(), settings.repeat)
     if args.numbers:
         if args.any_change or args.checks or settings.repeat:
             raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
-        from repro_matrix.external.compare import NumbersProber  # numpy
+        from repro_matrix.external.compare import NumbersProber, Window  # numpy
 
-        prober = NumbersProber(script, options.window(args), log, threading.Event())
+        prober = NumbersProber(script, Window(args.steps, args.from_step), log, threading.Event())
     if not is_release(args.good):
         args.good, args.bad, notes = endpoints(args.good, args.bad, script.results)
         prober.notes += notes

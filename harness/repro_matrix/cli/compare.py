@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     runner = CellRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
-            found = compare.compare(runner, good, bad, options.window(args))
+            found = compare.compare(runner, good, bad, compare.Window(args.steps, args.from_step))
         except Stopped as stopped:
             return options.stopped(stopped)
     command = shlex.join(["repro", "compare", *args.words])

@@ -22,7 +22,6 @@ from repro_matrix.text import log
 if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
     from repro_matrix.external.adhoc_case import Failure, Script
-    from repro_matrix.external.compare import Window
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
 
@@ -186,13 +185,6 @@ def stopped(error: Stopped) -> int:
 # For main, if a script is given
 
 
-def window(args: argparse.Namespace) -> Window:
-    """Return what is traced."""
-    from repro_matrix.external.compare import Window
-
-    return Window(args.steps, args.from_step)
-
-
 def names_script(args: argparse.Namespace) -> bool:
     """Return whether the command's first argument is a script, not a case."""
     from repro_matrix.external.adhoc_case import is_script
@@ -207,13 +199,8 @@ def _failures(args: argparse.Namespace) -> list[str]:
 
 def refuse(args: argparse.Namespace) -> None:
     """Raise ConfigError where options of a script are given without one."""
-    names = [
-        *_failures(args),
-        *(["check"] if args.checks else []),
-        *(["nproc"] if args.nproc else []),
-        *(["args"] if args.script_args else []),
-    ]
-    if names:
+    others = {"check": args.checks, "nproc": args.nproc, "args": args.script_args}
+    if names := [*_failures(args), *(name for name, value in others.items() if value)]:
         raise ConfigError(f"--{names[0]} is for a script of your own. Write a script as ./train.py.")
 
 
@@ -235,6 +222,8 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     ``needs_limit``: a metric without a limit is refused."""
     from repro_matrix.external import adhoc_case
 
+    if getattr(args, "variant", None):
+        raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     words = list(getattr(args, "command", None) or ())
     if words and args.case:
         args.overrides, args.case = [args.case, *args.overrides], None

@@ -63,8 +63,6 @@ def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
 
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
-    if args.variant:
-        raise ConfigError(f"--variant {args.variant}: a script has no variants.")
     if getattr(args, "command", None):
         raise ConfigError("Name the script and its --args: repro reduce ./train.py --nproc 2 --args '...'")
     script, spec, settings = options.script_of(args)
