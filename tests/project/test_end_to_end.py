@@ -19,6 +19,7 @@ from launching import wait_for
 from repro_matrix.results.store import Store
 
 pytestmark = pytest.mark.ranks
+SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "conf/stack").glob("torch*.yaml"))
 Once = Callable[[str, Callable[[], Any]], Any]  # conftest's
 CASE = "qwen15-fsdp-norm-shard"
 
@@ -139,3 +140,16 @@ def test_matrix_prints_page_and_exit_code_last(tmp_path: Path) -> None:
     run = start(tmp_path, "matrix", "case=card-zero-simulated", "variants=[unfixed]", "--compare-to", str(before))
     out, _ = run.communicate(timeout=800)
     assert run.returncode == 3, "no cell in common"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", SHIPPED)
+def test_smoke_matrix_is_as_expected_on_each_shipped_stack(tmp_path: Path, stack: str) -> None:
+    """The other tests measure the current stack only; an older torch breaks what the kit reads without an error."""
+    words = ["matrix", "+matrix=smoke", f"stack={stack}", "hardware=cpu", "repeat=1", "--json"]
+    command = [sys.executable, "-m", "repro_matrix", *words, f"results={tmp_path}"]  # with the stacks of this machine
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    rows = json.loads(run.stdout)["rows"]
+    assert not [(row["case"], row["variant"], row["reason"]) for row in rows if row["expected"] == "unexpected"]
+    assert run.returncode == 0, run.stderr
+    assert any(row["verdict"] == "FIXED" and row["expected"] == "expected" for row in rows)

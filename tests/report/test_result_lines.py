@@ -175,7 +175,7 @@ def test_one_line_removes_whole_terminal_sequences() -> None:
 
 def test_describe_exit_gives_the_reason() -> None:
     odd = headline(rows(cell("NOT_FIXED", "unexpected")), {})
-    assert describe_exit(1, odd, Summary()) == "exit code 1: 1 documented fix stopped working"
+    assert describe_exit(1, odd, Summary()) == "exit code 1: 1 documented fix stopped working: some-case/fix"
     assert describe_exit(0, headline([], {}), Summary()) == "exit code 0: everything as expected"
     assert "repro doctor" in describe_exit(3, odd, Summary())
 

@@ -162,7 +162,8 @@ def judge_pair(
     if after == "passed":
         return verdict("FIXED", both)
     if after == "reproduced":
-        return verdict("NOT_FIXED", f"{both}: {fix[0].reason}", fix)
+        shares = f"fails {len(unfixed)}/{len(unfixed)} without the fix, {len(fix)}/{len(fix)} with it"
+        return verdict("NOT_FIXED", f"{shares}: {fix[0].reason}", fix)
     reason = f"unfixed {count_outcomes(unfixed)}; the fix shows a different failure: {fix[0].reason}"
     return verdict("DIFFERENT_FAILURE", reason, fix)
 

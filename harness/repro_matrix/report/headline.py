@@ -115,13 +115,19 @@ class Headline:
 
     @cached_property
     def differences(self) -> list[str]:
-        """What differs from its expectation, the most urgent first: ``1 documented fix stopped working``."""
+        """What differs from its expectation, the most urgent first: ``1 documented fix stopped working: slug/fix``."""
         names: Mapping[Kind, tuple[str, str]] = {
-            "stopped_working": ("documented fix", "stopped working"), "came_back": ("known failure", "came back"),
-            "new_failure": ("new failure", ""), "different": ("other difference", ""),
+            "stopped_working": ("documented fix", f"stopped working: {list_some(self.stopped)}"),
+            "came_back": ("known failure", "came back"), "new_failure": ("new failure", ""),
+            "different": ("other difference", ""),
         }  # fmt: skip
         found = ((self.kinds[kind], *text) for kind, text in names.items())
         return [f"{counted(number, what)} {how}".strip() for number, what, how in found if number]
+
+    @cached_property
+    def stopped(self) -> list[str]:
+        """Documented fixes that stopped working."""
+        return _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
 
     @cached_property
     def unconfirmed(self) -> list[str]:
@@ -196,11 +202,11 @@ class Headline:
         return [f"{name}: {' '.join(fact.text for fact in facts)}" for name, facts in self.answers.items()]
 
     def _failures(self) -> Iterator[Fact]:
-        reproduce, which = self.count("reproduces"), "selected " * bool(self.unselected)
+        reproduce, which = self.count("reproduces"), "measured " * bool(self.unselected)
         if self.failures == 1:
             absent = "gave no answer" if self.count("unclear") else "does not reproduce"
             verb = "reproduces" if reproduce else absent
-            yield Fact(f"The one {which or 'measured '}{verb}.", "reproduces")
+            yield Fact(f"The one measured {verb}.", "reproduces")
         elif self.failures:
             yield Fact(f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}.", "reproduces")
         if self.unselected:
@@ -223,12 +229,9 @@ class Headline:
             yield Fact(f"{number} not measured.", "not_measured")
 
     def _fixes(self) -> Iterator[Fact]:
-        """Yield how many stopped working."""
+        """Yield that none stopped working; which ones did is what needs attention."""
         _, measured = self.fixes
-        stopped = _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
-        if stopped:
-            yield Fact(f"{len(stopped)} stopped working: {list_some(stopped)}.", "attention-list", True)
-        elif measured + self.unmeasured_fixes:
+        if not self.stopped and measured + self.unmeasured_fixes:
             yield Fact(f"0{f' of {measured}' * bool(measured)} stopped working.")
 
     def _all_fixes(self) -> Iterator[Fact]:
