@@ -143,7 +143,11 @@ def test_most_urgent_comes_first_and_a_failure_that_came_back_counts_once() -> N
     stopped[1] = replace(stopped[1], state="unexpected", expected_verdict="FIXED", attempts=(failed,))
     head = of(control("FAILED"), back, stopped)
     assert [each.kind for each in head.attention] == ["stopped_working", "came_back", "new_failure"]
-    assert head.differences == ["1 documented fix stopped working: stopped/a", "1 known failure came back", "1 new failure"]
+    assert head.differences == [
+        "1 documented fix stopped working: stopped/a",
+        "1 known failure came back",
+        "1 new failure",
+    ]
     assert head.cases[0].state == "fails" and head.answers["Controls"][0].urgent
     assert [name for name, facts in head.answers.items() if facts[0].urgent] == ["Needs attention", "Controls"]
     assert "Documented fixes" not in head.answers
