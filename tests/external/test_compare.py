@@ -172,6 +172,18 @@ def test_bisect_numbers_needs_a_difference_of_its_own(
     assert message in result(lab.repro, capsys, *BISECT, *words, code=2)["err"]
 
 
+def test_bisect_numbers_end_that_cannot_be_compared_is_not_called_equal(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = lambda versions, attempt: None if not before(versions, "4.40") else ""
+    data = result(lab.repro, capsys, *BISECT, code=3)
+    assert "cannot be compared" in data["err"] and "do not differ" not in data["err"]
+
+
+def test_bisect_numbers_commands_have_the_settings_of_the_script(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = since("4.40", "initial weights")
+    (stage,) = result(lab.repro, capsys, *BISECT, "env.ANY=1", "deadline=60", "--steps", "2")["stages"]
+    assert "deadline=60.0 env.ANY=1 --good" in stage["bad"]["run"] and "--steps 2 --" in stage["bad"]["run"]
+
+
 # -- a real script
 
 SCRIPT = """

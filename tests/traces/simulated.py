@@ -342,7 +342,7 @@ class Simulation:
 
     def optimize(self):
         run, names = self.run, [name for name in self.weights if name in next(iter(self.local.values()))]
-        reduced = {}
+        reduced, local = {}, {}
         for name in names:
             sums = [sum(self.local[g, m][name] for m in range(run.micro)) for g in range(self.groups)]
             if self.planted("micro-batch discarded"):
@@ -359,7 +359,9 @@ class Simulation:
             if self.planted("rank left out"):
                 ranks = [sum(s for g, s in enumerate(sums) if g != run.rank) / self.groups] * run.world
             reduced[name] = ranks
-            self.record_parameter("rgrad", name, ranks, m=run.micro - 1)
+            by_script = sums if run.plant in ("reduced by the script", "clipped, then reduced") else ranks
+            self.record_parameter("rgrad", name, by_script, m=run.micro - 1)
+            local[name] = sums
         if run.plant in ("ends", "skipped step") and self.step == run.step:
             for name, weight in self.weights.items():
                 self.record_parameter("param", name, [weight] * run.world)
@@ -368,6 +370,8 @@ class Simulation:
         norms = [np.sqrt(sum(float((reduced[n][rank] ** 2).sum()) for n in names)) for rank in range(run.world)]
         if self.planted("own norm"):
             norms[run.rank] *= 1.2
+        if self.planted("clipped, then reduced"):
+            norms = [np.sqrt(sum(float((local[n][rank] ** 2).sum()) for n in names)) for rank in range(run.world)]
         factors = [np.float32(min(1.0, CLIP / norm)) for norm in norms]
         if self.planted("not clipped"):
             factors = [np.float32(1)] * run.world
@@ -375,6 +379,8 @@ class Simulation:
             self.write(rank, "clip", norm=float(norms[rank]), max=CLIP, n="clip_grad_norm_", kind=2.0)
         for name in names:
             received[name] = [self.round(grad * factors[rank]) for rank, grad in enumerate(reduced[name])]
+            if self.planted("clipped, then reduced"):
+                received[name] = [sum(grad * each for grad, each in zip(local[name], factors)) / run.world] * run.world
             if self.planted("left out") and name == "layers.0.down.weight":
                 continue
             if self.planted("stale gradient") and name == "layers.0.up.weight" and name in self.previous:

@@ -68,6 +68,10 @@ def test_slices_add_up_to_the_whole_whatever_the_order_of_the_files(tmp_path):
     assert slices.rows(Key("fwd", "head")).values.shape == whole.rows(Key("fwd", "head")).values.shape
 
 
+def test_gradients_that_the_script_reduces_itself_agree(compare):
+    assert compare(world=2, plant="reduced by the script").verdict == "agrees"
+
+
 def test_renamed_modules_are_known_by_their_parameters(compare):
     location = compare(rename={"layers.": "model.blocks.", "head": "lm_head"})
     assert location.verdict == "agrees"

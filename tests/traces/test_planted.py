@@ -26,6 +26,7 @@ PLANTS = {
     "rank left out": ("reduction", ALL, (1,), (), "rank 1 left out", ("DDP", "shard")),
     "micro-batch discarded": ("reduction", ALL, (), (0,), "micro-batch 0 left out", ANY),
     "own norm": ("clipping", "total norm", (1,), (), "rank 1: ", ANY),
+    "clipped, then reduced": ("clipping", "total norm", (), (), "rank 0: ", ("DDP",)),
     "not clipped": ("clipping", "factor", (), (), "factor", ANY),
     "stale gradient": ("gradient before the optimizer", "layers.0.up.weight", (), (), "", ANY),
     "eps": ("optimizer setting", "group 0: eps", (), (), "1e-06", ANY),

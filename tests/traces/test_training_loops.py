@@ -181,6 +181,8 @@ def train_gan(rate: float) -> None:
 def test_a_generated_batch_keeps_its_samples_in_the_step_of_the_second_optimizer(tmp_path, monkeypatch):
     found = compare(tmp_path, monkeypatch, partial(train_gan, 0.1), partial(train_gan, 0.1))
     assert found.verdict == "agrees" and found.coverage.steps == 3, found.sentence()
+    assert found.coverage.seldom == (2, 1) and "of which 1 updated 2 parameters" in found.sentence()
     (tmp_path / "wrong").mkdir()
     found = compare(tmp_path / "wrong", monkeypatch, partial(train_gan, 0.1), partial(train_gan, 0.2))
     assert (found.verdict, found.stage) == ("differs", "optimizer setting"), found.sentence()
+    assert "root1.weight" in found.relation, found.relation  # the discriminator's optimizer

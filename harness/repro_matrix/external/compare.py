@@ -154,6 +154,8 @@ def describe(found: Comparison) -> Iterator[str]:
     location, coverage = found.location, found.location.coverage
     why = f" ({found.bad.problem})" if location.verdict == "inconclusive" and found.bad.problem else ""
     yield f"{location.sentence()}{why}"
+    if coverage.seldom[0] and location.verdict == "agrees":
+        yield "  some parameters are updated less often than others, as of a second optimizer: --steps N compares more"
     if location.last_agreeing:
         yield f"  the last that agrees: {location.last_agreeing}"
     yield from (f"  also: {text}" for text in location.also)
@@ -193,10 +195,14 @@ class NumbersProber(ScriptProber):
     def learn(self, good: Target, bad: Target) -> None:
         """Trace the good end, also with noise, and define the failure by the bad end."""
         self.good = GoodSide(self, self.script, self.resolve(good), self.window)
-        found = self.good.locate(traced(self, self.script, self.resolve(bad), self.window).trace)
-        if found.verdict != "differs":
-            raise ConfigError(f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}. "
-                              f"{found.sentence()}")  # fmt: skip
+        other = traced(self, self.script, self.resolve(bad), self.window)
+        found = self.good.locate(other.trace)
+        if found.verdict == "inconclusive":
+            why = f" ({other.problem})" if other.problem else ""
+            raise MeasureError(f"{bad.name} cannot be compared with {good.name}: {found.reason}{why}")
+        if found.verdict == "agrees":
+            raise ConfigError(f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}: "
+                              f"{found.sentence()}. --steps N compares more.")  # fmt: skip
         self.wanted = (found.stage, found.place)
         self.place = {**found.to_json(), "sentence": found.sentence()}
         self.use(replace(self.script.failure, text=f"the numbers differ: {found.stage}, {found.place}"))
@@ -207,7 +213,7 @@ class NumbersProber(ScriptProber):
         good = self.good.run.stack.name
         if spec == good:
             return super().command(spec, variant)
-        return ["repro", "compare", "--good", good, "--bad", spec, *self.window.words(), "--", *self.words()]
+        return self.words(["repro", "compare"], ["--good", good, "--bad", spec, *self.window.words()])
 
     def answer(self, document: Document, variant: str) -> Answer:
         answer = super().answer(document, variant)

@@ -46,15 +46,15 @@ class ScriptProber(Prober):
 
     def command(self, spec: str, variant: str) -> list[str]:
         """Return the `repro run` command of the script on a stack."""
-        script = self.script
+        return self.words(["repro", "run"], [f"stack={spec}"])
+
+    def words(self, command: list[str], options: list[str]) -> list[str]:
+        """Return a command of ours with the script's settings and its own command line, with paths as from here."""
+        script, words = self.script, shlex.split(self.script.command.shown)
         texts = [] if script.deadline_s == DEADLINE_S else [written("deadline", script.deadline_s)]
         texts += [written(f"env.{name}", value) for name, value in script.env]
-        return ["repro", "run", *texts, f"stack={spec}", "--", *self.words()]
-
-    def words(self) -> list[str]:
-        """Return the script's own command line, with paths as from here."""
-        words = shlex.split(self.script.command.shown)
-        return [os.path.relpath(word) if word.startswith(os.getcwd() + os.sep) else word for word in words]
+        own = [os.path.relpath(word) if word.startswith(os.getcwd() + os.sep) else word for word in words]
+        return [*command, *texts, *options, "--", *own]
 
     def learn(self, good: Target, bad: Target) -> None:
         """Complete the definition of the failure from the ends. Raises ConfigError or MeasureError."""

@@ -41,7 +41,7 @@ def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
     total = Total(good, bad, noise)
     for pair, runs in _steps(good, bad, noise):
         found = _unlike_runs(runs) or _data(pair, total) or _first(pair)
-        agreed, last = total.agreed, total.last
+        agreed, last = total.found.aligned, total.last
         total.add(pair)
         if found:
             last = found.last_agreeing or last
@@ -50,7 +50,7 @@ def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
     found = _stopped(good, bad) or (
         Location("inconclusive", reason=reason) if reason else Location("agrees", largest=total.largest)
     )
-    return replace(found, agreed=total.agreed, last_agreeing=total.last, coverage=total.coverage())
+    return replace(found, agreed=total.found.aligned, last_agreeing=total.last, coverage=total.coverage())
 
 
 def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _unlike_runs(runs: Sequence[Pair]) -> Location | None:
                 reason = f"random draws on each run: two runs of the good side differ by {unlike[0].size:.2g}"
                 reason += f" in the {stage} of {unlike[0].name}"
         if reason:
-            reason, step = f"other {reason}. Set all seeds.", pair.good.number
+            reason, step = f"other {reason}. Set all seeds (PYTHONHASHSEED, too: the order of sets).", pair.good.number
             return Location("inconclusive", stage="random draws", step=step, reason=reason)
     return None
 
@@ -177,6 +177,7 @@ def _wrong(pair: Pair) -> list[Difference]:
     harmless = {
         "loss weight": shares.get("reduction", received) > 0.5,
         "local gradient": shares.get("reduction") == 1,
+        "reduction": (received == 1 and shares.get("clipping", 1) == 1) or pair.reduced_later,
         "clipping": received == 1 or bool(pair.no_step),
         "gradient before the optimizer": bool(pair.no_step),
     }

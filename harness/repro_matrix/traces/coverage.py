@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from repro_matrix.text import counted
@@ -20,44 +21,43 @@ class Total:
 
     def __init__(self, good: Trace, bad: Trace, noise: Sequence[Trace]) -> None:
         self.good, self.bad, self.noise = good, bad, noise
-        self.stages: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
+        self.found = Coverage(good.strategy, bad.strategy)
         self.largest, self.last = 0.0, ""
         self.names: dict[str, str] = {}  # of the bad side -> of the good side
         self.samples: set[Any] = set()
         self.notes: dict[str, None] = {}  # in order
         self.not_numbers = ""
-
-    @property
-    def agreed(self) -> int:
-        return self.stages.total()
+        self.updates: Counter[str] = Counter()  # steps in which an optimizer of the good side had a parameter
 
     def add(self, pair: Pair) -> None:
         """Count a step."""
-        kept = [each for each in pair.differences if not each.missing]
-        self.stages.update(each.stage for each in kept)
+        found, kept = self.found, [each for each in pair.differences if not each.missing]
+        found.steps += 1
+        found.aligned += len(kept)
+        found.stages = dict(Counter(found.stages) + Counter(each.stage for each in kept))
         self.largest = max([self.largest, *(each.size / each.tolerance for each in kept)])
         self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
         stages = [stage for stage, kinds in STAGES.items() if absent & {*kinds}]
         self.notes |= {f"the bad side has nothing of {', '.join(stages)}": None} if stages else {}
+        found.not_compared += len(pair.differences) - len(kept) + len(pair.shapes_differ)
+        found.not_compared += sum(key.kind not in {*absent, "in"} for key in pair.not_aligned)
         ours, theirs = set(pair.good.samples), set(pair.other.samples)
         self.samples |= {sample[:2] for sample in theirs}
-        self.counts.update(
-            steps=1, shared=len(ours & theirs), only_good=len(ours - theirs), only_bad=len(theirs - ours),
-            not_compared=len(pair.differences) - len(kept) + len(pair.shapes_differ)
-            + sum(key.kind not in {*absent, "in"} for key in pair.not_aligned),
-        )  # fmt: skip
+        found.shared += len(ours & theirs)
+        found.only_good += len(ours - theirs)
+        found.only_bad += len(theirs - ours)
+        self.updates.update(key.name for key in pair.good.events if key.kind == "param")
         if pair.not_numbers and not self.not_numbers:
             self.not_numbers = f"step {pair.good.number}, {pair.not_numbers[0].name or 'the model'}"
 
     def too_little(self) -> str:
         """Return why what was compared is not enough; empty where it is."""
-        lacking = [name for name, stages in NEEDED.items() if not sum(self.stages[stage] for stage in stages)]
+        lacking = [name for name, stages in NEEDED.items() if self.found.stages.keys().isdisjoint(stages)]
         reason = f"no {' and no '.join(lacking)} was compared" if lacking else ""
-        known = self.agreed + self.counts["not_compared"]
-        if not reason and 2 * self.agreed < known:
-            reason = f"only {self.agreed} of {counted(known, 'tensor')} could be compared"
+        known = self.found.aligned + self.found.not_compared
+        if not reason and 2 * self.found.aligned < known:
+            reason = f"only {self.found.aligned} of {counted(known, 'tensor')} could be compared"
         if reason and self.not_numbers:
             reason += f"; not a number (NaN or infinite) on both sides from {self.not_numbers} on"
         return reason
@@ -76,9 +76,8 @@ class Total:
         notes += [f"models: {listed}"] if len(models) > 1 else []
         notes += [] if self.noise else ["no noise run: the tolerance is a guess"]
         notes += [f"not a number on both sides: {self.not_numbers}"] if self.not_numbers else []
-        names = ("steps", "not_compared", "shared", "only_good", "only_bad")
-        return Coverage(
-            good=self.good.strategy, bad=self.bad.strategy, aligned=self.agreed,
-            stages=dict(self.stages), renamed={ours: theirs for theirs, ours in self.names.items()},
-            notes=(*notes, *self.notes), **{name: self.counts[name] for name in names},
-        )  # fmt: skip
+        updates = [self.updates[name] for name, (_, trained) in self.good.parameters.items() if trained]
+        fewest = min(updates, default=0)
+        seldom = (updates.count(fewest), fewest) if fewest < self.found.steps else (0, 0)
+        renamed = {ours: theirs for theirs, ours in self.names.items()}
+        return replace(self.found, seldom=seldom, renamed=renamed, notes=(*notes, *self.notes))

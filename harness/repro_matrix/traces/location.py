@@ -15,7 +15,7 @@ Stage = Literal[
 _WHAT = {"backward": "gradient at its output", "reduction": "reduced gradient"}  # differs, in a sentence
 
 
-@dataclass(frozen=True)
+@dataclass
 class Coverage:
     """What was compared, and what was not."""
 
@@ -23,6 +23,10 @@ class Coverage:
     bad: str = ""
     aligned: int = 0  # tensors of the good side that were compared
     steps: int = 0
+    seldom: tuple[int, int] = (
+        0,
+        0,
+    )  # how many trained parameters have the fewest updates, and how many steps those are
     not_compared: int = 0  # tensors without a counterpart, or of other shapes
     stages: dict[str, int] = field(default_factory=dict)  # tensors compared, by stage
     renamed: dict[str, str] = field(default_factory=dict)  # module of the good side -> of the bad side
@@ -70,7 +74,8 @@ class Location:
             return f"inconclusive: {self.reason}"
         compared = counted(self.coverage.aligned, "tensor")
         if self.verdict == "agrees":
-            steps = counted(self.coverage.steps, "step")
+            steps, (few, updates) = counted(self.coverage.steps, "step"), self.coverage.seldom
+            steps += f", of which {updates or 'none'} updated {counted(few, 'parameter')}" if few else ""
             return f"no difference in {compared} of {steps}; the largest is {short(self.largest or 0)} of its tolerance"
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from repro_matrix.traces.alignment import (
     paired,
 )
 from repro_matrix.traces.location import Stage
-from repro_matrix.traces.tolerance import LOW, Tolerance
+from repro_matrix.traces.tolerance import EPSILON, LOW, UNMEASURED, epsilon, tolerance
 
 # The events of each stage, in causal order; the stages without events of their own are in between.
 STAGES: dict[Stage, tuple[str, ...]] = {
@@ -130,16 +131,31 @@ class Pair:
         return missing and "ograd" in self.other.kinds and reduced in self.other.events
 
     @property
+    def reduced_later(self) -> bool:
+        """Return whether the script reduces its gradients itself: ranks get the same ones, which did not have them."""
+        rows = {kind: [each.bad for each in self.differences if each.key.kind == kind] for kind in ("rgrad", "ograd")}
+        alike = {kind: not any(np.ptp(each, axis=0).any() for each in values) for kind, values in rows.items()}
+        return alike["ograd"] and bool(rows["ograd"]) and not alike["rgrad"]
+
+    @property
     def low(self) -> bool:
         """Return whether outputs are computed in half precision."""
         return self.good.coarsest.removeprefix("torch.") in LOW
 
     def judge(self, noise: Sequence[Pair]) -> None:
         """Set the tolerance of each difference. ``noise``: the good side and its runs with noise."""
-        measured = [(each.stage, each.key, each.size) for pair in noise for each in pair.differences]
-        tolerance = Tolerance(measured, self.low, len(noise), first=not self.good.number)
+        measured: dict[Stage, dict[Key, float]] = {stage: {} for stage in STAGES}
+        for each in (each for pair in noise for each in pair.differences):
+            sizes = measured[each.stage]
+            sizes[each.key] = max(each.size, sizes.get(each.key, 0.0))
+        unmeasured = 0.0 if noise else UNMEASURED * EPSILON["bfloat16" if self.low else "float32"]
+        typical = {stage: median(sizes.values()) if sizes else unmeasured for stage, sizes in measured.items()}
         for each in self.differences:
-            each.rounding, each.tolerance = tolerance.of(each.stage, each.key, each.dtype, each.floor)
+            if each.stage == "initial weights" and not self.good.number:  # nothing has been computed yet
+                each.tolerance = min(epsilon(each.dtype), 1e-6)
+            else:
+                each.rounding = max(measured[each.stage].get(each.key, 0.0), typical[each.stage])
+                each.tolerance = tolerance(each.rounding, each.dtype, self.low, each.floor)
 
     def add(self, stage: Stage, key: Key, good: Rows, bad: Array, owners: Sequence[Owner],
             floor: float = 1.0, missing: bool = False) -> None:  # fmt: skip

@@ -50,7 +50,10 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
         low, high = float(bad.min()), float(bad.max())
         equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
         weights = times(float(bad.mean())) if equal else f"{times(low)} to {times(high)}"
-        return f"{counted(len(bad), 'sample')} weigh {weights} times what they should", owners
+        one = len(bad) == 1
+        return f"{counted(len(bad), 'sample')} {'weighs' if one else 'weigh'} {weights} times what " + (
+            "it should" if one else "they should"
+        ), owners
     if first.stage == "clipping":
         values = ", ".join(f"{list_ranks(ranks)}: {value[0]:.4g}" for (ranks, _), value in zip(owners, bad))
         return f"{first.key.name} {values}; on the good side {good[0, 0]:.4g}", owners

@@ -23,10 +23,12 @@ def different_setting(good: Step, bad: Step) -> tuple[str, str, tuple[int, ...]]
 def _first(ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
     """Compare group by group, whichever optimizer has them. Settings that only one release has are left out."""
     left, right = ([group for event in side for group in event["groups"]] for side in (ours, theirs))
+    first = [name for event in theirs for name in event.get("first", ())]
     for place, (group, other) in enumerate(zip(left, right) if len(left) == len(right) else ()):
         for name in group:
             if name in other and name not in IMPLEMENTATION and not _equal(group[name], other[name]):
-                return f"group {place}: {name}", f"{other[name]}; on the good side {group[name]}"
+                whose = f"; the group of {first[place]}" if any(first[place : place + 1]) else ""
+                return f"group {place}: {name}", f"{other[name]}; on the good side {group[name]}{whose}"
     return None
 
 

@@ -358,7 +358,11 @@ class Tracer:
             self._add_values("before", [each.name for each in found], ())
 
     def _add_settings(self, optimizer: Any, groups: Any) -> None:
-        self.add("opt", **{"class": type(optimizer).__name__}, groups=[settings(each) for each in groups])
+        """first: the first parameter of each group, which tells the groups of several optimizers apart."""
+        names = {id(each.held): name for name, each in self.parameters.items()}
+        first = [next((names[id(p)] for p in each["params"] if id(p) in names), "") for each in groups]
+        plain = [settings(each) for each in groups]
+        self.add("opt", **{"class": type(optimizer).__name__}, groups=plain, first=first)
 
     @guarded
     def before_step(self, optimizer: Any) -> None:
@@ -368,8 +372,8 @@ class Tracer:
         if self.engine is not None:
             self._add_parts("ograd", methodcaller("received", self.engine.optimizer, optimizer))
             return
-        self._add_settings(optimizer, optimizer.param_groups)
         self._register_rest(optimizer)
+        self._add_settings(optimizer, optimizer.param_groups)
         self._add_parts("ograd", methodcaller("gradient"), self._stepped_names(optimizer))
 
     @guarded
