@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from repro_matrix.cli import options as arguments
@@ -16,7 +15,7 @@ from repro_matrix.config import catalog, project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
 from repro_matrix.errors import ConfigError, ResultsError
-from repro_matrix.report.terminal import print_json, print_notes, print_table
+from repro_matrix.report.terminal import print_notes, print_table
 from repro_matrix.results import runs
 from repro_matrix.results.accept import SUSPICIOUS, Publication, Refusal, propose, publish
 from repro_matrix.text import counted, list_some
@@ -25,7 +24,7 @@ SHOWN = 20  # reasons
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.overrides(parser)
+    arguments.overrides(parser, json=False)
     parser.add_argument("--reason", help="why these verdicts are now the expected ones")
     parser.add_argument("--dry-run", action="store_true", help="show what would change, and write nothing")
     text = "results folder (default: the last run in results/scratch)"
@@ -50,16 +49,13 @@ def main(args: argparse.Namespace) -> int:
     if shipped:
         notes.append("left out: cases that are shipped with repro-matrix. Their expectations are read-only here.")
     print_notes([*notes, *found.notes])
-    if args.json and (args.dry_run or not found.refused):
-        print_json({**asdict(found), "written": sorted(found.written), "tables": sorted(found.tables)})
-    elif args.dry_run or not found.refused:
+    if args.dry_run or not found.refused:
         _print(found)
     if found.refused:
         raise ResultsError("\n  ".join([f"{source}: cannot be published:", *_group(found.refused)]))
     if not args.dry_run:
         publish(found, known)
-        if not args.json:
-            print(f"written to {own.baseline} and {own.expected}. Review and commit them.")
+        print(f"written to {own.baseline} and {own.expected}. Review and commit them.")
     return 0
 
 

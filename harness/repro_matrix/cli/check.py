@@ -13,14 +13,13 @@ from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import unknown
 from repro_matrix.paths import CONF
-from repro_matrix.report.terminal import print_json
 from repro_matrix.results.store import Store
 from repro_matrix.text import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.case(parser)
-    options.overrides(parser)
+    options.overrides(parser, json=False)
     parser.add_argument("--no-run", action="store_true", help="check its files only")
 
 
@@ -44,11 +43,7 @@ def main(args: argparse.Namespace) -> int:
         found += ready.check_attempts(shown, code, case, measured)
         not_measured = ready.unmeasured(measured)
     found = list(dict.fromkeys(found))
-    if args.json:
-        findings = [vars(finding) for finding in found]
-        print_json({"case": case.slug, "ready": not found, "findings": findings, "not_measured": not_measured})
-    else:
-        print("\n".join(_lines(args, found, not_measured)))
+    print("\n".join(_lines(args, found, not_measured)))
     return 1 if found else 0
 
 

@@ -15,7 +15,7 @@ from repro_matrix.text import log
 
 def configure(parser: argparse.ArgumentParser) -> None:
     arguments.case(parser)
-    arguments.overrides(parser)
+    arguments.overrides(parser, json=False)
     parser.add_argument("--variant", help="the variant (default: the first, which is the unfixed one)")
     parser.add_argument("--out", metavar="FILE", help="write the script to FILE instead of the standard output")
 

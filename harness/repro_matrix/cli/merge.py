@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from repro_matrix.errors import ResultsError
-from repro_matrix.report.terminal import print_json
 from repro_matrix.results import runs
 from repro_matrix.text import counted, list_some
 
@@ -25,7 +24,6 @@ SHOWN = 5  # missing cells of a shard
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", metavar="DIR", help="the results of one shard each")
     parser.add_argument("--to", metavar="DIR", required=True, help="where all of them go; new, or empty")
-    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -49,13 +47,9 @@ def main(args: argparse.Namespace) -> int:
         if left:
             lacking[f"{part.shard}/{part.of}"] = left
         files |= {below: folders[name] / below for below in found}
-    merged = len(files)
     _copy(files, target)
     code = 3 if absent or lacking else 0
     count = next(iter(parts.values())).of
-    if args.json:
-        print_json({"merged": merged, "missing": absent, "incomplete": lacking, "to": str(target), "exit_code": code})
-        return code
     selection = next(iter(parts.values())).selection
     for number in absent:
         made = shlex.join(["repro", "matrix", *selection, f"shard={number}/{count}"])
@@ -66,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"incomplete: shard {shard} lacks {lacks}: {few} (the same command with --resume goes on)")
     if next(iter(parts.values())).changed:
         print("note: measured on a changed tree: `repro accept` will not take it")
-    print(f"{counted(merged, 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
+    print(f"{counted(len(files), 'cell')} of {counted(len(parts), 'shard')} (of {count}) in {target}")
     print(f"exit code {code}: " + ("a shard or a cell is missing" if code else "every shard is complete"))
     return code
 

@@ -97,10 +97,11 @@ def trace(parser: argparse.ArgumentParser) -> None:
     add("--from-step", type=number(0), default=0, metavar="N", help="the first of them (default: 0)")
 
 
-def overrides(parser: argparse.ArgumentParser) -> None:
-    """Add the overrides, and --json, which all commands have that take overrides."""
+def overrides(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """Add the overrides, and --json for a command that answers a question."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=OVERRIDES)
-    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
 def number(least: int) -> Callable[[str], int]:

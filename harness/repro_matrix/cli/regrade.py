@@ -7,7 +7,6 @@ from pathlib import Path
 
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError
-from repro_matrix.report.terminal import print_json
 from repro_matrix.results import runs, summary
 from repro_matrix.results.accept import regrade
 from repro_matrix.text import counted
@@ -19,7 +18,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="results of a run (default: the last run)")
     parser.add_argument("--baseline", action="store_true", help="the published results, and their expectations")
     parser.add_argument("--write", action="store_true", help="store the computed summary")
-    parser.add_argument("--json", action="store_true", help="print JSON with stable keys")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -43,11 +41,7 @@ def main(args: argparse.Namespace) -> int:
         hint = "Leave out --write, or copy the folder to a place where it can be written."
         raise ResultsError(f"{folder}: the summary cannot be written ({error.strerror or error}). {hint}") from None
     texts = [text for found in problems.values() for text in found]
-    code = ExitCode.DIFFERS if texts else ExitCode.OK
-    if args.json:
-        print_json({"rows": len(rows), **problems, "exit_code": code})
-        return code
     for text in texts:
         print(text)
     print(f"{counted(len(rows), 'row')} regraded: {counted(len(texts), 'difference')}")
-    return code
+    return ExitCode.DIFFERS if texts else ExitCode.OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import build, spec
 from repro_matrix.errors import ReproError
 from repro_matrix.report.terminal import print_json, print_notes, print_table
+from repro_matrix.text import log
 
 ACTIONS = {
     "list": "the stacks of conf/stack, and whether they are built",
@@ -28,7 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name != "list":
             action.add_argument("names", nargs="+" if name in ("lock", "build") else "*", metavar="STACK")
-        action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
+        if name in ("list", "show"):
+            action.add_argument("--json", action="store_true", help="print JSON with stable keys instead of a table")
         if name == "prune":
             action.add_argument("--older-than", type=float, default=30, metavar="DAYS", help="default: 30")
             action.add_argument("--all", action="store_true", help="every built stack")
@@ -37,10 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     {"list": _list, "show": _show, "lock": _lock, "build": _build, "prune": _prune}[args.action](args)
     return 0
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -81,25 +78,18 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def _lock(args: argparse.Namespace) -> None:
-    written = [str(stacks.make_lock(name)) for name in args.names]
-    print_json(written) if args.json else print("\n".join(f"wrote {path}" for path in written))
+    for name in args.names:
+        print(f"wrote {stacks.make_lock(name)}")
 
 
 def _build(args: argparse.Namespace) -> None:
-    built = [stacks.resolve(name, say=_log) for name in args.names]
-    if args.json:
-        print_json([{"name": stack.name, "python": stack.python, "key": stack.key} for stack in built])
-    else:
-        print_table("", ["stack", "python", "key"], [[stack.name, stack.python, stack.key] for stack in built])
+    built = [stacks.resolve(name, say=log) for name in args.names]
+    print_table("", ["stack", "python", "key"], [[stack.name, stack.python, stack.key] for stack in built])
 
 
 def _prune(args: argparse.Namespace) -> None:
     _require_cached(args.names, stacks.cached_stacks(args.names))
     removed = stacks.prune(older_than_days=args.older_than, everything=args.all, names=tuple(args.names))
-    size = sum(item.bytes for item in removed)
-    if args.json:
-        print_json({"removed": [item.key for item in removed], "bytes": size})
-        return
     for item in removed:
         print(f"removed {item.name} ({item.key})")
-    print(f"{size / 2**20:.0f} MiB freed")
+    print(f"{sum(item.bytes for item in removed) / 2**20:.0f} MiB freed")
