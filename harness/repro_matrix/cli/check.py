@@ -11,9 +11,9 @@ from repro_matrix.authoring import check as ready
 from repro_matrix.authoring.check import Finding
 from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
-from repro_matrix.errors import unknown
 from repro_matrix.paths import CONF
 from repro_matrix.results.store import Store
+from repro_matrix.search.prober import one_case
 from repro_matrix.text import counted
 
 
@@ -24,10 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    known = catalog.load()
-    if args.case not in known.cases:
-        raise unknown("case", args.case, known.cases)
-    case = known.cases[args.case]
+    known, case = catalog.load(), one_case(args.case)
     file, script = known.own.get("case", {}).get(case.slug, CONF / "case" / f"{case.slug}.yaml"), known.script(case)
     shown, code = os.path.relpath(file), os.path.relpath(script)
     found = ready.check_texts({shown: file.read_text(encoding="utf-8"), code: script.read_text(encoding="utf-8")})

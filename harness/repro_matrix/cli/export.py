@@ -8,8 +8,8 @@ from pathlib import Path
 
 from repro_matrix.authoring.export import export_variant
 from repro_matrix.cli import options as arguments
-from repro_matrix.config import catalog
 from repro_matrix.errors import ConfigError, unknown
+from repro_matrix.search.prober import one_case
 from repro_matrix.text import log
 
 
@@ -21,12 +21,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    cases = catalog.load().cases
-    if args.case not in cases:
-        raise unknown("case", args.case, cases)
-    variant = args.variant or next(iter(cases[args.case].variants))
-    if variant not in cases[args.case].variants:
-        raise unknown("variant", variant, cases[args.case].variants, args.case)
+    case = one_case(args.case)
+    variant = args.variant or next(iter(case.variants))
+    if variant not in case.variants:
+        raise unknown("variant", variant, case.variants, case.slug)
     stack, overrides = arguments.one_stack(args)
     exported = export_variant(args.case, variant, overrides, stack)
     text, run = exported.text, f"torchrun --nproc-per-node {exported.ranks}"

@@ -10,7 +10,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import expand
 from repro_matrix.environment import stacks
-from repro_matrix.errors import ConfigError, ExitCode, unknown
+from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json
 from repro_matrix.results.rows import error_at
 from repro_matrix.runner import session, workspace
@@ -34,13 +34,11 @@ def main(args: argparse.Namespace) -> int:
     if options.names_script(args):
         return run_script(args)
     options.refuse(args)
-    known = catalog.load().cases
     if not args.case:
         raise ConfigError("Nothing to run. Name a case (`repro list`), a script (./train.py), or a command after --.")
-    if "=" in args.case:
-        raise unknown("case", args.case or "", known, "the first argument of `repro run` is a case or a script")
-    options.one_case(args.case, args.overrides)
-    expand("case", args.case.split(","), known)
+    expand(
+        "case", args.case.split(","), catalog.load().cases, "the first argument of `repro run` is a case or a script"
+    )
     texts = [f"case={args.case}", *args.overrides]
     return matrix.measure(args, texts, every_variant=True, live=True)
 
