@@ -60,13 +60,12 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
     cells: dict[str, dict[int, float]] = {}
     for pair, _ in _steps(good, bad, noise):
         steps.append(pair.good.number)
-        wrong = _wrong(pair)
+        wrong = {id(each) for each in _wrong(pair)}
         for each in pair.differences:
-            whole = each.stage in ("loss weight", "clipping")  # of no module; not where the answer passes it over
-            if each.missing or (whole and each.wrong and not any(each is other for other in wrong)):
+            if each.missing or (each.wrong and id(each) not in wrong):  # the answer passes it over
                 continue
             name = each.key.name if each.key.kind in ACTIVATIONS else each.key.name.rpartition(".")[0]
-            row = cells.setdefault(each.stage if whole else name, {})
+            row = cells.setdefault(each.stage if each.stage in ("loss weight", "clipping") else name, {})
             row[steps[-1]] = max(row.get(steps[-1], 0.0), min(each.size / each.tolerance, 1e9))
     order = list(good.modules)
     modules = sorted(cells, key=lambda name: order.index(name) if name in order else len(order))

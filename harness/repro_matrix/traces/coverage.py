@@ -35,7 +35,7 @@ class Total:
         found.steps += 1
         found.aligned += len(kept)
         found.stages = dict(Counter(found.stages) + Counter(each.stage for each in kept))
-        self.largest = max([self.largest, *(each.size / each.tolerance for each in kept)])
+        self.largest = max([self.largest, *(each.size / each.tolerance for each in kept if not each.wrong)])
         self.last, self.names = kept[-1].place if kept else self.last, dict(pair.other.names)
         absent = {key.kind for key in pair.not_aligned} - pair.other.kinds
         stages = [stage for stage, kinds in STAGES.items() if absent & {*kinds}]

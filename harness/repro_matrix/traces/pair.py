@@ -140,7 +140,7 @@ class Pair:
     @property
     def low(self) -> bool:
         """Return whether outputs are computed in half precision."""
-        return self.good.coarsest.removeprefix("torch.") in LOW
+        return self.good.coarsest in LOW
 
     def judge(self, noise: Sequence[Pair]) -> None:
         """Set the tolerance of each difference. ``noise``: the good side and its runs with noise."""

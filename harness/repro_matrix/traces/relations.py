@@ -126,7 +126,7 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
     weights, _, independent, _ = np.linalg.lstsq(matrix, reduced, rcond=1e-9)
     rest = np.linalg.norm(reduced - matrix @ weights) / (np.linalg.norm(reduced) or 1.0)
     if independent < len(sources) or rest > RESIDUE:
-        return "no sum of the local gradients", []
+        return "no sum of this step's local gradients", []
     numbers = [pair.other.micro_batches.get((ranks[0], call), call) for ranks, call in sources]
     several = len(set(numbers)) > 1
     names = [f"rank {ranks[0]}'s" + (f" micro-batch {number}'s" if several else "")

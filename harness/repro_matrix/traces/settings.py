@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from repro_matrix.traces.alignment import Step
 
 # Settings that change how an optimizer computes, not what.
@@ -33,8 +35,7 @@ def _first(ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-        return abs(left - right) <= 1e-7 * max(abs(left), abs(right))
-    return bool(left == right)
+    try:
+        return bool(np.allclose(left, right, rtol=1e-7, atol=0.0, equal_nan=True))
+    except (TypeError, ValueError):  # no numbers
+        return bool(left == right)

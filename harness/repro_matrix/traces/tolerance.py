@@ -11,10 +11,10 @@ UNMEASURED = 32.0  # ulps, where there is no noise run
 
 
 def epsilon(dtype: str) -> float:
-    return EPSILON.get(dtype.removeprefix("torch."), EPSILON["float32"])
+    return EPSILON.get(dtype, EPSILON["float32"])
 
 
 def tolerance(rounding: float, dtype: str, low: bool, floor: float = 1.0) -> float:
     """Return by how much a tensor may differ. ``low``: in a training in low precision. ``floor``: times the least."""
-    least = epsilon(dtype) / 2 if dtype.removeprefix("torch.") in LOW else 16 * epsilon(dtype)
+    least = epsilon(dtype) / 2 if dtype in LOW else 16 * epsilon(dtype)
     return max((FACTOR_LOW if low else FACTOR) * rounding, floor * least)
