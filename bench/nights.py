@@ -21,7 +21,7 @@ from typing import Any
 
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import Side, from_row
-from repro_matrix.analysis.nightly import Nightly, finish
+from repro_matrix.analysis.nightly import finish
 from repro_matrix.analysis.regressions import compare_to_last_passing
 from repro_matrix.config import catalog
 from repro_matrix.grading.regrade import regrade
@@ -59,8 +59,7 @@ def replay_nights(nights: Sequence[Side], folder: Path) -> Json:
     codes, changes, variants = Counter[int](), list[str](), set[tuple[str, ...]]()
     for number, side in enumerate(nights):
         today = datetime.now(timezone.utc).date()
-        night = Nightly(f"{number:04}", [side], [folder / side.name], folder, 0, {}, (), today)
-        report = finish(night)
+        report = finish(f"{number:04}", [side], [folder / side.name], folder, (), today)
         codes[report.exit_code] += 1
         changes += [f"{report.run_id}: {c.row.key} {c.variant}: {c.kind}" for each in report.changed.values()
                     for one in each for c in one.changes]  # fmt: skip

@@ -39,23 +39,6 @@ NOT_BISECTED = ("became_flaky", "became_steady")
 
 
 @dataclass(frozen=True)
-class Nightly:
-    """Tonight's run. ``run_exit_code``: the worst of its runs, 0 where it is unknown. ``folder``: of the history.
-    ``locks``: stack -> the lock file that a floating stack had. ``acknowledged``: digests of changes that do not
-    count."""
-
-    run_id: str
-    sides: Sequence[Side]
-    folders: Sequence[Path]
-    folder: Path
-    run_exit_code: int
-    locks: Mapping[str, Path]
-    quarantine: Sequence[Quarantine]
-    today: date
-    acknowledged: Collection[str] = ()
-
-
-@dataclass(frozen=True)
 class Report:
     """``changed``: by case, without what was acknowledged. ``notes`` go to stderr, ``messages`` to stdout."""
 
@@ -67,77 +50,83 @@ class Report:
     messages: Sequence[str]
 
 
-def finish(night: Nightly) -> Report:
-    """Compare the run with those stored before it, and add it to the history.
+def finish(
+    name: str, sides: Sequence[Side], folders: Sequence[Path], nights: Path, entries: Sequence[Quarantine], today: date,
+    run_exit_code: int = 0, locks: Mapping[str, Path] | None = None, acknowledged: Collection[str] = (),
+) -> Report:  # fmt: skip
+    """Compare tonight's run, ``name``, with those stored before it, and add it to the history in ``nights``.
+
+    ``entries``: of the quarantine. ``run_exit_code``: the worst of its runs, 0 where it is unknown. ``locks``: stack ->
+    the lock file that a floating stack had. ``acknowledged``: digests of changes that do not count.
 
     Raises ResultsError: no results, or of several commits; MeasureError: none can be read, or a run did not end.
     """
-    rows = [row for side in night.sides for row in side.rows]
-    unreadable = [note for side in night.sides for note in side.unreadable]
+    rows = [row for side in sides for row in side.rows]
+    unreadable = [note for side in sides for note in side.unreadable]
     if not rows:
-        folders = ", ".join(map(str, night.folders))
+        where = ", ".join(map(str, folders))
         if unreadable:
-            raise MeasureError(f"{folders}: no results: {counted(len(unreadable), 'file')} could not be read")
-        if not all(map(_is_finished, night.folders)):
-            raise MeasureError(f"{folders}: no results: the run did not end. `repro matrix --resume` continues it.")
-        raise ResultsError(f"{folders}: no results: nothing was measured or uploaded")
+            raise MeasureError(f"{where}: no results: {counted(len(unreadable), 'file')} could not be read")
+        if not all(map(_is_finished, folders)):
+            raise MeasureError(f"{where}: no results: the run did not end. `repro matrix --resume` continues it.")
+        raise ResultsError(f"{where}: no results: nothing was measured or uploaded")
     history.check_one_commit(rows)
-    history.check_each_once(side.rows for side in night.sides)
-    packages = {name: all_of for run in map(runs.read, night.folders) if run for name, all_of in run.stacks.items()}
-    active = [entry for entry in night.quarantine if entry.until >= night.today]
-    expired = [entry for entry in night.quarantine if entry not in active and entry.cell in {row.key for row in rows}]
+    history.check_each_once(side.rows for side in sides)
+    packages = {stack: all_of for run in map(runs.read, folders) if run for stack, all_of in run.stacks.items()}
+    active = [entry for entry in entries if entry.until >= today]
+    expired = [entry for entry in entries if entry not in active and entry.cell in {row.key for row in rows}]
     notes: list[str] = []
     try:
-        night.folder.mkdir(parents=True, exist_ok=True)
+        nights.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ResultsError(f"{night.folder}: cannot be written: {error.strerror or error}") from None
-    with FileLock(str(night.folder / ".lock")):
-        earlier = history.load_history(night.folder)
+        raise ResultsError(f"{nights}: cannot be written: {error.strerror or error}") from None
+    with FileLock(str(nights / ".lock")):
+        earlier = history.load_history(nights)
         stored = {run.run_id: run.started for run in earlier}
         # The same run again replaces itself; another run with the same id becomes ID.2.
-        tonight = history.make_run(night.run_id, rows, packages=packages)
+        tonight = history.make_run(name, rows, packages=packages)
         started = tonight.started
-        names = (f"{night.run_id}.{number}" for number in itertools.count(2))
-        run_id = next(name for name in itertools.chain([night.run_id], names) if stored.get(name, started) == started)
+        names = (f"{name}.{number}" for number in itertools.count(2))
+        run_id = next(each for each in itertools.chain([name], names) if stored.get(each, started) == started)
         if run_id in stored:
             earlier = earlier[: list(stored).index(run_id)]
-        if run_id != night.run_id:
-            notes.append(f"another run {night.run_id} is stored: this one is stored as {run_id}")
-        for stack, path in night.locks.items():
-            target = lock_path(night.folder, stack, run_id)
+        if run_id != name:
+            notes.append(f"another run {name} is stored: this one is stored as {run_id}")
+        for stack, path in (locks or {}).items():
+            target = lock_path(nights, stack, run_id)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         compared = compare_to_last_passing(
             rows, earlier, lambda cell, variant: any(entry.covers(cell, variant) for entry in active), packages
         )
         compared = name_files(compared, tonight)
-        requested = [load_requested(folder, side.rows) for folder, side in zip(night.folders, night.sides)]
+        requested = [load_requested(folder, side.rows) for folder, side in zip(folders, sides)]
         missing = find_missing(rows, earlier, requested)
         unexcused = [each for each in missing if not each.excuse]
         changed: dict[str, list[ChangedCase]] = {}
         for each in compared.changed:
-            if each.digest not in night.acknowledged:
+            if each.digest not in acknowledged:
                 changed.setdefault(each.case, []).append(each)
-        unexpected = compared.unexpected(rows, night.acknowledged)
+        unexpected = compared.unexpected(rows, acknowledged)
         differs = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
         differs += [f"{counted(len(unexpected), 'result')} not as expected"] if unexpected else []
         differs += [entry.describe_expired() for entry in expired]
         incomplete = [
             f"{folder}: the run did not end. `repro matrix --resume` continues it"
-            for folder in night.folders
+            for folder in folders
             if not _is_finished(folder)
         ]
-        incomplete += _missing_shards(night.folders)
-        before = next((name for name, at in stored.items() if at == started and name != run_id), None)
+        incomplete += _missing_shards(folders)
+        before = next((each for each, at in stored.items() if at == started and each != run_id), None)
         incomplete += [f"this run is stored as {before}: nothing was measured since"] if before else []
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
-        lacking = [cell for side in night.sides for cell in side.lacking]
+        lacking = [cell for side in sides for cell in side.lacking]
         incomplete += [f"{counted(len(lacking), 'cell')} not measured completely"] if lacking else []
         incomplete += [] if any(row.measured for row in rows) else ["nothing was measured"]
-        code = ExitCode.DIFFERS if differs else night.run_exit_code or (ExitCode.INCOMPLETE if incomplete else 0)
+        code = ExitCode.DIFFERS if differs else run_exit_code or (ExitCode.INCOMPLETE if incomplete else 0)
         quarantined = tuple(sorted(compared.quarantined))
-        history.store_run(night.folder, replace(tonight, run_id=run_id, exit_code=code, quarantined=quarantined))
+        history.store_run(nights, replace(tonight, run_id=run_id, exit_code=code, quarantined=quarantined))
     if compared.new:
         cells = counted(len(compared.new), "cell")
         notes.append(f"{cells} measured in no passing run: nothing to compare with yet")
@@ -165,7 +154,7 @@ def finish(night: Nightly) -> Report:
     if edited := [file for place in places for file in store.uncommitted_files(own.folder, [place])]:
         what = f"{counted(len(edited), 'file')} of expectations not committed"
         messages.append(f"Not reviewed: {what} ({list_some(edited, SHOWN)})")
-    by_runs = [f"the runs ended with exit code {night.run_exit_code}"] if night.run_exit_code else []
+    by_runs = [f"the runs ended with exit code {run_exit_code}"] if run_exit_code else []
     reasons = differs or [*by_runs, *incomplete]
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 

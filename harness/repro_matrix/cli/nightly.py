@@ -59,9 +59,8 @@ def main(args: argparse.Namespace) -> int:
     history = Path(args.history).expanduser()
     sides = [load_folder(folder) for folder in folders]
     print_notes([note for side in sides for note in side.notes])
-    run_id, code, locks = args.run_id or str(today), args.run_exit_code, dict(args.lock)
-    tonight = nightly.Nightly(run_id, sides, folders, history, code, locks, entries, today, handled)
-    report = nightly.finish(tonight)
+    name, code, locks = args.run_id or str(today), args.run_exit_code, dict(args.lock)
+    report = nightly.finish(name, sides, folders, history, entries, today, code, locks, handled)
     print_notes(report.notes)
     bisections = nightly.Bisections(history, report.run_id, seconds)
     target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id
