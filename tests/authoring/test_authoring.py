@@ -102,10 +102,10 @@ def test_new_with_bad_input_exits_2_and_writes_nothing(
 
 def test_check_of_an_unfinished_case_names_each_problem() -> None:
     wide = case(signatures=[{**EXCEPTION, "message": "tensor"}])
-    assert "too broad" in str(next(check.check_signatures("a.yaml", wide)))
+    assert "too broad" in next(check.check_signatures("a.yaml", wide))
 
     def problems(*documents: Any) -> str:
-        return "\n".join(map(str, check.check_attempts("a.yaml", "a.py", case(), {"forkserver": list(documents)})))
+        return "\n".join(check.check_attempts("a.yaml", "a.py", case(), {"forkserver": list(documents)}))
 
     there = observation(ok(0))
     name = next(name for name in case().variants if name != "unfixed")

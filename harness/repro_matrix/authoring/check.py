@@ -6,7 +6,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import grade
@@ -22,44 +21,36 @@ SUMMARY_WORDS = 5  # at least, of a case's summary
 Documents = Mapping[str, Iterable[Document]]  # by launcher
 
 
-@dataclass(frozen=True)
-class Finding:
-    file: str
-    key: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.key}: {self.text}"
-
-
 # -- its files
 
 
-def check_texts(texts: Mapping[str, str]) -> list[Finding]:
-    """Find places that are still to be written. ``texts``: file -> its text."""
+def check_texts(texts: Mapping[str, str]) -> list[str]:
+    """Find places that are still to be written. ``texts``: file -> its text.
+
+    A finding is a line: the file, the key, and what is wrong."""
     return [
-        Finding(file, f"line {number}", "TODO is left")
+        f"{file}: line {number}: TODO is left"
         for file, text in texts.items()
         for number, line in enumerate(text.splitlines(), 1)
         if re.search(r"\bTODO\b", line)
     ]
 
 
-def check_signatures(file: str, case: Case) -> Iterator[Finding]:
+def check_signatures(file: str, case: Case) -> Iterator[str]:
     """Find signatures that match messages of other failures, and a summary that says nothing."""
     for signature in case.signatures:
         taken = unrelated_matches(signature)
         if taken:
             shown = taken[0].partition("\n")[0][:100] or "the empty message"
             what = f"too broad: matches {len(taken)} messages of other failures, such as {shown!r}"
-            yield Finding(file, f"signatures.{signature.name}.message", what)
+            yield f"{file}: signatures.{signature.name}.message: {what}"
     if case.kind == "failure" and len(case.summary.split()) < SUMMARY_WORDS:
-        yield Finding(file, "summary", f"{case.summary!r} does not say why it fails. Write a sentence or two.")
+        yield f"{file}: summary: {case.summary!r} does not say why it fails. Write a sentence or two."
 
 
-def check_other_cases(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[Finding]:
+def check_other_cases(file: str, case: Case, cases: Mapping[str, Case], documents: Iterable[Document]) -> list[str]:
     """Find stored evidence of other cases' unfixed variants that this case's signatures match, undeclared."""
-    found: dict[str, Finding] = {}
+    found: dict[str, str] = {}
     for document in documents:
         other = cases.get(document["case"])
         declared = other is None or other.slug in (case.slug, *case.also_matches) or case.slug in other.also_matches
@@ -70,7 +61,7 @@ def check_other_cases(file: str, case: Case, cases: Mapping[str, Case], document
             for item in graded.recognized:
                 if item.case == case.slug:
                     what = f"matches the stored evidence of {other.slug} ({attempt['outcome']['reason'][:80]})"
-                    found.setdefault(other.slug, Finding(file, f"signatures.{item.signature}", what))
+                    found.setdefault(other.slug, f"{file}: signatures.{item.signature}: {what}")
     return list(found.values())
 
 
@@ -120,10 +111,10 @@ def _is_lacking(name: str, variant: Variant) -> bool:
     return name not in ("unfixed", "control") and skip is not None and skip["kind"] in _LACKING
 
 
-def check_attempts(file: str, script: str, case: Case, documents: Documents) -> list[Finding]:
+def check_attempts(file: str, script: str, case: Case, documents: Documents) -> list[str]:
     """Find what is not ready in the attempts. A fix that does not help is no finding where results/expected lists it
     so, and one that cannot be measured here none where only this machine or stack is in the way."""
-    found: list[Finding] = []
+    found: list[str] = []
     outcomes: dict[str, dict[str, set[str]]] = {}  # variant -> launcher -> outcomes
     for launcher, measured in documents.items():
         for document in measured:
@@ -132,28 +123,27 @@ def check_attempts(file: str, script: str, case: Case, documents: Documents) -> 
                 outcomes.setdefault(name, {})[launcher] = {outcome["outcome"] for outcome in attempts}
                 if _is_lacking(name, variant):
                     continue
-                where = f"variants.{name}"
+                where = f"{file}: variants.{name}"
                 if variant["skipped"] or not attempts:
-                    found.append(Finding(file, where, f"could not be measured: {variant['skipped'] or 'no attempt'}"))
+                    found.append(f"{where}: could not be measured: {variant['skipped'] or 'no attempt'}")
                 kinds = " and ".join(sorted(outcomes[name][launcher]))
                 if " and " in kinds:
-                    what = f"not deterministic ({launcher}): {kinds} in {len(attempts)} attempts"
-                    found.append(Finding(file, where, what))
+                    found.append(f"{where}: not deterministic ({launcher}): {kinds} in {len(attempts)} attempts")
                 verdict = document["verdicts"].get(name)
                 expected = verdict is not None and verdict.get("expected") == "expected"
                 must_pass = case.variants[name].role == "fix" and not expected
                 for outcome in attempts:
                     what = _problem(name, outcome, must_pass)
                     own_error = outcome.get("infra_error") == "script_error"
-                    found += [Finding(script if own_error else file, where, what)] if what else []
+                    found += [f"{script if own_error else file}: variants.{name}: {what}"] if what else []
     for name, by in outcomes.items():
         if len(set(map(frozenset, by.values()))) > 1:
             texts = ", ".join(f"{launcher}: {' and '.join(sorted(kinds))}" for launcher, kinds in by.items())
-            found.append(Finding(file, f"variants.{name}", f"the launchers disagree: {texts}"))
+            found.append(f"{file}: variants.{name}: the launchers disagree: {texts}")
     fixes = [kinds for name, by in outcomes.items() if name != "unfixed" for kinds in by.values()]
     if case.kind == "failure" and {"passed"} not in fixes:
         what = "no variant passes: nothing shows that only the failure matches, and that the checks can pass"
-        found.append(Finding(file, "variants", what))
+        found.append(f"{file}: variants: {what}")
     return list(dict.fromkeys(found))
 
 

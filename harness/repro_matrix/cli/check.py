@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from repro_matrix.authoring import check as ready
-from repro_matrix.authoring.check import Finding
 from repro_matrix.cli import options
 from repro_matrix.config import catalog, project
 from repro_matrix.paths import CONF
@@ -44,8 +43,8 @@ def main(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _lines(args: argparse.Namespace, found: Sequence[Finding], not_measured: Mapping[str, str]) -> Iterator[str]:
-    yield from map(str, found)
+def _lines(args: argparse.Namespace, found: Sequence[str], not_measured: Mapping[str, str]) -> Iterator[str]:
+    yield from found
     how = "ready: the attempts with both launchers agree"
     how = "its files are complete; nothing was run" if args.no_run else how
     next_steps = "Its references were not looked up. Next: commit, "
