@@ -151,12 +151,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 class ScriptLab:
     """A user's script ./train.py on the stacks of a world; the tests' own Lab says how a launch ends."""
 
+    name = "fake"
+
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder = world, folder
         self.launched: list[Attempt] = []
 
     def observe(self, versions: Mapping[str, str], attempt: Attempt) -> dict[str, Any]:
         raise NotImplementedError
+
+    def close(self) -> None: ...
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> dict[str, Any]:
         self.launched.append(attempt)
@@ -169,7 +173,7 @@ class ScriptLab:
 @pytest.fixture
 def lab(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ScriptLab:
     made: ScriptLab = request.module.Lab(world, tmp_path)
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: made)
+    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: made)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print(1)\n")
     return made

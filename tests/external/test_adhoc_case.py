@@ -214,7 +214,7 @@ def test_run_bad_input_is_refused_before_a_launch(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("x = 1\nif True\n    pass\n")
     Path("good.py").write_text("print(1)\n")
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: pytest.fail("launched"))
+    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: pytest.fail("launched"))
     assert cli.main(["run", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -233,8 +233,12 @@ def test_command_after_dashes_keeps_its_options() -> None:
 class Lab:
     """A launcher with an invented observation."""
 
+    name = "fake"
+
     observe: Any
     launched = 0
+
+    def close(self) -> None: ...
 
     def launch(self, attempt: Any, stop: Any) -> Json:
         self.launched += 1
@@ -247,7 +251,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print(1)\n")
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: found)
+    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: found)
     return found
 
 

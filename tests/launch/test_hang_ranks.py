@@ -12,8 +12,8 @@ import pytest
 from launching import Json, attempt_of, launched, stuck
 from repro_matrix.grading import hangs
 from repro_matrix.grading.observation import Attempt
+from repro_matrix.launch import attempt as launch_attempt
 from repro_matrix.launch import watch
-from repro_matrix.launch.attempt import Costs
 from repro_matrix.launch.forkserver import ForkserverLauncher
 
 pytestmark = pytest.mark.ranks
@@ -103,7 +103,7 @@ def test_ranks_stuck_in_imports_are_infra(
     script = tmp_path / "never_starts.py"  # in the middle of its imports
     script.write_text("import os, time\nopen('stuck-' + os.environ['RANK'], 'w')\ntime.sleep(600)\n")
     attempt = replace(attempt_of(tmp_path / "a", "nobody"), script=script)
-    monkeypatch.setattr(Costs, "start_limit", lambda *_: 0.0 if stuck(attempt, 2) else 200.0)
+    monkeypatch.setattr(launch_attempt.Attempt, "start_limit", property(lambda _: 0.0 if stuck(attempt, 2) else 200.0))
     seen = launched(warm, attempt)
     assert seen["infra_error"]["kind"] == "startup_timeout" and seen["attempt"]["startup_s"] is None
     assert all("never_starts" in rank["stack"] for rank in seen["ranks"])

@@ -99,9 +99,7 @@ def test_launcher_attempts_at_once_are_independent(tmp_path: Path, launcher: Lau
         assert result["ranks"][1]["exit_code"] == n % 2 and result["attempt"]["launcher"] == launcher.name
 
 
-def test_launcher_taken_port_is_retried_once(
-    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_taken_port_is_retried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, asked = Attempt.spec, []
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -112,7 +110,7 @@ def test_launcher_taken_port_is_retried_once(
             return {**spec(attempt, port), "port": asked[-1]}
 
         monkeypatch.setattr(Attempt, "spec", first_taken)
-        result = launched(launcher, attempt_of(tmp_path / "a", "nothing"))
+        result = launched(TorchrunLauncher(), attempt_of(tmp_path / "a", "nothing"))
     assert result["attempt"]["retried"].startswith("port") and result["infra_error"] is None
     assert ends(result) == [(0, None, "self")] * 2
 

@@ -163,8 +163,12 @@ if "--boom" in sys.argv:
 class Ranks:
     """A launcher in which the text and the arguments decide the outcome."""
 
+    name = "fake"
+
     def __init__(self) -> None:
         self.launched = 0
+
+    def close(self) -> None: ...
 
     def launch(self, attempt: Any, stop: Any) -> Json:
         self.launched += 1
@@ -180,7 +184,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
     launcher = Ranks()
     monkeypatch.setenv("REPRO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("repro_matrix.launch.torchrun.CommandLauncher", lambda: launcher)
+    monkeypatch.setattr("repro_matrix.runner.workspace.open_launcher", lambda name: launcher)
     monkeypatch.chdir(tmp_path)
     Path("s.py").write_text(SCRIPT)
     return launcher

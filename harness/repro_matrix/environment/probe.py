@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +50,17 @@ def ask(stack: Stack, devices: Sequence[int] | None, env: Mapping[str, str]) -> 
         return {**_run(stack, folder, [[argument]], [env])[0], "asked": [] if devices is None else list(devices)}
 
 
-def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str], at_once: bool = True) -> Json:
+def ask_pair(stack: Stack, devices: Sequence[int], env: Mapping[str, str]) -> Json:
     """Let two ranks add numbers with NCCL; return {} where that works. One device: they share it.
 
-    ``pair``: what went wrong. ``without_p2p``: whether it works with NCCL_P2P_DISABLE=1. ``at_once``: try that at the
-    same time, so that a hang takes no longer; several processes use a GPU then.
+    ``pair``: what went wrong. ``without_p2p``: whether it works with NCCL_P2P_DISABLE=1.
     """
     if len(devices) == 1:
         shared = _all_reduce(stack, [*devices, *devices], [{**env, **host_of_its_own(rank)} for rank in (0, 1)])
         return {"pair": shared, "shared": True} if shared else {}
-    with ThreadPoolExecutor(2 if at_once else 1) as pool:
-        usual = pool.submit(_all_reduce, stack, devices, [env] * 2)
-        detour = pool.submit(_all_reduce, stack, devices, [{**env, "NCCL_P2P_DISABLE": "1"}] * 2)
-        if (problem := usual.result()) is None:
-            detour.cancel()
-            return {}
-        return {"pair": problem, "without_p2p": detour.result() is None}
+    if (problem := _all_reduce(stack, devices, [env] * 2)) is None:
+        return {}
+    return {"pair": problem, "without_p2p": _all_reduce(stack, devices, [{**env, "NCCL_P2P_DISABLE": "1"}] * 2) is None}
 
 
 def pairs_of(devices: Sequence[int]) -> list[list[int]]:

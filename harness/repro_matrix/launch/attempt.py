@@ -45,30 +45,11 @@ KEPT_TAIL = 64 << 10
 CUT = b"\n[log cut here: the rank printed more than 64 MiB]\n"
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Time limits of attempts on one kind of device, in seconds.
-
-    A case's deadline is for its work. Its clock starts when every rank is past ``init_process_group`` (or has ended);
-    starting has a limit of its own, beyond which the machine was too slow to tell anything about the case.
-    """
-
-    start: float
-    start_per_rank: float
-    bring_up: float  # added to a case's deadline: NCCL connects in the first collective
-    bring_up_per_rank: float
-
-    def start_limit(self, ranks: int) -> float:
-        return self.start + self.start_per_rank * ranks
-
-    def work_limit(self, deadline: float, ranks: int) -> float:
-        return deadline + self.bring_up + self.bring_up_per_rank * ranks
-
-
-# CPU: a new interpreter takes up to 10 CPU s to import a stack, and other attempts run at the same time. CUDA: also
-# cuInit and the contexts of 8 GPUs on a node without persistence mode, and NCCL's first connection, take 20 to 60 s
-# the first time (figures of public reports; none was measured by this project).
-COSTS = {"cpu": Costs(60, 20, 0, 0), "cuda": Costs(120, 20, 20, 5)}
+# Seconds: to start, more for each rank; beside a case's deadline (NCCL connects in the first collective), more for each
+# rank. CPU: a new interpreter takes up to 10 CPU s to import a stack, and other attempts run at the same time. CUDA:
+# also cuInit and the contexts of 8 GPUs on a node without persistence mode, and NCCL's first connection, take 20 to
+# 60 s the first time (figures of public reports; none was measured by this project).
+LIMITS = {"cpu": (60, 20, 0, 0), "cuda": (120, 20, 20, 5)}
 
 
 @dataclass(frozen=True)
@@ -145,18 +126,22 @@ class Attempt:
             "world_size": self.world_size,
             "device": self.device,
             "backend": self.backend,
-            "limit_s": self.limit_s,
+            "limit_s": self.start_limit
+            + self.work_limit,  # when it ends, whatever happens; NCCL's own limits are longer
         }
 
     @property
-    def limit_s(self) -> float:
-        """Seconds after which the launcher has ended it whatever happens; NCCL's own limits must be longer."""
-        costs = self.costs
-        return costs.start_limit(self.world_size) + costs.work_limit(self.deadline_s, self.world_size)
+    def start_limit(self) -> float:
+        """Seconds until every rank must be past ``init_process_group``, or have ended; beyond it the machine was too
+        slow to tell anything about the case."""
+        start, per_rank, _, _ = LIMITS.get(self.device, LIMITS["cuda"])
+        return start + per_rank * self.world_size
 
     @property
-    def costs(self) -> Costs:
-        return COSTS.get(self.device, COSTS["cuda"])
+    def work_limit(self) -> float:
+        """Seconds from then on: a case's deadline is for its work."""
+        _, _, bring_up, per_rank = LIMITS.get(self.device, LIMITS["cuda"])
+        return self.deadline_s + bring_up + per_rank * self.world_size
 
     def spec(self, port: int = 0) -> Json:
         """Return the input of a worker inside the stack. ``env`` has only the attempt's private variables."""

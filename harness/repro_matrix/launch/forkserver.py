@@ -25,7 +25,6 @@ from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import Attempt, Json, clear_directory, describe_exit, prepare, stack_environment
 from repro_matrix.launch.torchrun import (
     HOOKS,
-    CommandLauncher,
     TorchrunLauncher,
     complete,
     tried_again,
@@ -58,18 +57,19 @@ class ForkserverLauncher:
         self._lock = threading.Lock()
 
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Run one attempt; if its server dies, or its port is taken, try it once more."""
+        """Run one attempt; if its server dies, try it once more."""
         reason = attempt.cold_start_reason
-        if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
+        forked = reason is None and not (attempt.command and attempt.gpus)
+        if forked and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
-                return tried_again(lambda: self._once(attempt, stop), ("launcher_died", "port"), stop)
+                return tried_again(lambda: self._once(attempt, stop), ("launcher_died",), stop)
             except Refused as refused:
                 reason = f"no fork server ({refused.kind}): {refused}"
             finally:
                 clear_directory(attempt.directory)
-        cold = CommandLauncher() if attempt.command else self._torchrun
-        observation = cold.launch(attempt, stop)
-        observation["attempt"]["cold_start_reason"] = reason
+        observation = self._torchrun.launch(attempt, stop)
+        if forked or attempt.command is None:
+            observation["attempt"]["cold_start_reason"] = reason
         return observation
 
     def close(self) -> None:

@@ -51,6 +51,8 @@ class TorchrunLauncher:
         """Run one attempt; once more if another process took its port meanwhile."""
         command = [attempt.python, str(WORKER), str(attempt.spec_file)]
         try:
+            if attempt.command:
+                return run_command(attempt, attempt.command, stop)
             return tried_again(
                 lambda: run_worker(attempt, self.name, command, command, environment(attempt), stop), ("port",), stop
             )
@@ -71,24 +73,16 @@ def tried_again(once: Callable[[], Json], kinds: tuple[str, ...], stop: threadin
     return observation
 
 
-class CommandLauncher(TorchrunLauncher):
-    name = "command"
-
-    def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
-        """Run a user's command; return the observation with ``printed`` and ``command_exit``."""
-        command = attempt.command
-        assert command is not None
-        argv = [attempt.python, *command.argv]
-        spec = {
-            "command": argv, "cwd": os.getcwd(), "env": {}, "record_dir": str(attempt.records),
-            "world_size": attempt.world_size, "plain": command.plain,
-        }  # fmt: skip
-        worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
-        try:
-            observation = run_worker(attempt, self.name, argv, worker, user_environment(attempt, command), stop, spec)
-            return complete(observation, attempt, command) if attempt.logs.exists() else observation
-        finally:
-            clear_directory(attempt.directory)
+def run_command(attempt: Attempt, command: AdhocCase, stop: threading.Event) -> Json:
+    """Run a user's command; return the observation with ``printed`` and ``command_exit``."""
+    argv = [attempt.python, *command.argv]
+    spec = {
+        "command": argv, "cwd": os.getcwd(), "env": {}, "record_dir": str(attempt.records),
+        "world_size": attempt.world_size, "plain": command.plain,
+    }  # fmt: skip
+    worker = [attempt.python, "-I", "-S", str(WORKER), str(attempt.spec_file)]
+    observation = run_worker(attempt, "command", argv, worker, user_environment(attempt, command), stop, spec)
+    return complete(observation, attempt, command) if attempt.logs.exists() else observation
 
 
 def run_worker(

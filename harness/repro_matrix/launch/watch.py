@@ -116,12 +116,11 @@ class Watch:
 
     def _over(self) -> bool:
         """Return whether its time is over: that for starting or, once every rank is at its work, that for the work."""
-        attempt, costs = self.attempt, self.attempt.costs
         if self._working is None:
-            self.result.limit_s = costs.start_limit(attempt.world_size)
+            self.result.limit_s = self.attempt.start_limit
             self.result.starting = time.monotonic() - self._began > self.result.limit_s and not self._at_work()
             return self.result.starting
-        self.result.limit_s = costs.work_limit(attempt.deadline_s, attempt.world_size)
+        self.result.limit_s = self.attempt.work_limit
         return time.monotonic() - self._working > self.result.limit_s
 
     def _at_work(self) -> bool:

@@ -172,11 +172,7 @@ class Planner:
         if not unmet:
             return None
         unusable = {item: missing[name] for item in unmet if (name := Requirement(item).name) in missing}
-        by_release: dict[str, list[str]] = {}  # what the stack has -> what is needed instead
-        for text in dict.fromkeys((unmet | unusable).values()):
-            need, space, has = text.partition(" (")
-            by_release.setdefault(space + has, []).append(need)
-        reasons = ", ".join(" and ".join(needs) + has for has, needs in by_release.items())
+        reasons = ", ".join(dict.fromkeys((unmet | unusable).values()))
         other = case.requires.stack if case.requires.stack != stack.name else None
         why = case.requires.reason if unmet.keys() & set(case.requires.packages) else None
         reason = f"stack {stack.name}: on {profile.kinds[-1]} needs {reasons}"

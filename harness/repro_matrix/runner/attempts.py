@@ -65,16 +65,12 @@ def run_attempt(
 
     Return which of the GPUs cannot be used any more, too.
     """
-    from repro_matrix.launch.torchrun import CommandLauncher  # `repro show` needs the recipe, and no launcher
-
     try:
         stack = session.stacks[plan.stack]
         attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
         shared = None if attempt.trace else place.run_dir / REFERENCES  # a traced attempt makes its own
         attempt = replace(attempt, keep=session.settings.keep_files, references=shared)
-        forked = place.launcher.name == "forkserver" and attempt.cold_start_reason is None and not gpus
-        launcher = CommandLauncher() if attempt.command and not forked else place.launcher
-        observation = cast(Observation, launcher.launch(attempt, stop))
+        observation = cast(Observation, place.launcher.launch(attempt, stop))
         if attempt.trace:
             tracing.keep(attempt, observation, runs.results_folder(session.settings))
     except Exception as error:  # noqa: BLE001 - whatever it is, the other cells go on

@@ -6,7 +6,6 @@ Everything that takes minutes happens here, in processes of the stack, before th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -47,7 +46,7 @@ from repro_matrix.text import log
 
 Json = dict[str, Any]
 ROOM_MB = 1024  # free memory that a context, a library's workspace and a small matrix need
-PAIR_ROOM_MB = 5 * ROOM_MB  # of that process, and four ranks of NCCL: a GPU may be in two pairs
+PAIR_ROOM_MB = 3 * ROOM_MB  # of that process, and two ranks of NCCL: a GPU may be in two pairs
 
 
 def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
@@ -76,7 +75,7 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
         pairs = pairs if profile.backend == "nccl" else []
         with ThreadPoolExecutor(1 if exclusive else 1 + len(pairs)) as pool:
             asked = pool.submit(probe.ask, stack, single, env)
-            added = [pool.submit(probe.ask_pair, stack, devices, env, not exclusive) for devices in pairs]
+            added = [pool.submit(probe.ask_pair, stack, devices, env) for devices in pairs]
             answer = asked.result()
             if probe.problem_of_torch(answer, profile):
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -257,13 +256,9 @@ def question(settings: Mapping[str, Any]) -> Json:
     }
 
 
-def _hash(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
 def _key(query: Json) -> str:
     model = {name: query["model"].get(name) for name in ("model_type", "remote_code", "config")}
-    return _hash(json.dumps({**query, "model": model}, sort_keys=True))
+    return spec.short_hash(json.dumps({**query, "model": model}, sort_keys=True))
 
 
 class ModelFacts:
@@ -274,7 +269,7 @@ class ModelFacts:
         kit = ("models.py", "weights.py", "lora_training.py", "tp_plan.py")
         sources = [_WORKER, *(REPROS / "repro_kit" / name for name in kit)]
         sources += sorted((REPROS / "remote_code").rglob("*.py"))
-        code = _hash(*(path.read_text(encoding="utf-8") for path in sources))
+        code = spec.short_hash(*(path.read_text(encoding="utf-8") for path in sources))
         self.path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
         self.models: dict[str, Json] = read_json(self.path) or {}
 

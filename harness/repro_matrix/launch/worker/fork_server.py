@@ -234,11 +234,7 @@ class Supervisor:
         supervisor = os.getpid()
         for rank in range(self.spec["world_size"]):
             receive, send = os.pipe()
-            try:
-                pid = os.fork()
-            except OSError as error:
-                self.answer["error"] = {"kind": "memory", "message": f"no process for rank {rank}: {error}"}
-                raise
+            pid = os.fork()
             if pid == 0:
                 run_rank(self.spec, rank, supervisor, receive, [*ports, send, self.life])
             os.close(receive)
@@ -247,12 +243,8 @@ class Supervisor:
         elastic.write(self.launch_file, self.answer)
         from torch.distributed import TCPStore
 
-        try:
-            # The daemon's threads start here, after the last fork.
-            self.store = TCPStore("127.0.0.1", self.spec.get("port") or 0, None, True, wait_for_workers=False)
-        except Exception as error:
-            self.answer["error"] = {"kind": "port", "message": f"the rendezvous store did not start: {error}"}
-            raise
+        # The daemon's threads start here, after the last fork.
+        self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.answer["port"] = self.store.port
         for send in ports:
             try:
