@@ -151,14 +151,14 @@ def test_issue_lists_changes_and_escapes_foreign_text() -> None:
     now = cell({"unfixed": REPRODUCED, "fix": text, **others}, started=2.0, versions={"torch": "2.14.0"})
     then = [replace(row, versions={"torch": "2.13.0"}) for row in A]
     (changed,) = compare_to_last_passing(now, [make_run("passing", then, 0)]).changed
-    made = to_issue([changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
-    assert made.title == "c: fix_stopped_working" and made.markdown.startswith(f"# {made.title}\n")
+    title, made = to_issue([changed], "tonight", "https://x/page", {"now": "torch 2.14.0 is the first bad release"})
+    assert title == "c: fix_stopped_working" and made.startswith(f"# {title}\n")
     for part in ("torch: 2.13.0 -> 2.14.0", "first bad release", "repro run c", "https://x/page"):
-        assert part in made.body
-    assert "still work in every measured cell: kept." in made.body
-    assert all("@everyone" not in line or line.count("`") == 2 for line in made.body.splitlines())
-    assert made.markdown.rstrip().endswith(f"change={changed.digest} -->")
-    assert len(to_issue([replace(changed, changes=changed.changes * 2000)], "tonight").markdown.encode()) < 65_536
+        assert part in made
+    assert "still work in every measured cell: kept." in made
+    assert all("@everyone" not in line or line.count("`") == 2 for line in made.splitlines())
+    assert made.rstrip().endswith(f"change={changed.digest} -->")
+    assert len(to_issue([replace(changed, changes=changed.changes * 2000)], "tonight")[1].encode()) < 65_536
 
 
 def test_changed_case_says_what_else_changed() -> None:
@@ -175,7 +175,7 @@ def test_changed_case_says_what_else_changed() -> None:
     assert usual.versions == {"tokenizers": ("1", "none")}, "without a list of all packages, only the usual ones"
     old = replace(then, machines={})
     assert compare_to_last_passing(tonight, [old], packages=packages).changed[0].machine == {}
-    body = to_issue([replace(changed, files=("repros/x.py (uncommitted)",))], "tonight").body
+    body = to_issue([replace(changed, files=("repros/x.py (uncommitted)",))], "tonight")[1]
     assert all(part in body for part in ("idna: 3.1", "driver: 550", "repros/x.py \\(uncommitted"[:11]))
     assert "No package" not in body
 

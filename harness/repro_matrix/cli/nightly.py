@@ -66,9 +66,9 @@ def main(args: argparse.Namespace) -> int:
     target = Path(args.issues).expanduser() if args.issues else history / "issues" / report.run_id
     for case, changes in report.changed.items():
         reports = {each.stack: text for each in changes if (text := bisections.report(each))}
-        issue = to_issue(changes, report.run_id, args.page, reports)
-        load.write(target / f"{case}.md", issue.markdown)
-        print(f"{issue.title}: {target / case}.md")
+        title, text = to_issue(changes, report.run_id, args.page, reports)
+        load.write(target / f"{case}.md", text)
+        print(f"{title}: {target / case}.md")
     print_wrapped(*report.messages, f"exit code {report.exit_code}: {report.reason}")
     return report.exit_code
 

@@ -187,22 +187,11 @@ def escape(text: str, most: int = 200) -> str:
 # Issues
 
 
-@dataclass(frozen=True)
-class Issue:
-    title: str
-    body: str
-    digest: str
-
-    @property
-    def markdown(self) -> str:
-        """Return title, body, and a last line by which a closed issue acknowledges the change."""
-        return f"# {self.title}\n\n{self.body}\n\n<!-- repro-matrix change={self.digest} -->\n"
-
-
 def to_issue(
     changed: Sequence[ChangedCase], run_id: str, link: str = "", bisections: Mapping[str, str] | None = None
-) -> Issue:
-    """Describe a case's changes on all stacks. ``bisections``: stack -> the report, or why there is none."""
+) -> tuple[str, str]:
+    """Describe a case's changes on all stacks: a title, and Markdown that begins with it. By the last line a closed
+    issue acknowledges the change. ``bisections``: stack -> the report, or why there is none."""
     case = changed[0].case
     changes = sorted((change for each in changed for change in each.changes), key=lambda c: list(KINDS).index(c.kind))
     title = f"{case}: {changes[0].kind}" + (f" and {len(changes) - 1} more" if len(changes) > 1 else "")
@@ -221,7 +210,9 @@ def to_issue(
         parts += ["#### Bisection", bisections[stack]] if bisections and stack in bisections else []
         words = ["repro", "run", case, *first.row.axes, *([f"stack={stack}"] if stack != "current" else [])]
         parts.append(f"Reproduce: {code(shlex.join([*words, f'variants={first.variant}']))}")
-    return Issue(title, _limited("\n\n".join(parts)), " change=".join(each.digest for each in changed))
+    digests = " change=".join(each.digest for each in changed)
+    body = _limited("\n\n".join(parts))
+    return title, f"# {title}\n\n{body}\n\n<!-- repro-matrix change={digests} -->\n"
 
 
 def _change(change: Change) -> str:
