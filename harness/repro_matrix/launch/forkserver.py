@@ -118,7 +118,7 @@ class ForkserverLauncher:
             raise self._refused[key]
         with self._lock:
             server = self._servers.pop(key, None)
-            if server is None or server.usable:
+            if server is None or (server.process and server.process.poll() is None):  # it can take another attempt
                 if server is not None:
                     server.users += 1
                     self._servers[key] = server
@@ -237,11 +237,6 @@ class Server:
         if not answer["ready"]:
             raise Refused(answer["kind"], answer["message"])
         self._ready = True
-
-    @property
-    def usable(self) -> bool:
-        """Return whether it can take another attempt."""
-        return self.process is not None and self.process.poll() is None
 
     @contextmanager
     def fork(self, spec_file: Path) -> Iterator[Supervisor | Json]:

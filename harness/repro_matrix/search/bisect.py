@@ -146,7 +146,7 @@ class Search:
         self.stopped = result.stopped
         if result.boundary.exact:
             pair = commits[result.boundary.before], commits[result.boundary.after]
-            child = pair[1] if clone.is_ancestor(*pair) else pair[0]
+            child = pair[0] if clone.git("merge-base", "--is-ancestor", *pair) is None else pair[1]
             stage["title"] = clone.git("show", "--no-patch", "--format=%h %cs %s", child)
             stage["sentence"] = f"The result changes with commit {child[:12]}"
 

@@ -71,9 +71,6 @@ class Clone:
         back, forth = ((commits or "").split() for commits in lists)
         return list(dict.fromkeys([first, *back, fork, *reversed(forth), last]))
 
-    def is_ancestor(self, older: str, newer: str) -> bool:
-        return self.git("merge-base", "--is-ancestor", older, newer) is not None
-
     def stack(self, base: str, commit: str) -> str:
         """Return the specification of a stack with the package at this commit."""
         return with_release(base, self.package, f"git+{self.path.as_uri()}@{commit}")
