@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    _check_ends(args.good, args.bad)
     prober, variant, base = _of_script(args) if options.names_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
     clone = Clone(Path(args.repo).expanduser().absolute(), package or "transformers") if args.repo else None
@@ -69,7 +70,6 @@ def main(args: argparse.Namespace) -> int:
 def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
     case, request, base = options.case_of(args, {"variants": "bisect one variant with --variant NAME"})
     variant = one_variant(case, args.variant)
-    _check_ends(args.good, args.bad)
     return Prober(request, log, threading.Event(), variants=[variant]), variant, base
 
 
@@ -79,7 +79,6 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     from repro_matrix.external.scripts import ScriptProber
 
     script, base, settings = options.script_of(args, needs_limit=False)
-    _check_ends(args.good, args.bad)
     prober = ScriptProber(script, log, threading.Event(), settings.repeat)
     if args.numbers:
         if args.any_change or args.checks or settings.repeat:

@@ -124,13 +124,6 @@ def _seconds(text: str) -> float:
 # For main
 
 
-def one_case(name: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the overrides name a case, too."""
-    again = next((text for text in overrides if text.startswith("case=")), None)
-    if again:
-        raise ConfigError(f"{again}: the case is given already: {name}")
-
-
 def one_stack(args: argparse.Namespace, refused: Mapping[str, str] | None = None) -> tuple[str | None, list[str]]:
     """Return the value of ``stack=`` and the other overrides. ``refused``: names that the command does not take -> the
     reason. Raises ConfigError."""

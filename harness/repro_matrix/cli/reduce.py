@@ -63,8 +63,6 @@ def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
 
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
-    if getattr(args, "command", None):
-        raise ConfigError("Name the script and its --args: repro reduce ./train.py --nproc 2 --args '...'")
     script, spec, settings = options.script_of(args)
     out = output_path(script.command.script, args.out) if script.command.script else None
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1

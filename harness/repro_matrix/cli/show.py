@@ -52,7 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    options.one_case(args.case, args.overrides)
+    for again in (word for word in args.overrides if word.startswith("case=")):
+        raise ConfigError(f"{again}: the case is given already: {args.case}")
     chosen = ",".join(word for word in args.overrides if "=" not in word)
     texts = [word for word in args.overrides if "=" in word] + ([f"variants=[{chosen}]"] if chosen else [])
     request = ask(texts)
