@@ -71,9 +71,6 @@ class Batch:
             marks = [crc(row[row != -100]) for row in labels.detach().cpu()]
         return Batch(samples, marks, ids.shape[1] if ids.dim() > 1 else 0)
 
-    def fields(self) -> Dict[str, Any]:
-        return {"samples": self.samples, **({"labels": self.labels} if self.labels else {})}
-
     def rows(self, tensor: torch.Tensor) -> Tuple[torch.Tensor, Dict[str, Any]]:
         """Return a sketch per sample, or one for a tensor that is not split into samples, and the line's fields."""
         count, shape = len(self.samples), list(tensor.shape)

@@ -146,7 +146,7 @@ class Tracer:
         batch = Batch.of(args, kwargs, functools.partial(self._maker, root))
         self.root, self.grad = root, grad
         self._begin_batch(batch)
-        self.add("batch", root=root, grad=grad, **self.batch.fields())
+        self.add("batch", root=root, grad=grad, samples=batch.samples, labels=batch.labels)
         self.add("random", v=random_state())
         return True
 

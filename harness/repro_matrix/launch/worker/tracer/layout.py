@@ -123,11 +123,15 @@ class Parameter:
     owners: List[Owner]
     flat = False  # held is a slice of a flat parameter, or the flat parameter itself
 
+    def part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
+        """Return this rank's part of the parameter in what is held, or in its gradient."""
+        return None if tensor is None else located(tensor)
+
     def value(self) -> Optional[Part]:
-        return located(self.held)
+        return self.part(self.held)
 
     def gradient(self) -> Optional[Part]:
-        return None if self.held.grad is None else located(self.held.grad)
+        return self.part(self.held.grad)
 
     def line(self) -> List[Any]:
         return [self.name, self.shape, self.dtype, self.trained]
@@ -144,19 +148,13 @@ class FlatParameter(Parameter):
     copies: int = 1
     flat = True
 
-    def _part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
+    def part(self, tensor: Optional[torch.Tensor]) -> Optional[Part]:
         if tensor is None or tensor.shape != self.held.shape:  # a gradient that is not reduced yet (no_sync) is whole
             return None
         flat = tensor.detach().reshape(-1)
         if self.begin is not None:
             flat = flat[self.begin : self.begin + self.count]
         return Part(flat, self.kind, self.start, copies=self.copies) if flat.numel() == self.count else None
-
-    def value(self) -> Optional[Part]:
-        return self._part(self.held)
-
-    def gradient(self) -> Optional[Part]:
-        return self._part(self.held.grad)
 
 
 class ZeroParameter(Parameter):
