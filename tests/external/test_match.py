@@ -314,8 +314,9 @@ WATCHDOG = (
     ],
 )  # fmt: skip
 def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank: int | None) -> None:
-    every = kind in rules() and rules()[kind].every_step
-    found = answer(line.split("\n") if every else ["step 1 loss 2.0", *line.split("\n"), "step 2 loss 1.9"])
+    place = rules()[kind].place if kind in rules() else "any_line"
+    after = [] if place == "last_line" else ["step 2 loss 1.9"]
+    found = answer(line.split("\n") if place == "every_step" else ["step 1 loss 2.0", *line.split("\n"), *after])
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
 
@@ -422,11 +423,60 @@ ONE_LINE = "\\n".join(UNIFORM)  # line breaks are written as two characters
         [f"2026-01-01 ERROR the task failed: {ONE_LINE}"],
         [f"reason: '{ONE_LINE}'"],
         [json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-01-01T00:00:00Z"}) for line in UNIFORM],
+        [json.dumps({"step": 1, "exception": " ".join(UNIFORM)})],
+        [" ".join(UNIFORM)],
+        [" ".join(f"[rank1]: {line}" for line in UNIFORM)],
+        [f"ERROR the task failed: {' '.join(UNIFORM)} {' '.join(ECHO)}"],
         [line.replace("/", "\\").replace("\\venv", "C:\\venv") for line in UNIFORM],
     ],
 )
 def test_recognize_of_a_traceback_that_was_printed_as_a_value(lines: list[str]) -> None:
     assert answer(["step 1 loss 2.0", *"\n".join(lines).split("\n")]).names == ["fsdp-uniform-dtype"]
+
+
+def test_recognize_of_two_ranks_on_one_line_names_their_error() -> None:
+    found = answer(["".join(line for line in UNIFORM for _ in range(2))])
+    (failure,) = found.failures
+    assert not found.names and [item.case for item in failure.perhaps] == ["fsdp-uniform-dtype"]
+    assert failure.error.mixed and failure.error.message.count("Must flatten") == 1
+
+
+@pytest.mark.parametrize(
+    ("general", "cause", "kinds"),
+    [
+        (["RuntimeError: NCCL Error 2: unhandled system error"],
+         "n1:1:2 [0] NCCL WARN NET/IB : Got completion from peer 10.0.0.1<36> with status=12 opcode=129 len=0",
+         ["infiniband", "nccl-error"]),
+        ([WATCHDOG, "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, unhandled system error"],
+         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+         ["cuda-out-of-memory", "collective-timeout", "nccl-error"]),
+        (["RuntimeError: Error building extension 'fused_adam'"],
+         "nvcc fatal   : Unsupported gpu architecture 'compute_90a'", ["compiler-too-old", "extension-build"]),
+    ],
+)  # fmt: skip
+def test_match_lists_a_cause_before_what_it_causes_in_any_order(
+    general: list[str], cause: str, kinds: list[str]
+) -> None:
+    for lines in ([*general, "", cause], [cause, *general]):
+        assert answer(lines).kinds == kinds
+
+
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [
+        ("Error: loss diverged, aborting", ["last-message"]),
+        ("2099-12-31 23:59:59 ERROR loss diverged", ["last-message"]),
+        ("[rank1]: Terminated", ["last-message"]),
+        ("Finished with 0 errors, failed: 0", []),
+        ("WARNING upload failed, it is repeated", []),
+        ("INFO to avoid that a worker crashed", []),
+        ("terminate_on_nan: loss=nan will stop training", []),
+    ],
+)
+def test_match_of_a_last_line_that_says_how_training_ended(line: str, kinds: list[str]) -> None:
+    assert answer(["step 1 loss 2.0", line]).kinds == kinds
+    assert not answer(["step 1 loss 2.0", line, "step 2 loss 1.9"]).kinds
+    assert not answer(["step 1 loss 2.0", "Training completed", line]).kinds
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.external.log_match import recognize
-from repro_matrix.external.log_scan import Catalogue, lines, scan
+from repro_matrix.external.log_scan import Catalogue, scan
+from repro_matrix.external.log_text import lines
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

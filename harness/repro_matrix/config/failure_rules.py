@@ -28,7 +28,8 @@ class FailureRule(Strict):
     case: str = ""  # the case that it is, in an older or another package's wording
     words: list[str] = Field(default=[])  # without them, words of the text
     any_level: bool = False  # also a line that a logger prints as information
-    every_step: bool = False  # each of the last steps, three or more, shows it: one line does not
+    place: Literal["any_line", "every_step", "last_line"] = "any_line"  # every_step: of the last ones, three or more
+    general: bool = False  # says that something failed, not what: a line that says more comes before it
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
     advice: list[str] = Field(min_length=1)
@@ -55,7 +56,7 @@ class DeviceError(Strict):
 
 # What stands before a failure that a sentence only mentions.
 ADVICE = re.compile(
-    r"(?i)\b(?:to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
+    r"(?i)\b(?:(?:terminate|stop|abort|skip)_(?:on|if)_\w+|to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
     r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$|\b(?:if|when) $"
 )
 # How launchers and schedulers print how a process ended.
@@ -104,17 +105,32 @@ def peer_errors() -> re.Pattern[str]:
 
 @cache
 def rules() -> Mapping[str, FailureRule]:
-    """Return the rules by name, in the order in which they are tried, with the texts of device_errors.yaml."""
+    """Return the rules by name, in the order in which they are tried, with the texts of device_errors.yaml and without
+    digits in their words."""
     found = TypeAdapter(list[FailureRule]).validate_python(_load("failure_rules.yaml"))
-    texts = {
-        rule.name: [rule.text, *(row.pattern for row in device_errors() if row.rule == rule.name)] for rule in found
-    }
-    return {rule.name: rule.model_copy(update={"text": "|".join(texts[rule.name])}) for rule in found}
+    return {rule.name: _completed(rule) for rule in found}
+
+
+def _completed(rule: FailureRule) -> FailureRule:
+    text = "|".join([rule.text, *(row.pattern for row in device_errors() if row.rule == rule.name)])
+    words = [_DIGITS.sub("", word) for word in rule.words or words_of(text)]
+    return rule.model_copy(update={"text": text, "words": words})
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def words_of(pattern: str) -> list[str]:
+    """Return words, in lower case, of which every line that matches has one: of each alternative the longest."""
+    bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", pattern)
+    while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
+        bare = inner
+    return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
 
 
 @cache
 def _compiled() -> tuple[tuple[re.Pattern[str], FailureRule], ...]:
-    return tuple((re.compile(rule.text), rule) for rule in rules().values() if not rule.every_step)
+    return tuple((re.compile(rule.text), rule) for rule in rules().values() if rule.place == "any_line")
 
 
 def _ended(text: str) -> int:
@@ -131,8 +147,9 @@ def _ended(text: str) -> int:
 @lru_cache(4096)  # the ranks write the same
 def rule_of(text: str) -> FailureRule | None:
     """Return the first rule that a line or a message shows; an exit code or a signal counts where no text does."""
+    low = f"{_DIGITS.sub('', text)} ".lower()
     for pattern, rule in _compiled():
-        if pattern.search(text):
+        if any(word in low for word in rule.words) and pattern.search(text):
             return rule
     ended = _ended(text)
     if ended == 0:

@@ -105,19 +105,41 @@ class Answer:
         return [failure for failure in self.failures if not failure.echo]
 
     @property
+    def leading(self) -> list[Failure | Finding | Hang]:
+        """The errors and lines that show a cause, the first one first. What is general ("NCCL failed") comes after
+        what another one says, also after a collective that timed out; a line comes after an error."""
+        shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
+        return sorted(
+            [*(each for each in self.causes if each.error.type), *shown, *([self.hang] if self.hang else [])],
+            key=lambda each: (_is_general(each), isinstance(each, Hang), isinstance(each, Finding), _line(each)),
+        )
+
+    @property
     def kinds(self) -> list[str]:
         """The kinds of failures that are no case, the first cause's first."""
-        named = [each for each in self.causes if each.rule and not each.known and not each.perhaps]
-        causes = [(each.error.line, each.rule.name) for each in named if each.rule]
-        causes += [(each.line, each.kind) for each in self.findings if rules()[each.kind].shows == "cause"]
-        others = [each.kind for each in self.findings]
-        others += [each.rule.name for each in self.failures if each.rule and each.echo]
-        hang = [self.hang.kind] if self.hang else []
-        return list(dict.fromkeys([*(name for _, name in sorted(causes)), *hang, *others]))
+        leading = [_kind(each) for each in self.leading]
+        cut = [_kind(each) for each in self.causes]
+        others = [each.kind for each in self.findings] + [each.rule.name for each in self.failures if each.rule and each.echo]
+        return list(dict.fromkeys(filter(None, [*leading, *cut, *others])))
 
     @property
     def exit_code(self) -> int:
         return 0 if self.names else 1 if self.failures or self.findings or self.hang else 3
+
+
+def _kind(each: Failure | Finding | Hang) -> str:
+    """Return the kind of a failure that is no case; else ""."""
+    if isinstance(each, Failure):
+        return each.rule.name if each.rule and not (each.known or each.perhaps) else ""
+    return each.kind
+
+
+def _line(each: Failure | Finding | Hang) -> int:
+    return each.error.line if isinstance(each, Failure) else each.line
+
+
+def _is_general(each: Failure | Finding | Hang) -> bool:
+    return (kind := _kind(each)) in rules() and rules()[kind].general
 
 
 def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:

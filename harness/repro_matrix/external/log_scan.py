@@ -1,4 +1,4 @@
-"""Read a log, and scan it for what can be judged in it: tracebacks, versions, texts of signatures.
+"""Scan a log for what can be judged in it: tracebacks, versions, texts of signatures.
 
 Constant memory, and a few seconds for 100 MB: only lines with one of a few words, and those that follow them while a
 traceback is open, are parsed. Lines that differ in their digits only are asked for words once.
@@ -6,124 +6,25 @@ traceback is open, are parsed. Lines that differ in their digits only are asked 
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import io
-import json
 import re
-import sys
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from packaging.version import Version
 
-from repro_matrix.config.failure_rules import ADVICE, FailureRule, rule_of, rules
+from repro_matrix.config.failure_rules import ADVICE, FailureRule, rule_of, rules, words_of
 from repro_matrix.config.schema import Case, Signature
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
-from repro_matrix.errors import ReproError
 from repro_matrix.external.collectives import WORDS as WAIT_WORDS
 from repro_matrix.external.collectives import Waits
+from repro_matrix.external.log_text import separated, unescaped
 from repro_matrix.launch.tracebacks import HEADER, Error, Errors, Labels, Line
-from repro_matrix.text import log
 
-_CONTROL = re.compile(rb"[\x01-\x07\x0e-\x1a\x1c-\x1f]")  # bytes that no log has, unlike the zeros of a damaged one
-MAX_LINE = 1 << 16  # characters of one line that are read
 MAX_NOTES = 1000
 MAX_NOTE = 1200  # characters
-
-# --- reading
-
-
-class LogError(ReproError):
-    """A log that cannot be read as one."""
-
-
-def lines(path: str) -> Iterator[str]:
-    """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Of a damaged gzip file
-    those before the damage. Raises LogError: there is none."""
-    number = 0
-    try:
-        with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
-            for text in _lines(file, path):
-                number += 1
-                yield text
-    except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
-        reason = getattr(error, "strerror", None) or error
-        if not number:
-            raise LogError(f"{path} cannot be read: {reason}") from None
-        log(f"{path}: what follows line {number} cannot be read: {reason}")
-
-
-def _lines(raw: Any, path: str) -> Iterator[str]:
-    """A carriage return alone (a progress bar) ends a line as well. Of a long line only the beginning is kept, of one
-    that is JSON the lines of its strings."""
-    file: Any = io.BufferedReader(raw)
-    if file.peek(2).startswith(b"\x1f\x8b"):
-        file = _Gzip(fileobj=file)
-    head = file.peek(4096)
-    encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    if encoding != "utf-16" and b"\0" in head and len(_CONTROL.findall(head)) > len(head) / 100:
-        raise LogError(f"{path}: binary, not the text of a log. Unpack it first.")
-    text = io.TextIOWrapper(file, encoding, errors="replace", newline=None)
-    rest, begins, long_json = "", True, False
-    while part := text.readline(MAX_LINE):
-        ends = part.endswith("\n")
-        long_json = not ends and bool(_JSON.match(part)) if begins else long_json
-        if long_json:
-            rest += part
-            cut = max((rest.rfind(end) + 2 for end in ("\\n", "},") if end in rest), default=0)
-            cut = len(rest) if ends or len(rest) > 2 * MAX_LINE else cut
-            yield from _strings(rest[:cut])
-            rest = rest[cut:]
-        elif begins:
-            yield part.replace("\0", "")
-        begins = ends
-    yield from _strings(rest)
-    if damage := getattr(file, "damage", None):
-        raise damage
-
-
-# Records of JSON, as collectors of logs write them: the parts of a record, and the keys of what a program printed.
-_JSON = re.compile(r'\s*\[?\s*\{\s*"[^"\n]{1,80}"\s*:')
-_PARTS = re.compile(r'\\+n|(?<!\\)",\s*(?="[^"\s]{1,80}"\s*:)|\},\s*(?=\{)')
-_FIELD = re.compile(r'[\s\[{,]*"[^"\s]{1,80}"\s*:')
-_PRINTED = re.compile(
-    r'(?:^|[\s\[{,])"(?i:message|msg|log|text|line|event|stack|exc_info|exception|error|traceback)"\s*:\s*"'
-)
-
-
-def _strings(text: str) -> Iterator[str]:
-    """Yield the lines of the strings in a text of JSON, which may be cut anywhere. A field that is no output of a
-    program stays as it is."""
-    for part in _PARTS.split(text):
-        printed = _PRINTED.search(part)
-        if printed is None and _FIELD.match(part):
-            yield "{" + part.lstrip("{")
-        elif part:
-            inner = re.sub(r'(?<!\\)"[\s\]}]*$', "", part[printed.end() if printed else 0 :])
-            try:
-                yield str(json.loads(f'"{inner}"', strict=False))
-            except ValueError:
-                yield inner.replace('\\"', '"')
-
-
-class _Gzip(gzip.GzipFile):
-    """A file that ends where it is damaged: an exception would discard the text that has been read and not returned."""
-
-    damage: Exception | None = None
-
-    def read1(self, size: int = -1) -> bytes:
-        try:
-            return super().read1(size)
-        except (OSError, EOFError, zlib.error) as error:
-            self.damage = error
-            return b""
-
 
 # --- versions: from what a log prints of its environment
 
@@ -246,14 +147,18 @@ STEPS = 200  # more lines than a process that has crashed still writes from its 
 
 @dataclass
 class Progress:
-    """The last lines that show a step's loss, their texts, and the last line that says that training is complete."""
+    """The last lines that show a step's loss, their texts, the last line that says that training is complete, and the
+    last one that is not empty."""
 
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
     texts: deque[str] = field(default_factory=lambda: deque(maxlen=STEPS))
     done: int = 0
+    last: tuple[str, int] = ("", 0)
 
     def read(self, batch: list[str], shapes: list[bytes], first: int) -> None:
         """Read the steps of a batch of lines, the last ones only."""
+        ends = ((batch[at], first + at) for at in range(len(batch) - 1, -1, -1) if batch[at].strip())
+        self.last = next(ends, self.last)
         numbers = (at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at] and _STEP.search(batch[at]))
         last = list(islice(numbers, STEPS))[::-1]
         self.steps.extend(first + at for at in last)
@@ -262,7 +167,8 @@ class Progress:
     def findings(self) -> Iterator[Finding]:
         """Yield what each of the last steps shows."""
         for rule in rules().values():
-            if rule.every_step and len(self.texts) > 2 and all(re.search(rule.text, text) for text in self.texts):
+            each = rule.place == "every_step" and len(self.texts) > 2
+            if each and all(re.search(rule.text, text) for text in self.texts):
                 yield Finding(self.steps[0], None, rule.name, self.texts[0][:MAX_NOTE], last=self.steps[-1])
 
     @property
@@ -345,7 +251,7 @@ class Catalogue:
             if text
         ]
         listed = [words for _, words in self.patterns] + [words for _, words, _ in self.messages]
-        listed += [rule.words or words_of(rule.text) for rule in rules().values() if not rule.every_step]
+        listed += [rule.words for rule in rules().values() if rule.place == "any_line"]
         every_word = {word for words in listed for word in words}.union(_TRACEBACKS, WAIT_WORDS)
         # A word that holds another one need not be asked for.
         least = [word for word in every_word if not any(o != word and o in word for o in every_word)]
@@ -381,17 +287,6 @@ def _lenient(signature: Signature) -> Signature:
     return signature.model_copy(update=lenient)
 
 
-def words_of(pattern: str) -> list[str]:
-    """Return words, in lower case, of which every line that matches has one: of each alternative the longest."""
-    bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", pattern)
-    while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
-        bare = inner
-    return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
-
-
-# The lines of a printed string, or list of strings, with a traceback.
-_BREAK = re.compile(r"""\\n(?:["'], *["'])?""")
-_ELEMENT = re.compile(r"""^\s*\[?(?P<quote>["'])(?P<text>.*?)(?:\\n)?(?:(?P=quote)[,\]]*)?$""")
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
@@ -409,31 +304,16 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
             found.lines += 1
             if not (has_word[shape] or errors.busy):
                 continue
-            for part in _unescaped(raw):
-                line = labels.split(part, found.lines)
+            for line in (each for part in unescaped(raw) for each in separated(labels.split(part, found.lines))):
                 taken = errors.read(line)
                 if has_word[shape] and line.text not in plain:
-                    # A line with more than a traceback's beginning: what stands beside it counts.
-                    more = HEADER in part and line.text != f"{HEADER}:"
-                    beside = replace(line, text=" ".join(part.split(HEADER))) if more else line
-                    if not _note(found, beside, known, errors, taken) and len(plain) < SHAPES:
+                    if not _note(found, line, known, errors, taken) and len(plain) < SHAPES:
                         plain.add(line.text)
     errors.end()
     found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
+    _note_last(found, labels.split(*found.progress.last), [each.last for each in errors.found.values()])
     found.errors, found.more = list(errors.found.values()), errors.more
     return found
-
-
-def _unescaped(raw: str) -> list[str]:
-    """Return a line; of JSON the lines of its strings, and of a printed list or string with a traceback its lines."""
-    text = raw.strip()
-    if _JSON.match(text):
-        return list(_strings(text))
-    if "\\n" in raw and (HEADER in raw or '  File "' in raw.replace("\\", "")):
-        parts = _BREAK.split(text.replace('\\"', '"'))
-        return [element["text"] if (element := _ELEMENT.match(part)) else part for part in parts]
-    element = _ELEMENT.match(text) if text[:1] in "['\"" and text[-1:] in ",]" else None
-    return [element["text"] if element else raw]
 
 
 def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> None:
@@ -472,6 +352,17 @@ def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: b
     return bool(shows or message or rule or done or remark)
 
 
+def _note_last(found: Scanned, line: Line, errors: list[int]) -> None:
+    """Note the line with which the log of a training ends, where it is not complete and nothing else says why."""
+    progress, text = found.progress, line.text[:MAX_NOTE]
+    shown = max([found.waits.last, *errors, *(each.last for each in found.findings.values())])
+    if (progress.done and progress.ended) or not progress.after(shown) or _is_warning(text):
+        return
+    for rule in rules().values():
+        if rule.place == "last_line" and re.search(rule.text, text) and not _mentions(rule, text):
+            _find(found, line, rule)
+
+
 def _mentions(rule: FailureRule, text: str) -> bool:
     """Whether a line only mentions a failure: a logger's note, or advice."""
     shown = re.search(rule.text, text)
@@ -485,6 +376,10 @@ def _is_noted(rule: FailureRule, text: str) -> bool:
     return bool(shown and not rule.any_level and not _TYPED.search(text) and _NOTE.search(text, 0, shown.start()))
 
 
+def _is_warning(text: str) -> bool:
+    return bool(_WARNED.search(text)) and not _TYPED.search(text)
+
+
 def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
     stated = _STATED.search(line.text)
     named = stated[stated.lastindex or 1] if stated else ""
@@ -492,8 +387,7 @@ def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
     if rank is None and _SUMMARY.match(line.text):
         rank = found.summary.rank
     place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
-    warned = bool(_WARNED.search(line.text)) and not _TYPED.search(line.text)
-    key, warning = (rank, rule.name, place), warned or _is_noted(rule, line.text)
+    key, warning = (rank, rule.name, place), _is_warning(line.text) or _is_noted(rule, line.text)
     old = found.findings.get(key)
     if old and (old.warning <= warning):
         found.findings[key] = replace(old, last=line.number)

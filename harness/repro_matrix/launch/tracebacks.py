@@ -160,7 +160,7 @@ _SIGN = re.compile(
     r"^Exception in thread \S|^Process \S*Process-[\d:]+:$|^-- Process \d+ terminated|^\s*frame #(?P<cpp>\d+): "
 )
 _CPP_WARNING = re.compile(r"\[W\d* |^W\d{4} ")
-_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 _FATAL = re.compile(r"Fatal Python error: (?P<what>[\w ]+)")
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS",
@@ -243,7 +243,7 @@ class Errors:
                 return
             self._finish(line.label)
             now = None
-        if text.strip().startswith(_CHAINED):
+        if text.strip().startswith(CHAINED):
             self._finish(line.label, closed=True)
             self._chained[line.label] = self._last.get(line.label, 0)
             return

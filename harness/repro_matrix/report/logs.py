@@ -95,23 +95,20 @@ class _Parts:
             yield 2, f"line {remark.line}: a warning of {case.title} ({case.slug})"
             yield 4, first_line(answer.evidence[remark.line])
             yield from self.advice(case)
-        typed = [failure for failure in answer.causes if failure.error.type]
-        found = [finding for finding in answer.findings if rules()[finding.kind].shows == "cause"]
-        ends = [finding for finding in answer.findings if finding not in found]
-        for failure in typed[:MOST_FAILURES]:
-            yield from self.failure(failure)
-        for finding in found[:MOST_FAILURES]:
-            yield from self.finding(finding)
-        if answer.hang:
-            yield from self.hang(answer.hang)
-        for failure in [each for each in answer.causes if each not in typed][: MOST_FAILURES - len(typed)]:
-            yield from self.failure(failure)
-        if len(answer.causes) > MOST_FAILURES or seen.more:
-            yield 2, f"{max(0, len(answer.causes) - MOST_FAILURES) + seen.more} more errors: --json lists them"
-        if ends and (typed or found or answer.hang):
-            listed = dict.fromkeys(f"{_place(each)}: {each.kind} (line {each.line})" for each in ends)
-            yield 2, f"Then ended: {', '.join(list(listed)[:MOST_FAILURES])}"
-        elif not (typed or found or answer.hang):
+        leading = answer.leading
+        ends = [each for each in answer.findings if each not in leading]
+        listed = [*leading, *(each for each in answer.causes if each not in leading)]
+        for each in listed[:MOST_FAILURES]:
+            if isinstance(each, Hang):
+                yield from self.hang(each)
+            else:
+                yield from self.failure(each) if isinstance(each, Failure) else self.finding(each)
+        if more := len(listed[MOST_FAILURES:]) + seen.more:
+            yield 2, f"{more} more errors: --json lists them"
+        if ends and leading:
+            ended = dict.fromkeys(f"{_place(each)}: {each.kind} (line {each.line})" for each in ends)
+            yield 2, f"Then ended: {', '.join(list(ended)[:MOST_FAILURES])}"
+        elif not leading:
             for kind in list(dict.fromkeys(each.kind for each in ends))[:2]:
                 yield from self.finding(next(each for each in ends if each.kind == kind))
             if ends or answer.failures:
@@ -125,8 +122,8 @@ class _Parts:
             caught = [_recovered(each) for each in answer.recovered]
             yield 2, f"Training went on after: {list_some(caught, 4)}"
         if answer.exit_code == 3 and not answer.remarks:
-            ended = "" if seen.progress.ended else "; the log ends before the training does"
-            yield 2, f"no failure in this log{ended}" if seen.lines else "this log is empty: it tells nothing"
+            cut = "" if seen.progress.ended else "; the log ends before the training does"
+            yield 2, f"no failure in this log{cut}" if seen.lines else "this log is empty: it tells nothing"
         elif not (answer.names or answer.like or answer.kinds or any(each.perhaps for each in answer.causes)):
             yield 2, f"Not in the catalog. To write it down as a case: repro new MY-CASE --from-log {path}"
 
