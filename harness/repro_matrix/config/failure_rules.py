@@ -56,7 +56,8 @@ class DeviceError(Strict):
 
 # What stands before a failure that a sentence only mentions.
 ADVICE = re.compile(
-    r"(?i)\b(?:(?:terminate|stop|abort|skip)_(?:on|if)_\w+|to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
+    r"(?i)\b(?:(?:terminate|stop|abort|skip)_(?:on|if)_\w+"
+    r"|to (?:avoid|prevent|fix)|avoids|avoiding|prevents|if (?:you|it|there|the|a)|in case of"
     r"|(?:may|can) (?:cause|lead)|might|help with|instead of|to reduce)\b[^.]*$|\b(?:if|when) $"
 )
 # How launchers and schedulers print how a process ended.
@@ -128,11 +129,6 @@ def words_of(pattern: str) -> list[str]:
     return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
 
 
-@cache
-def _compiled() -> tuple[tuple[re.Pattern[str], FailureRule], ...]:
-    return tuple((re.compile(rule.text), rule) for rule in rules().values() if rule.place == "any_line")
-
-
 def _ended(text: str) -> int:
     """Return how a process ended: its exit code, the negative number of its signal, or 0."""
     for found in _SIGNAL.finditer(text):
@@ -148,8 +144,8 @@ def _ended(text: str) -> int:
 def rule_of(text: str) -> FailureRule | None:
     """Return the first rule that a line or a message shows; an exit code or a signal counts where no text does."""
     low = f"{_DIGITS.sub('', text)} ".lower()
-    for pattern, rule in _compiled():
-        if any(word in low for word in rule.words) and pattern.search(text):
+    for rule in rules().values():
+        if rule.place == "any_line" and any(word in low for word in rule.words) and re.search(rule.text, text):
             return rule
     ended = _ended(text)
     if ended == 0:

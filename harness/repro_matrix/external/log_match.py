@@ -77,11 +77,26 @@ class Failure:
     """One error of the log, with the known failures that it is, or may be."""
 
     error: Error
-    where: str  # what raised it: module.function, with the file and line
     known: tuple[Known, ...] = ()
     perhaps: tuple[Known, ...] = ()
     echo: bool = False  # it only follows from another process's failure
-    rule: FailureRule | None = None  # the kind of failure that its message shows
+
+    @property
+    def line(self) -> int:
+        return self.error.line
+
+    @property
+    def rule(self) -> FailureRule | None:
+        """The kind of failure that its message shows; only of a launcher's how a process ended."""
+        error = self.error
+        rule = rule_of(f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}")
+        only_end = rule is not None and rule.shows == "end" and not rule.exit_codes
+        return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
+
+    @property
+    def kind(self) -> str:
+        """The name of that rule, where the failure is no case."""
+        return self.rule.name if self.rule and not (self.known or self.perhaps) else ""
 
 
 @dataclass
@@ -111,35 +126,22 @@ class Answer:
         shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
         return sorted(
             [*(each for each in self.causes if each.error.type), *shown, *([self.hang] if self.hang else [])],
-            key=lambda each: (_is_general(each), isinstance(each, Hang), isinstance(each, Finding), _line(each)),
+            key=lambda each: (_is_general(each), isinstance(each, Hang), isinstance(each, Finding), each.line),
         )
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of failures that are no case, the first cause's first."""
-        leading = [_kind(each) for each in self.leading]
-        cut = [_kind(each) for each in self.causes]
-        others = [each.kind for each in self.findings] + [each.rule.name for each in self.failures if each.rule and each.echo]
-        return list(dict.fromkeys(filter(None, [*leading, *cut, *others])))
+        every = [*self.leading, *self.causes, *self.findings, *self.failures]
+        return list(dict.fromkeys(each.kind for each in every if each.kind))
 
     @property
     def exit_code(self) -> int:
         return 0 if self.names else 1 if self.failures or self.findings or self.hang else 3
 
 
-def _kind(each: Failure | Finding | Hang) -> str:
-    """Return the kind of a failure that is no case; else ""."""
-    if isinstance(each, Failure):
-        return each.rule.name if each.rule and not (each.known or each.perhaps) else ""
-    return each.kind
-
-
-def _line(each: Failure | Finding | Hang) -> int:
-    return each.error.line if isinstance(each, Failure) else each.line
-
-
 def _is_general(each: Failure | Finding | Hang) -> bool:
-    return (kind := _kind(each)) in rules() and rules()[kind].general
+    return each.kind in rules() and rules()[each.kind].general
 
 
 def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
@@ -152,11 +154,10 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         rank.rank for rank in attempt.ranks if rank.raised is not None and is_peer_error(rank.raised)
     }
     found = [
-        _failure(error, catalogue, seen) if index in primary else Failure(error, where(error), echo=True)
+        _failure(error, catalogue, seen) if index in primary else Failure(error, echo=True)
         for index, error in enumerate(raised)
     ]
-    found += [Failure(error, where(error), echo=True) for error in launchers]
-    found = [replace(each, rule=_rule(each.error)) for each in found]
+    found += [Failure(error, echo=True) for error in launchers]
     found = [replace(each, perhaps=(*_reworded(each, catalogue), *each.perhaps)) for each in found]
     if not any(each.error.type and not each.echo for each in found):
         # Ranks that do not find each other raise what a lost peer raises, too.
@@ -167,7 +168,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     found = [each for each in found if each.error.places or not framed & {item.case for item in each.perhaps}]
     answer = Answer(found, hang=hang_of(seen.waits, seen.progress.since))
     answer.like = cases_like(answer.hang, catalogue.cases) if answer.hang else []
-    lines = {each.error.line for each in found if not each.echo}
+    lines = {each.line for each in found if not each.echo}
     kinds = {each.rule.name for each in found if each.rule and not each.echo}
     order = ["cause", "end", "peer"]
     serious = [each for each in seen.findings.values() if not (each.warning and seen.progress.after(each.last))]
@@ -189,13 +190,6 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
             answer.remarks.append(Known(case.slug, signature.name, note.line))
             answer.evidence[note.line] = note.text
     return answer
-
-
-def _rule(error: Error) -> FailureRule | None:
-    """Return the kind of failure that an error shows; only of a launcher's how a process ended."""
-    rule = rule_of(f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}")
-    only_end = rule is not None and rule.shows == "end" and not rule.exit_codes
-    return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
 
 
 def _attempt(ranks: list[RankLeft]) -> Attempt:
@@ -269,20 +263,17 @@ def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
             for item in known
         ]
         known = []
-    return Failure(error, where(error), tuple(known), () if known else tuple(perhaps))
+    return Failure(error, tuple(known), () if known else tuple(perhaps))
 
 
 def _reworded(failure: Failure, catalogue: Catalogue) -> tuple[Known, ...]:
-    """Return the case whose failure a rule names in another wording."""
+    """Return the case whose failure a rule names in another wording, or for other places."""
     name = failure.rule.case if failure.rule and not failure.known else ""
     case = next((each for each in catalogue.cases if each.slug == name), None)
     strategies = strategies_of(failure.error)
     found = case is not None and not (strategies and not strategies & set(case.axes.strategy))
     found = found and name not in {each.case for each in failure.perhaps}  # in the case's own wording
-    texts = [signature.message for each, signature in catalogue.failures if each.slug == name and signature.message]
-    own = any(re.search(text, failure.error.message) for text in texts)
-    why = "its message, raised elsewhere" if own else "another wording of it"
-    return (Known(name, "", failure.error.line, (why,)),) if found else ()
+    return (Known(name, "", failure.line, ("another wording of it, or raised elsewhere",)),) if found else ()
 
 
 def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...] | None:

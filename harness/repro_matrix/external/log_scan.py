@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 from packaging.version import Version
 
@@ -46,7 +45,6 @@ _WANTED = re.compile(
     r"|downloading|cached|upgrade|downgrade|deprecated|removed|since|until|before|minimum|least|supports?|needs?)\b"
 )
 _OR_NEWER = re.compile(r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b)")
-_PYTHON = re.compile(r"\bPython (?:version: )?(?P<version>3\.\d+(?:\.\d+)?)|/lib/python(?P<path>3\.\d+)/")
 
 
 @dataclass
@@ -54,10 +52,9 @@ class Versions:
     """Package -> release -> the first line that names it. Of two releases of one package neither is known."""
 
     releases: dict[str, dict[str, int]] = field(default_factory=dict)
-    python: str = ""
 
     def read(self, text: str, number: int) -> bool:
-        """Read the versions in a line; return whether there are any. The same for the others."""
+        """Read the versions in a line; return whether there are any."""
         named = False
         for found in _VERSION.finditer(text):
             before = text[max(0, found.start() - 200) : found.start()].replace("Requirement already satisfied", "")
@@ -67,12 +64,6 @@ class Versions:
             self.releases.setdefault(found["package"].lower().removeprefix("py"), {}).setdefault(version, number)
             named = True
         return named
-
-    def read_python(self, text: str) -> bool:
-        found = None if self.python else _PYTHON.search(text)
-        if found:
-            self.python = found["version"] or found["path"]
-        return bool(found)
 
     @property
     def known(self) -> dict[str, str]:
@@ -196,8 +187,8 @@ class Progress:
 _TRACEBACKS = (
     HEADER.lower(), '", line ', "❱", "frame #", "in thread", "process-", "-- process", "[c10d]",
     "error", "exception", "root cause", "rank    ", "exitcode", "exit code", "exit_",
-    "exit status", "exited with", "returncode", "return code", "signal", "wtermsig", ", status=", "/lib/python3",
-    "python 3.", "python version", *UPSTREAM, *TRAINERS,
+    "exit status", "exited with", "returncode", "return code", "signal", "wtermsig", ", status=",
+    *UPSTREAM, *TRAINERS,
     "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",
 )  # fmt: skip
 LINES = 4096  # that are read together
@@ -210,8 +201,6 @@ class Note:
     """A line that holds what a signature, or what rules out its other causes, looks for."""
 
     line: int
-    label: str
-    rank: int | None
     text: str
     file: str = ""  # of the module that a warning blames
 
@@ -306,9 +295,9 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
                 continue
             for line in (each for part in unescaped(raw) for each in separated(labels.split(part, found.lines))):
                 taken = errors.read(line)
-                if has_word[shape] and line.text not in plain:
-                    if not _note(found, line, known, errors, taken) and len(plain) < SHAPES:
-                        plain.add(line.text)
+                asked = has_word[shape] and line.text not in plain
+                if asked and not _note(found, line, known, errors, taken) and len(plain) < SHAPES:
+                    plain.add(line.text)
     errors.end()
     found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
     _note_last(found, labels.split(*found.progress.last), [each.last for each in errors.found.values()])
@@ -330,10 +319,9 @@ def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> 
 def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: bool) -> bool:
     """Note what a line shows; return whether it shows anything, in a traceback or outside of it."""
     text = line.text
-    shows = found.versions.read_python(text)
     if text.lstrip("[>^~ ").startswith('File "'):
-        return shows
-    shows |= found.summary.read(text) | found.waits.read(text, line.number, line.rank)
+        return False
+    shows = found.summary.read(text) | found.waits.read(text, line.number, line.rank)
     message, rule = known.message_in(text), rule_of(text)
     if message and not taken and not text.startswith("│"):
         errors.add_message(line, str(message[0].type), message[1])
@@ -348,7 +336,7 @@ def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: b
     if remark := known.in_line(text) and len(found.notes) < MAX_NOTES:
         warning = _WARNING.match(text)
         file, message_text = (warning["file"], warning["message"]) if warning else ("", text)
-        found.notes.append(Note(line.number, line.label, line.rank, message_text[:MAX_NOTE], file))
+        found.notes.append(Note(line.number, message_text[:MAX_NOTE], file))
     return bool(shows or message or rule or done or remark)
 
 

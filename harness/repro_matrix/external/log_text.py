@@ -91,7 +91,8 @@ _PART = re.compile(r'"(?<!\\"),\s*(?="[^"\s]{1,80}"\s*:)')
 _RECORD = re.compile(r"\},\s*(?=\{)")
 _FIELD = re.compile(r'[\s\[{,]*"[^"\s]{1,80}"\s*:')
 _PRINTED = re.compile(
-    r'"(?<![^\s\[{,]")' r"(?i:(?:\w+[._])?(?:message|msg|log|text|line|event|stack(?:_?trace)?|exc(?:_info)?|exception"
+    r'"(?<![^\s\[{,]")'
+    r"(?i:(?:\w+[._])?(?:message|msg|log|text|line|event|stack(?:_?trace)?|exc(?:_info)?|exception"
     r'|error|traceback))"\s*:\s*"'
 )
 _ENDS = re.compile(r'"(?<!\\")[\s\]}]*\Z')

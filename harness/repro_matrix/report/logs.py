@@ -10,7 +10,7 @@ from repro_matrix.analysis.advice import advice
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.config.schema import Case
 from repro_matrix.external.collectives import Hang
-from repro_matrix.external.log_match import Answer, Failure, memory_of
+from repro_matrix.external.log_match import Answer, Failure, memory_of, where
 from repro_matrix.external.log_scan import Finding, Scanned
 from repro_matrix.text import WIDTH, counted, first_line, list_ranks, list_some, wrap
 
@@ -36,7 +36,7 @@ def log_json(
         found["hang"] = {"text": str(answer.hang), "waits": waits, "silent": answer.hang.silent, "like": answer.like}
     found |= {"kinds": answer.kinds, "findings": [asdict(finding) for finding in answer.findings]}
     found |= {"versions": versions, "versions_source": source, "versions_unclear": seen.versions.unclear}
-    found |= {"python": seen.versions.python, "root_cause_rank": seen.summary.root}
+    found["root_cause_rank"] = seen.summary.root
     advised = {name: advice(cases[name], versions) for name in answer.names}
     found["advice"] = {name: asdict(each) if each else None for name, each in advised.items()}
     return found
@@ -47,7 +47,7 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
     found = {name: getattr(error, name) for name in names}
     found |= {name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")}
     kind = failure.rule.name if failure.rule else None
-    return found | {"kind": kind, "raised_in": failure.where, "echo": failure.echo}
+    return found | {"kind": kind, "raised_in": where(error), "echo": failure.echo}
 
 
 def versions_of(seen: Scanned, given: Versions | None) -> Versions:
@@ -87,7 +87,6 @@ class _Parts:
         seen, answer = self.seen, self.answer
         named = [f"{name} {version}" for name, version in seen.versions.known.items()]
         named += [f"{name} {' or '.join(found)}" for name, found in seen.versions.unclear.items()]
-        named += [f"Python {seen.versions.python}"] if seen.versions.python else []
         name = "standard input" if path == "-" else path
         yield 0, f"{name}: {counted(seen.lines, 'line')}; {', '.join(named) or 'no versions named'}"
         for remark in answer.remarks:
@@ -114,7 +113,7 @@ class _Parts:
             if ends or answer.failures:
                 yield 2, self.elsewhere(ends)
         own = {each.error.after for each in answer.causes}  # of the process that failed itself
-        others = [each.error for each in answer.failures if each.echo and each.error.line not in own]
+        others = [each.error for each in answer.failures if each.echo and each.line not in own]
         echoes = sorted({f"{each.type} (line {each.line})" for each in others})
         if echoes:
             yield 2, f"Follow from another process's failure: {list_some(echoes, 4)}"
@@ -147,10 +146,10 @@ class _Parts:
         yield 2, f"{self.who(failure)}, line {error.line}: {meaning}"
         if error.type or error.message:
             yield 4, first_line(f"{error.type}: {error.message}".removeprefix(": "))
-        for inner in (each for each in self.answer.failures if each.echo and each.error.line == error.after):
+        for inner in (each for each in self.answer.failures if each.echo and each.line == error.after):
             yield 4, f"from line {error.after}: {first_line(f'{inner.error.type}: {inner.error.message}')}"
-        if failure.where:
-            yield 4, f"raised in {failure.where}"
+        if where(error):
+            yield 4, f"raised in {where(error)}"
         if error.mixed:
             yield 4, "No prefix names the rank, and tracebacks are mixed: frames are uncertain."
         if failure.known:
@@ -232,7 +231,7 @@ class _Parts:
 def _recovered(each: Failure | Finding) -> str:
     if isinstance(each, Finding):
         return f"{each.kind} (line {each.line})"
-    return f"{each.error.type or 'a traceback'} (line {each.error.line})"
+    return f"{each.error.type or 'a traceback'} (line {each.line})"
 
 
 def _place(finding: Finding) -> str:
