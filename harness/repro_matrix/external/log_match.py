@@ -359,20 +359,20 @@ def _located(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "frames": frames}
 
 
-_STRATEGIES = (
-    (re.compile(r"torch/distributed/(_composable/fsdp|fsdp/_fully_shard)/"), {"fsdp2"}),
-    (re.compile(r"torch/distributed/fsdp/"), {"fsdp"}),
-    (re.compile(r"torch/nn/parallel/distributed\.py"), {"ddp"}),
-    (re.compile(r"(^|/)deepspeed/(runtime|zero)/"), {"zero2", "zero3"}),
-)
+_STRATEGIES = {
+    r"torch/distributed/(_composable/fsdp|fsdp/_fully_shard)/": {"fsdp2"},
+    r"torch/distributed/fsdp/(?!_fully_shard)": {"fsdp"},
+    r"torch/nn/parallel/distributed\.py": {"ddp"},
+    r"(^|/)deepspeed/(runtime|zero)/": {"zero2", "zero3"},
+}
 
 
 def strategies_of(error: Error) -> set[str]:
     """Return the strategies whose code is in a traceback; empty where none is."""
-    found: set[str] = set()
-    for place in error.places:
-        found |= next((names for pattern, names in _STRATEGIES if pattern.search(place["file"])), set())
-    return found
+    files = [place["file"] for place in error.places]
+    return {
+        name for code, names in _STRATEGIES.items() if any(re.search(code, file) for file in files) for name in names
+    }
 
 
 def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bool:
@@ -402,7 +402,9 @@ def where(error: Error) -> str:
 def _is_caught(error: Error, progress: Progress) -> bool:
     """Whether training went on after an error. torch writes ``[rank1]:`` before each line of an error that a rank does
     not catch: other lines are then no sign that this rank went on."""
-    uncaught = re.fullmatch(r"\[rank\d+\]:?", error.label) and not any(error.label in text for text in progress.texts)
+    uncaught = re.fullmatch(r"\[rank\d+\]:?", error.label) and not any(
+        error.label in text for _, text in progress.steps
+    )
     return not uncaught and progress.recovered(error.last)
 
 

@@ -141,8 +141,7 @@ class Progress:
     """The last lines that show a step's loss, their texts, the last line that says that training is complete, and the
     last one that is not empty."""
 
-    steps: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
-    texts: deque[str] = field(default_factory=lambda: deque(maxlen=STEPS))
+    steps: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=STEPS))
     done: int = 0
     last: tuple[str, int] = ("", 0)
 
@@ -152,20 +151,19 @@ class Progress:
         self.last = next(ends, self.last)
         numbers = (at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at] and _STEP.search(batch[at]))
         last = list(islice(numbers, STEPS))[::-1]
-        self.steps.extend(first + at for at in last)
-        self.texts.extend(batch[at].strip() for at in last)
+        self.steps.extend((first + at, batch[at].strip()) for at in last)
 
     def findings(self) -> Iterator[Finding]:
         """Yield what each of the last steps shows."""
-        for rule in rules().values():
-            each = rule.place == "every_step" and len(self.texts) > 2
-            if each and all(re.search(rule.text, text) for text in self.texts):
-                yield Finding(self.steps[0], None, rule.name, self.texts[0][:MAX_NOTE], last=self.steps[-1])
+        for rule in rules().values() if len(self.steps) > 2 else ():
+            if rule.place == "every_step" and all(re.search(rule.text, text) for _, text in self.steps):
+                (line, text), (last, _) = self.steps[0], self.steps[-1]
+                yield Finding(line, None, rule.name, text[:MAX_NOTE], last=last)
 
     @property
     def since(self) -> int:
         """The first of the last STEPS steps; 0 where there are fewer."""
-        return self.steps[0] if len(self.steps) == STEPS else 0
+        return self.steps[0][0] if len(self.steps) == STEPS else 0
 
     @property
     def ended(self) -> bool:
@@ -174,11 +172,11 @@ class Progress:
 
     def after(self, line: int) -> bool:
         """Whether a step follows a line."""
-        return bool(self.steps) and self.steps[-1] > line
+        return bool(self.steps) and self.steps[-1][0] > line
 
     def recovered(self, line: int) -> bool:
         """Whether training went on after a line, and was complete or went on for long."""
-        return self.since > line or any(line < at < self.done for at in self.steps)
+        return self.since > line or any(line < at < self.done for at, _ in self.steps)
 
 
 # --- the scan
@@ -211,7 +209,6 @@ class Scanned:
 
     lines: int = 0
     errors: list[Error] = field(default_factory=list)
-    more: int = 0
     notes: list[Note] = field(default_factory=list)
     versions: Versions = field(default_factory=Versions)
     summary: Summary = field(default_factory=Summary)
@@ -301,7 +298,7 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
     errors.end()
     found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
     _note_last(found, labels.split(*found.progress.last), [each.last for each in errors.found.values()])
-    found.errors, found.more = list(errors.found.values()), errors.more
+    found.errors = list(errors.found.values())
     return found
 
 

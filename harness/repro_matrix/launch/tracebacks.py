@@ -202,11 +202,10 @@ class _Open:
 
 
 class Errors:
-    """Reads lines; after ``end``, ``found`` has the distinct errors in order; ``more``: how many beyond MAX_ERRORS."""
+    """Reads lines; after ``end``, ``found`` has the distinct errors in order, MAX_ERRORS at most."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str, str], Error] = {}  # by what they have in common
-        self.more = 0
         self._open: dict[str, _Open] = {}  # by label
         self._mixed_until: dict[str, int] = {}  # by label
         self._last: dict[str, int] = {}  # label -> the line of its last error
@@ -367,7 +366,6 @@ class Errors:
         old = self.found.get(error.key)
         ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
         if old is None and len(self.found) >= MAX_ERRORS:
-            self.more += 1
             return
         last = error.line
         # Of equal errors the one that is whole stands for all, at the place of the first.

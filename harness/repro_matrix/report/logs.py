@@ -25,7 +25,7 @@ def log_json(
 ) -> dict[str, Any]:
     """Return what is known of one log, with stable keys."""
     versions, source = versions_of(seen, given)
-    found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names, "not_listed": seen.more}
+    found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names}
     found["training_ended"] = seen.progress.ended
     found["failures"] = [_failure_json(failure) for failure in answer.failures]
     found["remarks"] = [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks]
@@ -102,7 +102,7 @@ class _Parts:
                 yield from self.hang(each)
             else:
                 yield from self.failure(each) if isinstance(each, Failure) else self.finding(each)
-        if more := len(listed[MOST_FAILURES:]) + seen.more:
+        if more := len(listed[MOST_FAILURES:]):
             yield 2, f"{more} more errors: --json lists them"
         if ends and leading:
             ended = dict.fromkeys(f"{_place(each)}: {each.kind} (line {each.line})" for each in ends)
