@@ -36,8 +36,8 @@ def main(args: argparse.Namespace) -> int:
     cases = catalog.load()
     print_notes([f"left out: {text}" for text in cases.left_out])
     known = Catalogue(cases.cases)
-    stack = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
-    given = _versions([*stack, *([args.versions] if args.versions else [])])
+    stacks = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
+    given = _versions(stacks, args.versions)
     found = []
     codes, empty = set(), True
     for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
@@ -53,16 +53,15 @@ def main(args: argparse.Namespace) -> int:
     return ExitCode.USAGE if empty else min(codes)
 
 
-def _versions(texts: list[str]) -> Versions | None:
+def _versions(stacks: list[str], file: str | None) -> Versions | None:
     """Return the versions of a stack's lock, of this environment (``current``), or of a file. Raises ConfigError."""
-    if len(texts) > 1:
-        raise ConfigError(f"{', '.join(texts)}: give one stack or one file of versions")
-    if not texts:
-        return None
-    (text,) = texts
-    if text == "current":
-        return spec.existing("current", sys.executable).versions, "stack current"
-    if Path(text).is_file():
-        return lockfiles.read(Path(text)).pins, f"from {text}"
-    spec.find_definition(text)
-    return lock.read(spec.lock_path(text)).pins, f"stack {text}"
+    if len(stacks) + bool(file) > 1:
+        raise ConfigError(f"{', '.join(filter(None, [*stacks, file]))}: give one stack or one file of versions.")
+    if file:
+        return lockfiles.read(Path(file)).pins, f"from {file}"
+    for name in stacks:
+        if name == "current":
+            return spec.existing(name, sys.executable).versions, "stack current"
+        spec.find_definition(name)
+        return lock.read(spec.lock_path(name)).pins, f"stack {name}"
+    return None
