@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -225,15 +225,16 @@ def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: s
 
 def with_weights(plans: Iterable[CellPlan], stacks: Mapping[str, Stack]) -> list[CellPlan]:
     """Return the plans with every model's weights on this machine; a variant without weights is skipped for that."""
-    known: dict[tuple[str, str], str | None] = {}
+
+    @cache
+    def problem(stack: str, hub: str) -> str | None:
+        return download(stacks[stack], hub)
 
     def checked(variant: VariantPlan) -> VariantPlan:
         model = variant.settings["model"]
         if variant.skipped or model["weights"] != "hub" or variant.stack not in stacks:
             return variant
-        if (variant.stack, model["hub"]) not in known:
-            known[variant.stack, model["hub"]] = download(stacks[variant.stack], model["hub"])
-        why = known[variant.stack, model["hub"]]
+        why = problem(variant.stack, model["hub"])
         return replace(variant, skip=Skip("weights", why, (model["hub"],)) if why else None)
 
     return [replace(plan, variants=skip_with_first([*map(checked, plan.variants)])) for plan in plans]
@@ -305,22 +306,18 @@ def with_memory(
     """Return the plans with the memory they need, and what could not be found out. ``ask``: the stacks, for what is not
     known yet (seconds, once); otherwise only what is known is used."""
     facts = {name: ModelFacts(stack) for name, stack in stacks.items()}
-    # Fake tensors have no data: a simulated case holds nothing of its model.
-    real = [plan for plan in plans if not catalogue.cases[plan.cell.case].simulated]
-    variants = [
-        (plan, variant) for plan in real for variant in plan.variants if not variant.skipped and variant.stack in facts
-    ]
-    problems = []
-    for name in dict.fromkeys(variant.stack for _, variant in variants) if ask else ():
-        problem = facts[name].ask([question(variant.settings) for _, variant in variants if variant.stack == name])
-        problems += [problem] if problem else []
 
-    def look_up(slug: str, variant: VariantPlan) -> ModelSizes | None:
-        if variant.stack not in facts or catalogue.cases[slug].simulated:
-            return None
-        return facts[variant.stack].model(question(variant.settings))
+    def has_facts(variant: VariantPlan) -> bool:
+        """Fake tensors have no data: a simulated case holds nothing of its model."""
+        return variant.stack in facts and not catalogue.cases[variant.cell.case].simulated
 
-    return [
-        add_memory(plan, catalogue.cases[plan.cell.case], machine, partial(look_up, plan.cell.case), settings.deadline)
-        for plan in plans
-    ], problems
+    def look_up(variant: VariantPlan) -> ModelSizes | None:
+        return facts[variant.stack].model(question(variant.settings)) if has_facts(variant) else None
+
+    questions: dict[str, list[Json]] = {}
+    for variant in (variant for plan in plans for variant in plan.variants if ask and not variant.skipped):
+        if has_facts(variant):
+            questions.setdefault(variant.stack, []).append(question(variant.settings))
+    problems = [problem for name, asked in questions.items() if (problem := facts[name].ask(asked))]
+    cases = catalogue.cases
+    return [add_memory(plan, cases[plan.cell.case], machine, look_up, settings.deadline) for plan in plans], problems
