@@ -246,57 +246,41 @@ _WORKER = Path(__file__).resolve().parents[1] / "launch" / "worker" / "model_fac
 _FACTS_S = 600
 
 
-def question(settings: Mapping[str, Any]) -> Json:
-    """Return what is asked about the model of a variant, from its settings."""
-    flags = settings["flags"]
-    return {
-        "model": settings["model"],
+def question(settings: Mapping[str, Any]) -> tuple[str, Json]:
+    """Return what is asked about the model of a variant, from its settings, and the key of the answer."""
+    flags, model = settings["flags"], settings["model"]
+    asked = {
         "dtype": flags.get("dtype") or flags.get("base") or "float32",
         "lora": bool(flags.get("lora")),
         "checkpointing": bool(flags.get("checkpointing")),
     }
+    same = {name: model.get(name) for name in ("model_type", "remote_code", "config")}
+    return spec.short_hash(json.dumps({**asked, "model": same}, sort_keys=True)), {**asked, "model": model}
 
 
-def _key(query: Json) -> str:
-    model = {name: query["model"].get(name) for name in ("model_type", "remote_code", "config")}
-    return spec.short_hash(json.dumps({**query, "model": model}, sort_keys=True))
+def model_facts(stack: Stack, questions: Mapping[str, Json], ask: bool) -> tuple[dict[str, Json], str]:
+    """Return what a stack has answered (a file per stack and version of the code that asks), and what went wrong or "".
 
-
-class ModelFacts:
-    """What one stack has answered so far: a file per stack and version of the code that asks."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.stack = stack
-        kit = ("models.py", "weights.py", "lora_training.py", "tp_plan.py")
-        sources = [_WORKER, *(REPROS / "repro_kit" / name for name in kit)]
-        sources += sorted((REPROS / "remote_code").rglob("*.py"))
-        code = spec.short_hash(*(path.read_text(encoding="utf-8") for path in sources))
-        self.path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
-        self.models: dict[str, Json] = read_json(self.path) or {}
-
-    def ask(self, queries: Iterable[Json]) -> str | None:
-        """Ask one process for everything that is not known; return what went wrong, or None.
-
-        Takes some seconds of CPU: importing torch and transformers, and building each model on meta tensors.
-        """
-        models = {key: each for each in queries if (key := _key(each)) not in self.models}
-        if not models:
-            return None
-        env = {**os.environ, **self.stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        env["HF_MODULES_CACHE"] = str(cache_dir() / "facts" / f"modules-{self.stack.key}")
-        env["CUDA_VISIBLE_DEVICES"] = ""
-        answer, problem = _ask([self.stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, json.dumps(models))
-        if problem:
-            return f"stack {self.stack.name} does not tell what its models need: {problem}"
-        self.models.update(answer)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, json.dumps(self.models))
-        return None
-
-    def model(self, query: Json) -> ModelSizes | None:
-        """Return None where nothing is known, or this stack cannot build the model."""
-        stored = self.models.get(_key(query))
-        return None if stored is None or "error" in stored else ModelSizes(**stored)
+    ``ask``: one process of it, for what is not known yet. That takes some seconds of CPU: importing torch and
+    transformers, and building each model on meta tensors.
+    """
+    kit = ("models.py", "weights.py", "lora_training.py", "tp_plan.py")
+    sources = [_WORKER, *(REPROS / "repro_kit" / name for name in kit)]
+    sources += sorted((REPROS / "remote_code").rglob("*.py"))
+    code = spec.short_hash(*(path.read_text(encoding="utf-8") for path in sources))
+    path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
+    known: dict[str, Json] = read_json(path) or {}
+    missing = {key: query for key, query in questions.items() if ask and key not in known}
+    if not missing:
+        return known, ""
+    env = {**os.environ, **stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"HF_MODULES_CACHE": str(path.with_name(f"modules-{stack.key}")), "CUDA_VISIBLE_DEVICES": ""}
+    answer, problem = _ask([stack.python, str(_WORKER), str(REPROS)], env, _FACTS_S, json.dumps(missing))
+    if problem:
+        return known, f"stack {stack.name} does not tell what its models need: {problem}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(known | answer))
+    return known | answer, ""
 
 
 def with_memory(
@@ -305,19 +289,20 @@ def with_memory(
 ) -> tuple[list[CellPlan], list[str]]:  # fmt: skip
     """Return the plans with the memory they need, and what could not be found out. ``ask``: the stacks, for what is not
     known yet (seconds, once); otherwise only what is known is used."""
-    facts = {name: ModelFacts(stack) for name, stack in stacks.items()}
-
-    def has_facts(variant: VariantPlan) -> bool:
-        """Fake tensors have no data: a simulated case holds nothing of its model."""
-        return variant.stack in facts and not catalogue.cases[variant.cell.case].simulated
+    cases = catalogue.cases
+    questions: dict[str, dict[str, Json]] = {}
+    for variant in (variant for plan in plans for variant in plan.variants if variant.stack in stacks):
+        # Fake tensors have no data: a simulated case holds nothing of its model.
+        if not variant.skipped and not cases[variant.cell.case].simulated:
+            questions.setdefault(variant.stack, {}).update([question(variant.settings)])
+    facts = {name: model_facts(stacks[name], asked, ask) for name, asked in questions.items()}
 
     def look_up(variant: VariantPlan) -> ModelSizes | None:
-        return facts[variant.stack].model(question(variant.settings)) if has_facts(variant) else None
+        """Return None where nothing is known, or the stack cannot build the model."""
+        if variant.stack not in facts or cases[variant.cell.case].simulated:
+            return None
+        stored = facts[variant.stack][0].get(question(variant.settings)[0])
+        return None if stored is None or "error" in stored else ModelSizes(**stored)
 
-    questions: dict[str, list[Json]] = {}
-    for variant in (variant for plan in plans for variant in plan.variants if ask and not variant.skipped):
-        if has_facts(variant):
-            questions.setdefault(variant.stack, []).append(question(variant.settings))
-    problems = [problem for name, asked in questions.items() if (problem := facts[name].ask(asked))]
-    cases = catalogue.cases
-    return [add_memory(plan, cases[plan.cell.case], machine, look_up, settings.deadline) for plan in plans], problems
+    planned = [add_memory(plan, cases[plan.cell.case], machine, look_up, settings.deadline) for plan in plans]
+    return planned, [problem for _, problem in facts.values() if problem]
