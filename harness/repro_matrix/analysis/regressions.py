@@ -30,7 +30,7 @@ from repro_matrix.results.store import changed_files
 from repro_matrix.results.summary import lost, missing_cells
 from repro_matrix.text import list_some
 
-MOST_FILES = 5  # changed files of the catalog
+MOST_FILES = 2
 
 
 @dataclass(frozen=True)
