@@ -283,9 +283,11 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
     while batch := list(islice(remaining, LINES)):
         text = " \n".join([*map(str.rstrip, batch), ""]).lower().encode("utf-8", "replace")
         shapes = text.translate(None, _DIGITS).split(b"\n")
-        _ask(set(shapes), known.words, has_word)
-        errors.expire(found.lines)
         found.progress.read(batch, shapes, found.lines + 1)
+        errors.expire(found.lines)
+        if not (_ask(set(shapes), known.words, has_word) or errors.busy):
+            found.lines += len(batch)
+            continue
         for raw, shape in zip(batch, shapes):
             found.lines += 1
             if not (has_word[shape] or errors.busy):
@@ -302,15 +304,16 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
     return found
 
 
-def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> None:
-    """Find out which lines have one of the words."""
+def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> bool:
+    """Find out which lines have one of the words; return whether any has."""
     if len(answers) > SHAPES:
         answers.clear()
-    shapes -= answers.keys()
-    text = b"\n".join(shapes)
+    new = shapes - answers.keys()
+    text = b"\n".join(new)
     present = [word for word in words if word in text]
-    for shape in shapes:
+    for shape in new:
         answers[shape] = any(word in shape for word in present)
+    return any(answers[shape] for shape in shapes)
 
 
 def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: bool) -> bool:
