@@ -280,7 +280,7 @@ def test_nothing_is_left_out_of_the_documented_fixes() -> None:
     lost = of(night({"a": ("passed", "FIXED"), "b": ("infra_error", "INCONCLUSIVE")}))
     assert lost.fixes == (1, 1) and [fact.text for fact in lost.answers["All fixes"]] == [
         "1 of 1 works.",
-        "1 not measured.",
+        "1 more not measured.",
     ]
     assert [row.variant for row in lost.unanswered] == ["b"] and [row.variant for row in lost.new] == ["a"]
     assert lost.answers["Not confirmed"][-1].text == "1 variant without a verdict."

@@ -55,7 +55,7 @@ class ChangedCase:
         """Say what else changed since then: packages, the machine, the catalog's own files."""
         pairs = (*self.versions.items(), *self.machine.items())
         moved = [f"{name}: {then} -> {now}" for name, (then, now) in pairs]
-        moved += [f"the catalog: {list_some(self.files, MOST_FILES)}"] if self.files else []
+        moved += [list_some(self.files, MOST_FILES)] if self.files else []
         return moved + ["the passing run had uncommitted files"] * self.passing.dirty
 
     @property

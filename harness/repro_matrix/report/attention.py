@@ -59,12 +59,12 @@ class Attention:
         if self.change is None:
             return ""
         none = [] if self.change.versions else ["no package"]
-        return "; ".join([*none, *self.change.moved] if self.change.moved else [NOTHING])
+        return "; ".join([*self.change.moved, *none] if self.change.moved else [NOTHING])
 
     @property
     def since(self) -> str:
-        """Say since which run the result differs and what else changed; "" where that is unknown."""
-        return f"since {self.change.passing.run_id}; what else changed: {self.cause}" if self.change else ""
+        """Name the last passing run, and what else changed since then; "" where that is unknown."""
+        return f"last passing run: {self.change.passing.run_id}; what else changed: {self.cause}" if self.change else ""
 
     @property
     def search(self) -> tuple[str, ...]:

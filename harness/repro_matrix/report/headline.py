@@ -210,7 +210,7 @@ class Headline:
         elif self.failures:
             yield Fact(f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}.", "reproduces")
         if self.unselected:
-            yield Fact(f"{self.unselected} more are in the catalog.", "")
+            yield Fact(f"{self.unselected} more of the catalog were not run.", "")
 
     def _simulated(self) -> Iterator[Fact]:
         if number := sum(each.simulated and each.state == "reproduces" for each in self.cases):
@@ -254,7 +254,7 @@ class Headline:
             if names:
                 yield Fact(f"{len(names)} {what}: {list_some(names)}.")
         if self.unmeasured_fixes:
-            yield Fact(f"{self.unmeasured_fixes} not measured.")
+            yield Fact(f"{self.unmeasured_fixes} {'more ' * bool(measured)}not measured.")
 
     def _what_to_do(self) -> Iterator[Fact]:
         """Yield what to write for the fix of one failure, and the command that tells the same of every other."""

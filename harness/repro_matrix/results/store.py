@@ -321,7 +321,7 @@ def changed_files(before: str | None, now: str | None, uncommitted: bool) -> lis
                 found += (
                     _git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
                 ).splitlines()
-            found += [f"{file} (uncommitted now)" for file in uncommitted_files(root, paths)] if uncommitted else []
+            found += [f"{file} (not committed)" for file in uncommitted_files(root, paths)] if uncommitted else []
     return list(dict.fromkeys(found))
 
 
