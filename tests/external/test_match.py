@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.failure_rules import FailureRule, rules
-from repro_matrix.external.log_match import Answer, memory_of, recognize
+from repro_matrix.external.log_errors import memory_of
+from repro_matrix.external.log_match import Answer, recognize
 from repro_matrix.external.log_scan import Catalogue, Scanned, scan
 from repro_matrix.grading import grade
 from repro_matrix.launch.tracebacks import Errors, Labels

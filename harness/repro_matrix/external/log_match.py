@@ -10,25 +10,18 @@ that are wrong without an error are in no log.
 
 from __future__ import annotations
 
-import builtins
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
 from repro_matrix.config.schema import AmbiguousWith, Signature
-from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.external.collectives import Hang, cases_like, hang_of
+from repro_matrix.external.log_errors import as_attempt, located, module_of
 from repro_matrix.external.log_scan import Catalogue, Finding, Note, Progress, Scanned
-from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names, origin_of
+from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.launch.tracebacks import Error
-from repro_matrix.records.attempt import Attempt as AttemptLeft
-from repro_matrix.records.attempt import Exception_, Frame, Record
-from repro_matrix.records.attempt import Rank as RankLeft
-from repro_matrix.text import list_some
 
 # Errors of launchers and drivers, that only say that some process of theirs failed.
 _LAUNCHERS = re.compile(
@@ -49,17 +42,6 @@ _AMBIGUOUS = "it may as well be"
 _MIXED = "lines of several tracebacks stand among each other"
 _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
 _META = re.compile(r"(?<!\\)[][.*+?(){}|^$]|\\\w")  # where a regular expression is no plain text
-_ONLOOKER = re.compile(r"(^|/)repros/(kit/effects|repro_kit/instrumentation)\.py$")
-# Bases of torch's own exceptions, which a log does not tell; of Python's they are looked up.
-_BASES = {
-    "OutOfMemoryError": ["RuntimeError"],
-    "FakeTensorDeviceMismatchError": ["RuntimeError"],
-    "AcceleratorError": ["RuntimeError"],
-    "DistError": ["RuntimeError"],
-    "DistBackendError": ["DistError", "RuntimeError"],
-    "DistNetworkError": ["DistError", "RuntimeError"],
-    "DistStoreError": ["DistError", "RuntimeError"],
-}
 
 
 @dataclass(frozen=True)
@@ -148,7 +130,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     """Return the known failures that a log shows."""
     launchers = [error for error in seen.errors if _LAUNCHERS.fullmatch(error.type) and "ninja" not in error.message]
     raised = [error for error in seen.errors if error not in launchers]
-    attempt = _attempt([_rank(index, error) for index, error in enumerate(raised)])
+    attempt = as_attempt(raised)
     # An error that only a lost peer explains is an echo, also where the log does not hold what it echoes.
     primary = find_failures(attempt).ranks - {
         rank.rank for rank in attempt.ranks if rank.raised is not None and is_peer_error(rank.raised)
@@ -190,45 +172,6 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
             answer.remarks.append(Known(case.slug, signature.name, note.line))
             answer.evidence[note.line] = note.text
     return answer
-
-
-def _attempt(ranks: list[RankLeft]) -> Attempt:
-    about: AttemptLeft = {
-        "id": "log", "launcher": "", "command": [], "backend": "", "world_size": 1, "started": 0.0, "ended": 0.0,
-        "wall_s": 0.0, "cpu_s": None, "deadline_s": 1.0, "timed_out": False, "interrupted": False,
-        "leaked_processes": [], "seed": 0, "settings": {},
-    }  # fmt: skip
-    return Attempt({"schema": 1, "attempt": about, "infra_error": None, "ranks": ranks})
-
-
-def _rank(index: int, error: Error) -> RankLeft:
-    exception = completed(error.record) if error.record else None
-    record: Record = {**NO_RECORD, "rank": index, "ended": float(error.line), "exception": exception}
-    return {
-        "rank": index, "exit_code": None if error.signal else 1, "signal": error.signal or None,
-        "terminated_by": "self", "record": record, "log_tail": "", "stack": error.stack or None,
-    }  # fmt: skip
-
-
-def completed(record: Mapping[str, Any]) -> Exception_:
-    """Return an exception with the bases of its type, and without the kit's frames, which records leave out.
-
-    A message of several lines is there a second time as one line: a terminal may have wrapped it.
-    """
-    kind, module, message = str(record["type"]), str(record["module"]), str(record["message"])
-    if "\n" in message:
-        message += "\n" + " ".join(message.split())
-    python = getattr(builtins, kind, None)
-    bases = _BASES.get(kind, [])
-    if isinstance(python, type) and issubclass(python, BaseException):
-        bases = [base.__name__ for base in python.__mro__[1:-1]]
-    if bases and module and module.partition(".")[0] not in ("builtins", *UPSTREAM):
-        kind, module, bases = f"{module}.{kind}", "", []  # mylib.ValueError only has the name of Python's
-    frames: list[Frame] = [frame for frame in record["frames"] if not _ONLOOKER.search(frame["file"])]
-    return {
-        "type": kind, "module": module, "bases": bases, "message": message,
-        "cause": None, "frames": frames,
-    }  # fmt: skip
 
 
 def _failure(error: Error, catalogue: Catalogue, seen: Scanned) -> Failure:
@@ -283,12 +226,12 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
     """
 
     def matches(signature: Signature, error: Error) -> bool:
-        attempt = _attempt([_rank(0, error)])
+        attempt = as_attempt([error])
         return bool(match_attempt(signature, attempt, find_failures(attempt), ",".join(signature.messages)))
 
     if matches(signature, error):
         missing = [_MIXED] if error.mixed else []
-        if error.record and not matches(signature, replace(error, record=_located(error.record))):
+        if error.record and not matches(signature, replace(error, record=located(error.record))):
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
     if clear and _is_beginning(error, signature):
@@ -348,17 +291,6 @@ def _in_other_model(signature: Signature, error: Error) -> bool:
     return bool(wanted and shown) and not any(re.fullmatch(module, name) for module in wanted for name in shown)
 
 
-def _located(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an exception whose frames count as a package's only where their path shows that it is installed."""
-    frames = [
-        frame
-        if frame["file"].startswith("<") or "/modules/transformers_modules/" in frame["file"]
-        else {**frame, "code_location": origin_of(frame["file"], {})}
-        for frame in record["frames"]
-    ]
-    return {**record, "frames": frames}
-
-
 _STRATEGIES = {
     r"torch/distributed/(_composable/fsdp|fsdp/_fully_shard)/": {"fsdp2"},
     r"torch/distributed/fsdp/(?!_fully_shard)": {"fsdp"},
@@ -383,22 +315,6 @@ def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bo
     return any(re.search(ambiguous_with.ruled_out_by, text) for text in (*texts, *(note.text for note in seen.notes)))
 
 
-def module_of(error: Error) -> str:
-    """Return the module that raised an error, else its file."""
-    names = module_names(error.places[-1]["file"])
-    return names[0] if len(names) == 1 else str(error.places[-1]["file"])
-
-
-def where(error: Error) -> str:
-    """Return what raised an error: module, function, file and line."""
-    place = error.places[-1] if error.places else None
-    if place is None:
-        return ""
-    names = module_names(place["file"])
-    at = f"{place['file']}:{place['line']}" if place["line"] else place["file"]
-    return f"{names[0]}.{place['function']} ({at})" if len(names) == 1 else f"{place['function']} ({at})"
-
-
 def _is_caught(error: Error, progress: Progress) -> bool:
     """Whether training went on after an error. torch writes ``[rank1]:`` before each line of an error that a rank does
     not catch: other lines are then no sign that this rank went on."""
@@ -416,37 +332,3 @@ def _is_remark(signature: Signature, note: Note) -> bool:
         return False
     modules = module_names(note.file) if note.file else ()
     return not note.file or any(in_package(name, signature.package or "") for name in modules)
-
-
-_UNITS = {"bytes": 1 / 1024**3, "KiB": 1 / 1024**2, "MiB": 1 / 1024, "GiB": 1.0}
-_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-_MEMORY = {  # what torch writes of it, today and until torch 2.0
-    "wanted": rf"Tried to allocate {_SIZE}", "free": rf"(?:which )?{_SIZE} (?:is )?free",
-    "total": rf"capaci?ty of {_SIZE}|{_SIZE} total capacity", "held": rf"{_SIZE} (?:is|already) allocated",
-    "process": rf"this process has {_SIZE} memory in use", "reserved": rf"{_SIZE} reserved in total",
-    "unused": rf"{_SIZE} is reserved by PyTorch but unallocated",
-}  # fmt: skip
-
-
-_OTHER = rf"Process (\d+) has {_SIZE} memory in use"
-
-
-def memory_of(message: str) -> str:
-    """Describe an error of the GPU's memory: what was wanted and free, and whether other processes or fragmentation are
-    the cause."""
-    found = {name: re.search(pattern, message) for name, pattern in _MEMORY.items()}
-    sizes = {name: [each for each in match.groups() if each] for name, match in found.items() if match}
-    gib = {name: float(number) * _UNITS[unit] for name, (number, unit) in sizes.items()}
-    if not {"wanted", "free", "total", "held"} <= gib.keys():
-        return ""
-    unused = max(0.0, gib.get("unused", gib.get("reserved", 0.0) - gib["held"]))
-    others = gib["total"] - gib["free"] - gib.get("process", gib["held"] + unused)
-    text = f"It wanted {gib['wanted']:.2f} GiB; {gib['free']:.2f} of {gib['total']:.2f} GiB were free"
-    if others > 0.2 * gib["total"]:
-        named = [f"process {pid}: {size} {unit}" for pid, size, unit in re.findall(_OTHER, message)]
-        which = f" ({list_some(named)})" if named else ""
-        return f"{text}. About {others:.1f} GiB belong to other processes{which}: end them, or use another GPU."
-    if unused + gib["free"] >= gib["wanted"]:
-        text += f", {unused:.2f} reserved but unused: fragmentation"
-        return f"{text}. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-    return f"{text}, {unused:.2f} reserved but unused: no fragmentation."

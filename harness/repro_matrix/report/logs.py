@@ -10,7 +10,8 @@ from repro_matrix.analysis.advice import advice
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.config.schema import Case
 from repro_matrix.external.collectives import Hang
-from repro_matrix.external.log_match import Answer, Failure, memory_of, where
+from repro_matrix.external.log_errors import memory_of, where
+from repro_matrix.external.log_match import Answer, Failure
 from repro_matrix.external.log_scan import Finding, Scanned
 from repro_matrix.text import WIDTH, counted, first_line, list_ranks, list_some, wrap
 
