@@ -115,7 +115,7 @@ def test_bundle_behaves_as_the_script_with_its_settings(flags: dict[str, Any], e
     [
         ("x = 1\n", "no function body"),
         ("from repro_kit.rank_monitor import Witness\n\n\ndef body(run):\n    Witness()\n", r"repro_kit\.rank_monitor"),
-        ("X = __file__\n\n\ndef body(run):\n    return X\n", "files beside it"),
+        ("X = __file__\n\n\ndef body(run):\n    return X\n", "files in its folder"),
         ("from repro_kit.models import build as b\n\n\ndef body(run):\n    b()\n", "its own name"),
         ("from repro_kit.wrapping import own_batch\n\n\ndef batch():\n    pass\n\n\n"
          "def body(run):\n    own_batch(run)\n    batch()\n", "both define batch"),

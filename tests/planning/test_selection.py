@@ -154,7 +154,7 @@ HEAD = "# @package _global_\n"
         (["matrix", "matrix=seeds"], None, "+matrix=seeds"),
         (["list", "+matrix=seeds", "matrix.seeds.stak=x"], None, "'stak' is not in"),
         (["list", "+matrix=seeds", "+matrix.seeds.model=qwen-7"], None, "seeds.yaml: matrix.seeds: unknown model"),
-        (["bisect", "fsdp-generate", "+matrix=seeds", "--good", "a", "--bad", "b"], None, "+matrix=seeds"),
+        (["bisect", "fsdp-generate", "+matrix=seeds", "--good", "4.40", "--bad", "4.50"], None, "+matrix=seeds"),
         (["list", "+matrix=bad"], HEAD + "matrix: {b: {modle: x}}", "bad.yaml: matrix.b: unknown key 'modle'"),
         (["list", "+matrix=bad"], HEAD + "matrix: {b: {case: [unknwon]}}", "matrix.b: unknown case 'unknwon'"),
         (["list", "+matrix=bad"], HEAD + "matrix: {b: {case: [train-step}}", "bad.yaml:2: not valid YAML"),

@@ -1,4 +1,4 @@
-"""What stored measurements say to somebody who has a known failure: since when, and what helps on these versions. Pure.
+"""Advice on a known failure from stored measurements: since when it occurs, and what helps on these versions. Pure.
 
 A range of releases in which the failure does not exist is never advice. Where the versions are unknown, or lie outside
 of what was measured, the nearest measurement in which it reproduces counts: the fewest minor releases of torch away,

@@ -35,7 +35,7 @@ class Bundle:
 
 def bundle(script: str, kit: Mapping[str, str], values: Mapping[str, Any], title: str, checks: bool = True) -> Bundle:
     """``kit``: module -> source, of ``with_stubs``. ``values``: attributes of `run`. ``checks``: keep the checks of the
-    result. Raises ExportError: the script uses what only the harness has, or files beside it."""
+    result. Raises ExportError: the script uses what only the harness has, or files in its folder."""
     modules = _read_sources(script, kit)
     if "body" not in modules[SCRIPT].bound:
         raise ExportError(f"{title}: its script has no function body(run). Add one: it is what `repro run` calls.")
@@ -302,7 +302,7 @@ class _Reach:
         if in_class:
             self.attributes.add(name)  # an attribute of a class may use another one
         if name == "__file__":
-            raise ExportError(f"{self.title}: {here.name} reads files beside it: a single file has none.")
+            raise ExportError(f"{self.title}: {here.name} reads files in its folder: a single file has none.")
         imported = inner.get(name) or (None if name in here.bound else here.imports.get(name))
         if imported is None:
             if name in here.bound:

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--variant", help="of a case: the variant to reduce (default: the first)")
     add("--max-probes", type=options.number(1), metavar="N", help="launch at most N attempts")
-    add("--out", metavar="FILE", help="of a script: the reduced file (default: beside it, train.reduced.py)")
+    add("--out", metavar="FILE", help="of a script: the reduced file (default: train.reduced.py in its folder)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -111,7 +111,7 @@ def _used_by_unnamed(state: GpuState) -> int:
 
 
 def other_user(state: GpuState) -> str | None:
-    """Describe who computes on a GPU beside the runs of this project; None: nobody."""
+    """Describe which processes compute on a GPU besides the runs of this project; None: none do."""
     others = sum(each.memory_mb or 0 for each in state.others)
     return stranger(replace(state, processes=state.others, used_mb=_used_by_unnamed(state) + others))
 
@@ -319,7 +319,7 @@ class Nvml:
         self._unwatched: str | None = None  # why NVML could not be opened: nothing may run on GPUs then
         self._ecc: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # uuid -> the Xid that the driver reported
-        self.program_errors: dict[str, set[int]] = {}  # uuid -> Xids of APPLICATION_XIDS, for whoever takes them
+        self.program_errors: dict[str, set[int]] = {}  # uuid -> Xids of APPLICATION_XIDS, until they are taken
 
     def __enter__(self) -> Nvml:
         if self.gpus:

@@ -38,7 +38,7 @@ from repro_matrix.runner.session import Request
 
 DEADLINE_S = 300.0
 SIGNATURE = "failure"
-# --check -> the check's name, and its failure in words
+# --check -> the check's name, and the text of its failure
 CHECKS = {"replicas": ("replicas_equal", "parameters differ between ranks"),
           "finite": ("parameters_finite", "parameters or gradients are not finite")}  # fmt: skip
 STRATEGY = "script"
@@ -65,7 +65,7 @@ _COUNT = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|num
 class Failure:
     """What counts as the failure. Without signatures and metric: any failure."""
 
-    text: str = ""  # in words, for reports
+    text: str = ""  # for reports
     signatures: tuple[Signature, ...] = ()
     log: str = ""
     metric: Metric | None = None

@@ -265,7 +265,7 @@ def add_memory(
 
 
 def _share_mb(variant: VariantPlan, case: Case, profile: Profile) -> int:
-    """Return the MiB of a GPU that all ranks of an attempt need, where ranks share one; 0: nobody knows."""
+    """Return the MiB of a GPU that all ranks of an attempt need, where ranks share one; 0: unknown."""
     known = variant.memory.device_rank if variant.memory else CONTEXT + TINY
     guess = variant.settings["model"]["scale"] == "tiny" and not isinstance(case, AdhocCase)
     usable = "shared_gpu" in profile.kinds and (variant.memory is not None or guess)

@@ -16,7 +16,7 @@ from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
 CaseState = Literal["reproduces", "fixed", "absent", "other_failure", "unclear", "passes", "fails", "not_measured"]
-# The state of a case -> its symbol and its name, in the order of a table. Only the first two need somebody to act.
+# The state of a case -> its symbol and its name, in the order of a table. Only the first two need action.
 CASE_STATES: Mapping[str, tuple[str, str]] = {
     "attention": ("!", "needs attention"), "fails": ("!", "control fails"), "reproduces": ("R", "reproduces"),
     "fixed": ("f", "fixed upstream"), "absent": ("o", "not reproduced"), "other_failure": ("e", "another error"),

@@ -86,7 +86,7 @@ def to_json(
 
 
 def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
-    """Return a suite for each case and a test case for each variant. The suite ``headline`` has the answer in words.
+    """Return a suite for each case and a test case for each variant. The suite ``headline`` has its sentences.
 
     A variant that differs from its expectation is a failure, infrastructure and evidence that cannot be read are
     errors, what was not measured or is quarantined is skipped. The suite ``results`` has an error for each damaged file

@@ -22,7 +22,7 @@ LOG_LINES, MOST_REASONS = 4, 8
 MOST_CASES, MOST_OF_STATE = 4, 1  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 LOG_TAIL = 800  # characters of a log that a summary has
-DETAIL, SHORTEST = 37, 20  # columns of what is said of a case, at most, and of its title, at least
+DETAIL, SHORTEST = 37, 20  # columns of a case's detail, at most, and of its title, at least
 
 
 def result_lines(head: Headline, width: int = WIDTH, everything: bool = False) -> Iterator[str]:

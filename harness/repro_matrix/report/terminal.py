@@ -29,7 +29,7 @@ URGENT = (
     "CAME BACK",
     "NEW FAILURE",
     "DIFFERENT  ",
-)  # titles of what somebody must act on
+)  # titles of what needs action
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")

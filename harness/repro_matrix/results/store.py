@@ -337,7 +337,7 @@ def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
         return f"commit {commit[:12]} is not in this repository"
     differs = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
     if differs is None:
-        return f"git cannot compare commit {commit[:12]} with what is here"
+        return f"git cannot compare commit {commit[:12]} with the files here"
     return f"{differs.splitlines()[0]} has changed since commit {commit[:12]}" if differs else None
 
 

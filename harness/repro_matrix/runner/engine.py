@@ -48,7 +48,7 @@ MAX_HANGS = 3  # with NCCL, without a known reason: then the node is the likely 
 class Event:
     """What the progress shows.
 
-    ``cells``: a cell has so many attempts to run, expected to take ``seconds``. ``start`` and ``attempt`` (with
+    ``cells``: a cell has ``attempts`` to run, expected to take ``seconds``. ``start`` and ``attempt`` (with
     its outcome): one attempt. ``cell``: graded. ``time``: nothing happened for a while (``text``: why, where there is a
     reason). ``note``: ``text`` is news. ``more``: an attempt that had ended is repeated.
     """
@@ -272,7 +272,7 @@ class Engine:
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror}"
         script = self.session.catalogue.script(self._cases[slug])
-        return None if same else f"{script} or the kit beside it was changed after the run had begun"
+        return None if same else f"{script} or the kit was changed after the run had begun"
 
     def _keep(self, task: Task, observation: Observation, gpus: Sequence[str] = ()) -> None:
         """Grade and store an observation, and repeat an attempt that is no evidence where another one may be."""

@@ -247,7 +247,7 @@ _FACTS_S = 600
 
 
 def question(settings: Mapping[str, Any]) -> tuple[str, Json]:
-    """Return what is asked about the model of a variant, from its settings, and the key of the answer."""
+    """Return the question about the model of a variant, from its settings, and the key of the answer."""
     flags, model = settings["flags"], settings["model"]
     asked = {
         "dtype": flags.get("dtype") or flags.get("base") or "float32",

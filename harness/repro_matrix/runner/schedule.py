@@ -40,7 +40,7 @@ class Task:
     seconds: float
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
-    share_mb: int = 0  # of a GPU, where other tasks may run beside it; 0: it needs its GPUs alone
+    share_mb: int = 0  # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
     deadline: float | None = None  # instead of the plan's
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
@@ -49,7 +49,7 @@ class Task:
 
 
 class Schedule:
-    """The tasks of one run, waiting and running. ``jobs``: at most so many attempts at once; None: as many as fit."""
+    """The tasks of one run, waiting and running. ``jobs``: the most attempts at once; None: as many as fit."""
 
     def __init__(self, cores: int, memory_gb: float, jobs: int | None = None, order: str = "longest") -> None:
         self.cores, self.memory_gb, self.jobs, self.order = cores, memory_gb, jobs, order
