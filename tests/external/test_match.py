@@ -342,6 +342,8 @@ def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank
         "val_loss improved; best_loss: inf, loss scale: 65536",
         "POST /metrics status=200/OK, exit_code 0",
         "caught signal 10 (SIGUSR1): saving a checkpoint",
+        "NCCL error count: 0",
+        "0 out of memory events, 0 NCCL errors",
     ],
 )
 def test_match_of_a_line_that_only_mentions_a_failure_is_nothing(line: str) -> None:
@@ -363,6 +365,40 @@ def test_match_of_a_line_that_only_mentions_a_failure_is_nothing(line: str) -> N
 def test_match_of_an_error_that_was_caught_is_nothing(after: list[str], code: int) -> None:
     found = answer(["step 1 loss 2.0", *OWN, *after])
     assert found.exit_code == code and bool(found.recovered) == (code == 3)
+
+
+@pytest.mark.parametrize(
+    ("caught", "steps", "first"),
+    [
+        (OWN, 19, "KeyError"),
+        (OWN, 20, "ValueError"),
+        (OWN, 150, "ValueError"),
+        ([f"[rank1]: {line}" for line in OWN], 150, "KeyError"),  # torch's label of an error that is not caught
+        ([WATCHDOG], 20, "ValueError"),
+        (["ImportError: cannot import name 'flash_attn' (falling back to sdpa)"], 50, "ValueError"),
+    ],
+)
+def test_match_of_a_crash_after_an_error_that_was_caught(caught: list[str], steps: int, first: str) -> None:
+    crash = [*OWN[:-1], "ValueError: bad batch: expected 8 got 7"]
+    healthy = [f"step {step} loss 1.8" for step in range(steps)]
+    for end in ([], ["  exitcode  : 1 (pid: 7)"]):
+        found = answer([*caught, *healthy, *crash, *end])
+        assert found.exit_code == 1 and found.causes[0].error.type == first
+        assert bool(found.recovered) == (first == "ValueError")
+        assert not answer([*caught, *healthy, *end]).recovered
+
+
+@pytest.mark.parametrize(
+    ("lines", "codes"),
+    [
+        (["Exception ignored in: <function Iter.__del__ at 0x7f>", *OWN], (3, 1)),
+        (OWN, (1, 1)),
+        (["[W1126 10:00:00.0 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=10): Broken pipe"], (3, 1)),
+    ],
+)
+def test_match_of_what_a_process_prints_while_it_ends(lines: list[str], codes: tuple[int, int]) -> None:
+    steps = ["step 1 loss 2.0", "step 2 loss 1.9"]
+    assert (answer([*steps, "Training finished", *lines]).exit_code, answer([*steps, *lines]).exit_code) == codes
 
 
 @pytest.mark.parametrize(("prefix", "code"), [("", 1), ("[rank0]: ", 1), ("[rank1]: ", 3)])
@@ -472,6 +508,18 @@ def test_match_lists_a_cause_before_what_it_causes_in_any_order(
         ("WARNING upload failed, it is repeated", []),
         ("INFO to avoid that a worker crashed", []),
         ("terminate_on_nan: loss=nan will stop training", []),
+        ("Error: could not open file, upload failed", ["last-message"]),
+        ("worker did not answer, node n1 crashed", ["last-message"]),
+        ("job failed: no space", ["last-message"]),
+        ("saved checkpoint; job failed", ["last-message"]),
+        ("Loss diverged? no", []),
+        ("diverged=False oom=False", []),
+        ("Early stopping: loss plateaued; aborting training.", []),
+        ("finished: 0 errors, 0 failures, loss diverged? no", []),
+        ("No errors. Loss never diverged. Shutting down workers.", []),
+        ("Failed samples: 0/1000, exit", []),
+        ("Aborted runs so far: 0", []),
+        ("Saved predictions of failed cases to failed.jsonl", []),
     ],
 )
 def test_match_of_a_last_line_that_says_how_training_ended(line: str, kinds: list[str]) -> None:

@@ -140,12 +140,16 @@ def _ended(text: str) -> int:
     return int(code[1], 0) if code else 0
 
 
+@lru_cache(4096)  # the lines of steps differ in their digits only
+def _with_words_in(low: str) -> list[FailureRule]:
+    return [rule for rule in rules().values() if rule.place == "any_line" and any(word in low for word in rule.words)]
+
+
 @lru_cache(4096)  # the ranks write the same
 def rule_of(text: str) -> FailureRule | None:
     """Return the first rule that a line or a message shows; an exit code or a signal counts where no text does."""
-    low = f"{_DIGITS.sub('', text)} ".lower()
-    for rule in rules().values():
-        if rule.place == "any_line" and any(word in low for word in rule.words) and re.search(rule.text, text):
+    for rule in _with_words_in(f"{_DIGITS.sub('', text)} ".lower()):
+        if re.search(rule.text, text):
             return rule
     ended = _ended(text)
     if ended == 0:

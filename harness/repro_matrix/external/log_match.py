@@ -145,6 +145,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         # Ranks that do not find each other raise what a lost peer raises, too.
         found = [replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause")) for each in found]
     # What was cut off before its type comes after what is known, and one line alone says nothing beside its traceback.
+    found = [each for each in found if not (each.error.ignored and seen.progress.is_over(each.line))]
     found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
     framed = {each.case for failure in found if failure.error.places for each in (*failure.known, *failure.perhaps)}
     found = [each for each in found if each.error.places or not framed & {item.case for item in each.perhaps}]
@@ -153,19 +154,29 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     lines = {each.line for each in found if not each.echo}
     kinds = {each.rule.name for each in found if each.rule and not each.echo}
     order = ["cause", "end", "peer"]
-    serious = [each for each in seen.findings.values() if not (each.warning and seen.progress.after(each.last))]
+    progress = seen.progress
+    serious = [
+        each
+        for each in seen.findings.values()
+        if not (each.warning and (progress.after(each.last) or progress.is_over(each.line)))
+    ]
     answer.findings = sorted(
         (each for each in serious if each.line not in lines and each.kind not in kinds),
         key=lambda each: (order.index(rules()[each.kind].shows), each.kind == "ended-without-error", each.line),
     )
-    recovered, shown = seen.progress.recovered, [rules()[each.kind] for each in serious]
-    if (hang := answer.hang) and recovered(hang.last):
+    later = max(_fatal_lines(answer), default=0)
+    if (hang := answer.hang) and (progress.recovered(hang.last) or progress.goes_on(hang.last, later)):
         answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
-    if not (answer.hang or launchers or any(rule.shows == "end" or rule.exit_codes for rule in shown)):
-        answer.recovered += [each for each in found if not each.error.signal and _is_caught(each.error, seen.progress)]
-        answer.recovered += [each for each in answer.findings if recovered(each.last)]
-        answer.failures = [each for each in found if each not in answer.recovered]
-        answer.findings = [each for each in answer.findings if each not in answer.recovered]
+    shown = [rules()[each.kind] for each in serious]
+    crashed = answer.hang or launchers or any(rule.shows == "end" or rule.exit_codes for rule in shown)
+
+    def recovered(last: int) -> bool:
+        return progress.goes_on(last, later) or (not crashed and progress.recovered(last))
+
+    answer.recovered += [each for each in found if _may_be_caught(each.error, progress) and recovered(each.error.last)]
+    answer.recovered += [each for each in answer.findings if recovered(each.last)]
+    answer.failures = [each for each in found if each not in answer.recovered]
+    answer.findings = [each for each in answer.findings if each not in answer.recovered]
     for case, signature in catalogue.remarks:
         note = next((each for each in seen.notes if _is_remark(signature, each)), None)
         if note is not None:
@@ -315,13 +326,20 @@ def _ruled_out(ambiguous_with: AmbiguousWith, error: Error, seen: Scanned) -> bo
     return any(re.search(ambiguous_with.ruled_out_by, text) for text in (*texts, *(note.text for note in seen.notes)))
 
 
-def _is_caught(error: Error, progress: Progress) -> bool:
-    """Whether training went on after an error. torch writes ``[rank1]:`` before each line of an error that a rank does
-    not catch: other lines are then no sign that this rank went on."""
+def _fatal_lines(answer: Answer) -> list[int]:
+    """Return the last lines of the errors and of what else shows a cause by itself."""
+    shown = [(each, rules()[each.kind]) for each in answer.findings]
+    causes = [each for each, rule in shown if rule.shows == "cause" and rule.place == "any_line" and not rule.general]
+    return [*(each.error.last for each in answer.causes if each.error.type), *(each.last for each in causes)]
+
+
+def _may_be_caught(error: Error, progress: Progress) -> bool:
+    """Whether lines after an error can be its rank's. torch writes ``[rank1]:`` before each line of an error that a
+    rank does not catch: other lines are then no sign that this rank went on."""
     uncaught = re.fullmatch(r"\[rank\d+\]:?", error.label) and not any(
         error.label in text for _, text in progress.steps
     )
-    return not uncaught and progress.recovered(error.last)
+    return not (uncaught or error.signal)
 
 
 def _is_remark(signature: Signature, note: Note) -> bool:

@@ -110,6 +110,8 @@ _STATED = re.compile(r"\b[Rr]ank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(l
 _NOTE = re.compile(r"\[I[ \d]|^I\d{4} |(?<![=\w])(?:INFO|DEBUG)\b")
 _WARNED = re.compile(r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )\b(?:WARN|WARNING|UserWarning)\b")
 _TYPED = re.compile(r"[a-z](?:Error|Exception)\b")
+# What stands before a failure in a last line that reports none.
+_NONE = re.compile(r"(?i)\bearly.?stop|\bsav(?:ed|ing)\b[^.;]*$|\b(?:no|none|never|not)(?: \w+){0,2} $")
 MAX_FINDINGS = 300
 
 
@@ -134,6 +136,7 @@ _DONE = re.compile(
     r"|exits successfully|\.fit` stopped|exit code:? 0\b|^\W*(?:all )?(?:done|finished|completed)\W*$"
 )
 STEPS = 200  # more lines than a process that has crashed still writes from its buffer (8 KiB)
+STEPS_BETWEEN = 20  # after an error that was caught, before another one
 
 
 @dataclass
@@ -173,6 +176,14 @@ class Progress:
     def after(self, line: int) -> bool:
         """Whether a step follows a line."""
         return bool(self.steps) and self.steps[-1][0] > line
+
+    def is_over(self, line: int) -> bool:
+        """Whether training is complete before a line, and no step follows."""
+        return 0 < self.done < line and self.ended
+
+    def goes_on(self, line: int, later: int) -> bool:
+        """Whether training went on after a line, until another one."""
+        return sum(line < at < later for at, _ in self.steps) >= STEPS_BETWEEN
 
     def recovered(self, line: int) -> bool:
         """Whether training went on after a line, and was complete or went on for long."""
@@ -347,7 +358,8 @@ def _note_last(found: Scanned, line: Line, errors: list[int]) -> None:
     if (progress.done and progress.ended) or not progress.after(shown) or _is_warning(text):
         return
     for rule in rules().values():
-        if rule.place == "last_line" and re.search(rule.text, text) and not _mentions(rule, text):
+        ends = re.search(rule.text, text) if rule.place == "last_line" else None
+        if ends and not (_mentions(rule, text) or _NONE.search(text, 0, ends.start())):
             _find(found, line, rule)
 
 

@@ -112,6 +112,7 @@ class Error:
     ranks: tuple[int, ...] = ()
     last: int = 0  # the line of the last equal one
     after: int = 0  # the line of the error of the same process that it was raised from, or while handling
+    ignored: bool = False  # "Exception ignored in ...": Python went on after it
 
     @property
     def type(self) -> str:
@@ -181,6 +182,7 @@ class _Open:
     whole: bool = True
     mixed: bool = False
     after: int = 0  # as an Error's
+    ignored: bool = False
     indent: int = 0  # of the whole traceback, where it stands indented in its log
     frames: list[dict[str, Any]] = field(default_factory=list)
     wants_code: bool = False
@@ -210,6 +212,7 @@ class Errors:
         self._mixed_until: dict[str, int] = {}  # by label
         self._last: dict[str, int] = {}  # label -> the line of its last error
         self._chained: dict[str, int] = {}  # label -> the line of the error that the next one is raised from
+        self._ignored: dict[str, int] = {}  # label -> the line that says that the next traceback is ignored
         self._cut: Line | None = None  # the first sign of a traceback without frames
         self._warned = -100  # the line of the last warning of C++
         self._wrapped = ""  # the first part of a line that rich has wrapped
@@ -246,6 +249,8 @@ class Errors:
             self._finish(line.label, closed=True)
             self._chained[line.label] = self._last.get(line.label, 0)
             return
+        if text.startswith("Exception ignored in"):
+            self._ignored[line.label] = line.number
         fatal, sign = _FATAL.search(text), _SIGN.match(text)
         if sign and not (sign["cpp"] and line.number - self._warned < 100):
             self._cut = self._cut or line
@@ -287,7 +292,7 @@ class Errors:
         if now and not now.type:
             self._mixed_until[line.label] = line.number + MIXED
             now.mixed = True
-        self._begin(line)
+        self._begin(line).ignored = line.number - self._ignored.get(line.label, -BETWEEN) <= 2
 
     def _frame_in(self, line: Line) -> re.Match[str] | None:
         text = line.text
@@ -355,10 +360,8 @@ class Errors:
             stack = "\n".join(now.message[:FRAMES])
             self._add(Error(begun.number, label, begun.rank, {}, now.signal, stack, whole=bool(stack)))
         elif now.type or now.frames:
-            whole = now.whole and bool(now.type)
-            self._add(
-                Error(begun.number, label, begun.rank, now.exception, whole=whole, mixed=now.mixed, after=now.after)
-            )
+            found = Error(begun.number, label, begun.rank, now.exception, whole=now.whole and bool(now.type))
+            self._add(replace(found, mixed=now.mixed, after=now.after, ignored=now.ignored))
         elif f"{HEADER}:" in begun.text:  # a mention has no colon
             self._cut = self._cut or begun
 
@@ -367,14 +370,14 @@ class Errors:
         ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
         if old is None and len(self.found) >= MAX_ERRORS:
             return
-        last = error.line
+        last, ignored = error.line, error.ignored and (old is None or old.ignored)
         # Of equal errors the one that is whole stands for all, at the place of the first.
         if old and error.completeness > old.completeness:
             error = replace(error, line=old.line, label=old.label, rank=old.rank)
         elif old:
             error = old
         count = old.count + 1 if old else 1
-        self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last)
+        self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last, ignored=ignored)
         self._last[error.label] = error.line
 
 
