@@ -64,7 +64,13 @@ def test_two_releases_differ_at_a_module_and_nothing_is_launched_twice(lab: Lab,
     again = result(lab.repro, capsys, *RELEASES, code=1)
     assert len(lab.launched) == 4 and again["sentence"] == data["sentence"] and not again["bad"]["launched"]
     shutil.rmtree(data["bad"]["trace"])  # as `rm -r` does to save space
-    assert result(lab.repro, capsys, *RELEASES, code=1)["bad"]["launched"] and len(lab.launched) == 5
+    data = result(lab.repro, capsys, *RELEASES, code=1)
+    assert data["bad"]["launched"] and len(lab.launched) == 5
+    Path("part.py").write_text("edited since")
+    for side, launched in (("good", 6), ("bad", 7)):
+        with Path(data[side]["trace"], "trace-0.jsonl").open("a") as trace:
+            trace.write(json.dumps({"k": "files", "files": {str(Path("part.py").absolute()): "another hash"}}) + "\n")
+        assert result(lab.repro, capsys, *RELEASES, code=1)[side]["launched"] and len(lab.launched) == launched
     assert result(lab.repro, capsys, *RELEASES, "--steps", "2", code=1)["good"]["launched"]  # another window
 
 

@@ -22,6 +22,7 @@ WORKER = Path(repro_matrix.__file__).parent / "launch" / "worker"
 
 import traced_training as training
 from repro_matrix.launch.worker import tracer
+from repro_matrix.launch.worker.tracer import ending
 from repro_matrix.launch.worker.tracer.batches import Batch
 from repro_matrix.launch.worker.tracer.sketch import BLOCK, Noise, sketch
 
@@ -156,7 +157,9 @@ def test_settings_and_clipping(folder: Path) -> None:
 
 
 def test_script_that_trains_nothing_or_ends_before_a_step(folder: Path) -> None:
-    assert [each["k"] for each in lines(folder)] == ["start", "end"]
+    _, files, end = lines(folder)
+    assert files["files"][training.__file__] == ending.hash_of(training.__file__) and end["k"] == "end"
+    assert not any("site-packages" in path for path in files["files"])
     tracer.side("forward")
     training.new_model()(input_ids=training.batches(1)[0])
     tracer.close("exception")

@@ -53,11 +53,13 @@ class End(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a variant shows on a stack. ``settings``: empty where an expectation says it."""
+    """What a variant shows on a stack. ``settings``: empty where an expectation says it. ``releases``: those of the
+    packages that it depends on."""
 
     state: State
     text: str = ""
     settings: Mapping[str, Any] = {}
+    releases: frozenset[tuple[str, str]] = frozenset()
 
 
 class Unknown(NamedTuple):
@@ -107,8 +109,8 @@ class Problem:
 
 @dataclass
 class Upgrade:
-    """``gone``: cases whose failure no longer occurs. ``same``: of the ``compared`` results. ``seconds``: to measure
-    what is missing."""
+    """``gone``: cases whose failure no longer occurs. ``same``: of the ``compared`` results. ``informed``: those that
+    depend on a package which changes. ``seconds``: to measure what is missing."""
 
     source: End
     target: End
@@ -116,6 +118,7 @@ class Upgrade:
     gone: list[str] = field(default_factory=list)
     compared: int = 0
     same: int = 0
+    informed: int = 0
     unknown: list[Unknown] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -129,7 +132,7 @@ class Upgrade:
         if self.problems:
             return "GO with these fixes" if all(each.fixes for each in self.problems) else "NO-GO"
         missing = sum(bool(each.ends) for each in self.unknown)
-        enough = self.compared and self.compared >= missing and not any(each.lost for each in self.unknown)
+        enough = self.compared and self.informed >= missing and not any(each.lost for each in self.unknown)
         return "GO" if enough else "UNDECIDED"
 
     @property
@@ -166,6 +169,7 @@ def compare(request: Request, ends: Sequence[End], rows: Sequence[Row]) -> Upgra
     for slug, found in pairs.items():
         result.compared += len(found)
         result.same += sum(old.state == new.state for old, new in found.values())
+        result.informed += sum(old.releases != new.releases for old, new in found.values())
         result.problems += _problems(catalogue.cases[slug], found, ends)
         first = next(iter(catalogue.cases[slug].variants))
         if any(name == first and old.state != "passes" == new.state for (_, name), (old, new) in found.items()):
@@ -220,19 +224,18 @@ class _Side:
             text = unmet.removesuffix(ABSENT)
             return f"{self.end.name} lacks {unmet}" if text == unmet else f"{self.end.name} {UNPINNED} {text}"
         deciding = frozenset({"torch", "transformers", *(canonical(Requirement(item).name) for item in needed)})
+        here = _releases(deciding, versions)
         for row in self.rows[cell.key, variant, hardware]:
-            if all(
-                _release(row.stack.versions.get(name, "")) == _release(versions.get(name, ""))
-                for name in deciding.intersection(UPSTREAM)
-            ):
+            if _releases(deciding, row.stack.versions) == here:
                 failed = [each for each in row.evidence_attempts if each.outcome != "passed"]
                 outcomes = {each.outcome for each in row.evidence_attempts}
                 if len(outcomes) > 1:
                     return f"{DISAGREE} on {self.end.name}"
                 text = first_line(failed[0].reason) if failed else ""
-                return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings)
+                return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings, here)
         patched = any("+" in _release(versions.get(name, "")) for name in deciding)
-        return None if patched else self._expected(case, cell, variant, hardware, deciding)
+        found = None if patched else self._expected(case, cell, variant, hardware, deciding)
+        return found and found._replace(releases=here)
 
     def _expected(
         self, case: Case, cell: Cell, variant: str, hardware: str, deciding: frozenset[str]
@@ -251,6 +254,10 @@ class _Side:
                 listed = [] if unfixed else entry.failure_ids_of(name) or []
                 return Known(state, " or ".join(listed))
         return None
+
+
+def _releases(names: Iterable[str], versions: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset((name, _release(versions.get(name, ""))) for name in names if name in UPSTREAM)
 
 
 _BUILD = re.compile(r"cpu|cu\d|rocm|xpu")

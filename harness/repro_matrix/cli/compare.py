@@ -18,7 +18,6 @@ from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import is_release
-from repro_matrix.search.prober import CellRunner
 from repro_matrix.text import log, one_line
 
 EPILOG = """The good side runs three times: as it is, and twice with noise of one unit of rounding,
@@ -64,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
             "Both sides are the same. Say what differs: --bad STACK, --bad-nproc N, --bad-args ARGS or a second script."
         )
     stop = threading.Event()
-    runner = CellRunner(log, stop)
+    runner = compare.TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
             found = compare.compare(runner, good, bad, compare.Window(args.steps, args.from_step))

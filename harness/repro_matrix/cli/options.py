@@ -231,8 +231,9 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
             raise ConfigError("--args goes with a script's name; a command line after -- has its own arguments.")
         command = adhoc_case.command_of_words(words, args.nproc)
     else:
-        if args.module and not args.case:
-            raise ConfigError("--module: a module's name is missing. Write `repro run --module my.train`.")
+        if not args.case:
+            what = "--module: a module's name" if args.module else "the script's name"
+            raise ConfigError(f"{what} is missing. Write ./train.py, or --module my.train.")
         command = adhoc_case.command_of_script(args.case, args.nproc or 2, args.script_args, args.module)
     failure = _failure_of(args)
     if needs_limit and failure.needs_limit:

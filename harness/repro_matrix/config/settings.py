@@ -6,13 +6,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from repro_matrix.config.catalog import read_yaml
 from repro_matrix.config.project import conf_folders
 from repro_matrix.errors import ConfigError, describe_validation, nearest, unknown
 from repro_matrix.paths import CONF
+
+Count = Annotated[int, Field(strict=True, gt=0)]
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class RunSettings(BaseModel):
@@ -22,18 +26,18 @@ class RunSettings(BaseModel):
 
     scale: Literal["tiny", "full"] = "tiny"
     weights: Literal["random", "hub"] = "random"
-    repeat: PositiveInt | None = None
-    jobs: PositiveInt | None = None
-    tp_size: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    seed: int = 0
-    deadline: PositiveFloat | None = None
+    repeat: Count | None = None
+    jobs: Count | None = None
+    tp_size: Count | None = None
+    steps: Count | None = None
+    seed: Annotated[int, Field(strict=True)] = 0
+    deadline: Seconds | None = None
     variants: list[str] | None = None
     launcher: Literal["auto", "torchrun", "forkserver"] = "auto"
     order: Literal["longest", "declared"] = "longest"
     results: str | None = Field(default=None, min_length=1)
     keep_files: bool = False
-    min_cells: NonNegativeInt = 1
+    min_cells: Annotated[int, Field(strict=True, ge=0)] = 1
     shard: str | None = None
     time_limit: str | None = None
     matrix: dict[str, Any] = {}
@@ -41,6 +45,18 @@ class RunSettings(BaseModel):
 
 
 OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>", "+matrix")
+
+
+def stored_run(conf: Path = CONF) -> RunSettings:
+    """Return what conf/config.yaml says. Raise ConfigError for an unknown key or an invalid value."""
+    path = conf / "config.yaml"
+    values = read_yaml(path)
+    if values.pop("defaults", ["_self_"]) != ["_self_"]:
+        return compose_run([], conf)  # Hydra takes half a second to import
+    try:
+        return RunSettings.model_validate(values)
+    except ValidationError as error:
+        raise describe_validation(error, RunSettings, path) from None
 
 
 def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:

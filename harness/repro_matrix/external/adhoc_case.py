@@ -356,24 +356,27 @@ class AdhocRequest(Request):
 
 
 def _code(script: Path | None) -> str:
-    """Hash the script and what it imports from its folder."""
+    """Hash the script and what it imports."""
     digest, files = hashlib.sha256(), _files(script)
     for path in files:
-        name = path.relative_to(files[0].parent)
+        name = os.path.relpath(path, files[0].parent)
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()[:16] if script else ""
 
 
 def _files(script: Path | None) -> list[Path]:
-    """Return the script and what it imports from its folder: modules and packages, and what those import."""
+    """Return the script and what it imports from its folder, the working directory or PYTHONPATH: modules and packages,
+    and what those import."""
     seen, waiting = dict[Path, None](), [script.resolve()] if script else []
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    roots = dict.fromkeys([each.parent for each in waiting] + [Path(path).resolve() for path in (".", *paths)])
     for path in waiting:
         if path in seen or not path.is_file():
             continue
         seen[path] = None
         for name in sorted(_imported(path)):
-            module = waiting[0].parent / name
-            waiting += [module.with_suffix(".py"), *sorted(module.rglob("*.py"))]
+            for module in (root / name for root in roots):
+                waiting += [module.with_suffix(".py"), *sorted(module.rglob("*.py"))]
     return list(seen)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from repro_matrix.external.adhoc_case import Script
 from repro_matrix.external.scripts import ScriptProber
 from repro_matrix.records.document import Document, Made
 from repro_matrix.results import runs
+from repro_matrix.runner.session import Request
 from repro_matrix.runner.tracing import NOISE
 from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, CellRunner, Say, Target
 from repro_matrix.text import counted, first_line
@@ -81,16 +82,31 @@ def traced(runner: CellRunner, script: Script, stack: Stack, window: Window, noi
     script = replace(script, trace=window.variables(noise))
     request, kind = script.request(), "" if noise is None else f", rounding noise {noise}"
     starting = f"running {script.command.shown} on stack {stack.name}{kind}"
-    while True:
-        document, path, launched = runner.measure(request, stack, [VARIANT], 1, starting)
-        made = document["variants"][VARIANT]["attempts"][0]
-        stored = made["observation"].get("trace")
-        if stored is None:
-            raise MeasureError(f"{script.command.shown} on stack {stack.name}: {made['outcome']['reason']}")
-        folder = runs.results_folder(request.settings) / stored["folder"]
-        if launched or folder.is_dir():
-            return Traced(script, stack, made, read(folder), path, launched > 0)
-        path.unlink()  # its trace was removed: measure it again
+    document, path, launched = runner.measure(request, stack, [VARIANT], 1, starting)
+    made = document["variants"][VARIANT]["attempts"][0]
+    trace = _stored_trace(document, request)
+    if trace is None:
+        raise MeasureError(f"{script.command.shown} on stack {stack.name}: {made['outcome']['reason']}")
+    return Traced(script, stack, made, trace, path, launched > 0)
+
+
+def _stored_trace(document: Document, request: Request) -> Trace | None:
+    stored = document["variants"][VARIANT]["attempts"][0]["observation"].get("trace")
+    return read(runs.results_folder(request.settings) / stored["folder"]) if stored else None
+
+
+class TraceRunner(CellRunner):
+    """Measure again what is stored where its trace was removed, or the code that ran was edited."""
+
+    def measure(
+        self, request: Request, stack: Stack, variants: Sequence[str], repeat: int, starting: str = ""
+    ) -> tuple[Document, Path, int]:
+        document, path, launched = super().measure(request, stack, variants, repeat, starting)
+        trace = None if launched else _stored_trace(document, request)
+        if trace is None or (trace.folder.is_dir() and not trace.is_outdated):
+            return document, path, launched
+        path.unlink()
+        return super().measure(request, stack, variants, repeat, starting)
 
 
 class GoodSide:
@@ -184,7 +200,7 @@ def describe(found: Comparison) -> Iterator[str]:
 # -- bisections
 
 
-class NumbersProber(ScriptProber):
+class NumbersProber(TraceRunner, ScriptProber):
     """The failure is a difference from the good end that rounding does not explain, at the place where the bad end
     first differs. A difference elsewhere is another failure."""
 
@@ -217,10 +233,10 @@ class NumbersProber(ScriptProber):
 
     def answer(self, document: Document, variant: str) -> Answer:
         answer = super().answer(document, variant)
-        stored = document["variants"][variant]["attempts"][0]["observation"].get("trace")
-        if stored is None:
+        trace = _stored_trace(document, self.request)
+        if trace is None:
             return answer
-        found = self.good.locate(read(runs.results_folder(self.settings) / stored["folder"]))
+        found = self.good.locate(trace)
         detail = found.sentence()
         if found.verdict == "differs" and (found.stage, found.place) == self.wanted:
             return replace(answer, label=REPRODUCED, detail=detail, reproductions=1, counted=1)

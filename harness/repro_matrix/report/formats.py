@@ -16,6 +16,7 @@ from repro_matrix.analysis.regressions import ChangedCase
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.page_model import Cell, row_label
 from repro_matrix.report.result_lines import detail_lines
+from repro_matrix.results.expectations import is_unanswered
 from repro_matrix.results.rows import Row
 from repro_matrix.text import block, counted, line
 
@@ -124,7 +125,7 @@ def _test_case(cell: Cell, row: Row) -> Any:
         test.result = [Skipped(reason)]
     elif row.state == "quarantined":
         test.result = [Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))]
-    elif row.state == "unexpected" or row.no_evidence:
+    elif row.state == "unexpected" or row.no_evidence or is_unanswered(row):
         expected = row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
         difference = Failure(f"expected {expected}, measured {verdict}: {reason}", verdict)
         test.result = [difference if row.state == "unexpected" else Error(reason, verdict)]

@@ -20,6 +20,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.report.attention import Attention, Kind, attention
 from repro_matrix.report.case_status import CASE_STATES, GONE, CaseState, CaseStatus, age, case_status, is_failing_fix
+from repro_matrix.results.expectations import is_unanswered
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, list_some
 
@@ -95,7 +96,7 @@ class Headline:
     def new(self) -> list[Row]:
         """Measured variants with a verdict that have neither an expectation nor a prediction."""
         return [row for row in self.rows if row.attempts and row.verdict and row.state == "no_expectation"
-                and row.verdict != "FLAKY" and not _is_unanswered(row)]  # fmt: skip
+                and row.verdict != "FLAKY" and not is_unanswered(row)]  # fmt: skip
 
     @cached_property
     def flaky(self) -> list[Row]:
@@ -105,7 +106,7 @@ class Headline:
     @cached_property
     def unanswered(self) -> list[Row]:
         """Variants that ran and gave no evidence; what an expectation accepts is left out."""
-        return [row for row in self.rows if _is_unanswered(row)]
+        return [row for row in self.rows if is_unanswered(row)]
 
     @cached_property
     def skipped(self) -> list[Row]:
@@ -332,11 +333,6 @@ class Headline:
         message = f"{self.count('reproduces')} of {self.failures} reproduce, {works} of {measured} fixes work"
         return {"schemaVersion": 1, "label": "known failures", "message": message,
                 "color": "red" if self.differences else "green"}  # fmt: skip
-
-
-def _is_unanswered(row: Row) -> bool:
-    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
-    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
 
 
 def _names(rows: Iterable[Row]) -> list[str]:

@@ -220,6 +220,12 @@ def lacking(rows: Sequence[Row]) -> list[Row]:
     return lost + uncompared_failures(rows) + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else differs)
 
 
+def is_unanswered(row: Row) -> bool:
+    """Whether a variant ran and gave no evidence or no verdict; what an expectation accepts is left out."""
+    no_answer = row.no_evidence or row.verdict == "INCONCLUSIVE"
+    return bool(row.attempts) and no_answer and row.state in (None, "no_expectation")
+
+
 def bisect_exit(rows: Iterable[Row]) -> int:
     """Return the exit code for `git bisect run`: 1 the known failure reproduces, 0 it does not, 125 it is unknown."""
     outcomes = {attempt.outcome for row in rows if row.first for attempt in row.attempts}

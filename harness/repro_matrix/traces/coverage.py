@@ -26,7 +26,7 @@ class Total:
         self.names: dict[str, str] = {}  # of the bad side -> of the good side
         self.samples: set[Any] = set()
         self.notes: dict[str, None] = {}  # in order
-        self.not_numbers = ""
+        self.not_numbers, self.nan_weights = "", False
         self.updates: Counter[str] = Counter()  # steps in which an optimizer of the good side had a parameter
 
     def add(self, pair: Pair) -> None:
@@ -50,6 +50,7 @@ class Total:
         self.updates.update(key.name for key in pair.good.events if key.kind == "param")
         if pair.not_numbers and not self.not_numbers:
             self.not_numbers = f"step {pair.good.number}, {pair.not_numbers[0].name or 'the model'}"
+        self.nan_weights = self.nan_weights or any(key.kind in ("state", "param") for key in pair.not_numbers)
 
     def too_little(self) -> str:
         """Return why what was compared is not enough; empty where it is."""
@@ -58,6 +59,8 @@ class Total:
         known = self.found.aligned + self.found.not_compared
         if not reason and 2 * self.found.aligned < known:
             reason = f"only {self.found.aligned} of {counted(known, 'tensor')} could be compared"
+        if not reason and self.nan_weights:
+            reason = "the weights became NaN or infinite"
         if reason and self.not_numbers:
             reason += f"; not a number (NaN or infinite) on both sides from {self.not_numbers} on"
         return reason

@@ -7,6 +7,7 @@ trace has no last line, counts as stopped.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ class RankTrace:
     random: dict[tuple[int, int], Any] = field(default_factory=dict)  # state of random numbers by step and micro-batch
     events: dict[int, list[Event]] = field(default_factory=dict)  # by step; ``rows`` is the decoded sketch
     complete: set[int] = field(default_factory=set)
+    files: dict[str, str] = field(default_factory=dict)  # of the code that ran -> their hashes
     end: str = ""  # the reason; empty where the trace was cut
 
     def read(self, path: Path) -> None:
@@ -49,6 +51,8 @@ class RankTrace:
                     self.notes.append(event["text"])
                 elif kind == "random":
                     self.random[event["s"], event["m"]] = event["v"]
+                elif kind == "files":
+                    self.files = event["files"]
                 elif kind == "end":
                     self.end = event["reason"]
                 else:
@@ -111,6 +115,12 @@ class Trace:
         """What the tracer could not see, and what could not be read."""
         return list(dict.fromkeys(note for each in self.ranks.values() for note in each.notes))
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a file of the code that ran has been edited since."""
+        files = {item for each in self.ranks.values() for item in each.files.items()}
+        return any(not Path(path).is_file() or _hash(Path(path)) != digest for path, digest in files)
+
     def stopped_in(self, step: int) -> list[int]:
         """Return the ranks that did not complete a step."""
         return [rank for rank in range(self.world) if rank not in self.ranks or step not in self.ranks[rank].complete]
@@ -132,6 +142,10 @@ def read(folder: Path, side: str = "") -> Trace:
             if rank.start:
                 trace.ranks[rank.start["rank"]] = rank
     return trace
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _parse(line: bytes) -> Event | None:

@@ -1,12 +1,17 @@
-"""End a script after its traced steps, where the launcher asks for it: a training may go on for days."""
+"""End a trace: name the code that ran, and end the script where the launcher asks for it: it may train for days."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import sys
 import time
+from typing import Dict
 
 WAIT_S = 60.0  # for the other ranks
+INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|python3\.\d+t?)[/\\]")
+WORKER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TAIL = 200  # bytes of a file that hold its last line
 
 
@@ -29,3 +34,18 @@ def ended(folder: str, rank: int) -> bool:
             return b'{"k":"end"' in file.read()[-TAIL:]
     except OSError:
         return False
+
+
+def source_files() -> Dict[str, str]:
+    """Return the files of the script's modules that belong to no installed package, each with a hash."""
+    paths = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+    own = {os.path.abspath(path) for path in paths if isinstance(path, str) and path.endswith(".py")}
+    return {path: hash_of(path) for path in sorted(own) if not INSTALLED.search(path) and not path.startswith(WORKER)}
+
+
+def hash_of(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
+    except OSError:
+        return ""

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import layout
 from .batches import Batch, floating
-from .ending import leave
+from .ending import leave, source_files
 from .sketch import Noise, aside, crc
 from .writer import Writer
 
@@ -110,6 +110,7 @@ class Tracer:
         try:
             if reason == "exit" and not self.stepped and not self.step and self.micro >= 0:
                 self.end_step()  # a script without an optimizer of torch is one step
+            self.writer.add("files", files=source_files())
             self.writer.add("end", steps=max(0, self.step - self.first + self.stepped), reason=reason)
             self.writer.close()
         except (OSError, RuntimeError, ValueError):
