@@ -149,6 +149,7 @@ def test_merge_leaves_out_what_an_earlier_run_left_in_the_folder(
 def test_merge_with_fewer_attempts_than_requested_is_incomplete(tmp_path: Path) -> None:
     parts = [make_shard(tmp_path, number, [name], repeat=3) for number, name in ((1, "a"), (2, "b"))]
     assert merge(*parts, to=tmp_path / "all") == 3
+    assert cli.main(["report", str(tmp_path / "all"), "--format", "json"]) == 3, "the merged folder looks complete"
 
 
 def test_merge_that_cannot_be_written_leaves_nothing_and_a_folder_is_taken_once(

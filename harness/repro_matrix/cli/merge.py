@@ -6,11 +6,12 @@ import argparse
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from repro_matrix.errors import ResultsError
 from repro_matrix.results import runs
+from repro_matrix.results.store import UNFINISHED
 from repro_matrix.text import counted, list_some
 
 EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
@@ -47,10 +48,10 @@ def main(args: argparse.Namespace) -> int:
         if left:
             lacking[f"{part.shard}/{part.of}"] = left
         files |= {below: folders[name] / below for below in found}
-    _copy(files, target)
-    code = 3 if absent or lacking else 0
     count = next(iter(parts.values())).of
     selection = next(iter(parts.values())).selection
+    code = 3 if absent or lacking else 0
+    _copy(files, target, selection if code else None)
     for number in absent:
         made = shlex.join(["repro", "matrix", *selection, f"shard={number}/{count}"])
         print(f"missing: shard {number} of {count}; to measure it: {made}")
@@ -65,14 +66,17 @@ def main(args: argparse.Namespace) -> int:
     return code
 
 
-def _copy(files: Mapping[Path, Path], target: Path) -> None:
-    """All of them or none: half a copy would be taken for the run. Raises ResultsError: it cannot be written."""
+def _copy(files: Mapping[Path, Path], target: Path, unfinished: Sequence[str] | None) -> None:
+    """All of them or none: half a copy would be taken for the run. ``unfinished``: the selection of a run that lacks
+    results; reports of it then say so. Raises ResultsError: it cannot be written."""
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         beside.mkdir(parents=True)
         for below, source in files.items():
             (beside / below).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, beside / below)
+        if unfinished is not None:
+            runs.note(beside, unfinished, UNFINISHED)
         os.replace(beside, target)  # an empty folder gives way
     except OSError as error:
         raise ResultsError(f"{target}: cannot be written: {error.strerror or error}") from None

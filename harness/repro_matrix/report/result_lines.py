@@ -68,7 +68,7 @@ def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[st
         fixes = next((status.fixes for status in head.cases if status.case == row.case), ())
         texts = {one.variant: one.help for one in head.rows if one.case == row.case}
         works = "; ".join(f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES])
-        yield from wrap(f"what works instead: {works or 'no documented fix'}", "    ", 3, width)
+        yield from wrap(f"what works instead: {works or 'none of the fixes in this run'}", "    ", 3, width)
     for line in _log_lines(row):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
     yield from (f"    $ {one_line(shlex.join(command))}" for command in (each.command, each.search) if command)
