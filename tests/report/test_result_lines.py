@@ -53,7 +53,7 @@ def test_difference_is_shown_with_its_log_and_command() -> None:
     lines = shown(cell(case="quiet"), cell("NOT_FIXED", "unexpected", case="loud", flags={"call": "root"}))
     start = lines.index("STOPPED WORKING  loud m/fsdp on current, fix fix")
     assert lines[start + 1] == "    expected: fix works; measured: same failure: because"
-    assert lines[start + 2] == "    what works instead: no documented fix"
+    assert lines[start + 2] == "    what works instead: none of the fixes in this run"
     assert [line[:8] for line in lines[start + 3 : start + 7]] == ["    | an", "    | an", "    | Tr", "    | Ru"]
     assert lines[start + 7] == "    $ repro run loud model=m strategy=fsdp 'flags.call=\"root\"' variants=fix"
     cases = [line.split() for line in lines if line.startswith("  reproduces")]
