@@ -29,7 +29,7 @@ setup: $(READY) ## create .venv with everything installed
 # Runs once, and again when the requirements change. Otherwise set-up needs no network.
 $(READY): pyproject.toml requirements/tested.txt
 	@echo "setting up $(VENV): a few minutes; torch with CUDA is about 2 GB" >&2
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
 # uv selects the build that fits the driver from PyTorch's index; pip installs torch where that index cannot be reached.
 # `repro doctor` then says whether torch can use the GPUs, and what to install if not.
