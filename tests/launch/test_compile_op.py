@@ -9,7 +9,7 @@ import pytest
 from launching import gone, wait_for
 from repro_matrix.environment.stacks.spec import Stack
 from repro_matrix.launch import processes
-from repro_matrix.launch.processes import compile_op, op_compiled
+from repro_matrix.launch.processes import compile_op, no_compiler, op_compiled
 
 # What torch does (torch.utils.file_baton): the process that creates the file compiles; the others wait for its removal.
 COMPILE = """
@@ -72,3 +72,19 @@ def test_compile_without_a_compiler_returns_the_problem(stack: Stack) -> None:
     assert "no g++" in str(compile_op(stack))
     write_python(stack, "", "/nowhere/python")
     assert "cannot be compiled" in str(compile_op(stack))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "missing"), [("c++", False), ("ccache none-such", False), ("none-such -O2", True)]
+)
+def test_missing_compiler_is_known_without_compiling(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, missing: bool
+) -> None:
+    for name in ("c++", "ccache"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    assert bool(no_compiler(stack)) is missing
+    compile_op(stack)
+    monkeypatch.setenv("CXX", "none-such")
+    assert no_compiler(stack) is None, "what is compiled needs no compiler"

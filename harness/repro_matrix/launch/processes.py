@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -33,6 +35,7 @@ TERM_S = 2.0  # how long a process may take to end by itself after TERM
 SHM = Path("/dev/shm")
 KILL_S = 10.0  # how long a killed process may take to vanish (it may be stuck in a driver)
 COMPILE_S = 600
+_UNCOMPILED = "deepspeed, whose CPU op cannot be compiled"
 LOCK_S = 1.0  # a holder closes its lock just before it removes it: only one that is closed twice is stale
 # If the controller is killed, the compilers end too: they are in the process group of this one.
 _COMPILE = """
@@ -180,6 +183,15 @@ def _done(stack: Stack) -> Path:
     return Path(stack.extensions_dir) / "deepspeed-cpu.done"
 
 
+def no_compiler(stack: Stack) -> str | None:
+    """Return that the op cannot be compiled for lack of a C++ compiler, as far as that is known without trying."""
+    env = building()
+    compiler = env.get("CXX") or "c++"
+    if op_compiled(stack) or shutil.which(shlex.split(compiler)[0], path=stack.environment(env)["PATH"]):
+        return None
+    return f"{_UNCOMPILED}: there is no C++ compiler ({compiler})"
+
+
 def compile_op(stack: Stack) -> str | None:
     """Compile the op that the stack's DeepSpeed needs on a CPU, once. Return None, or the problem.
 
@@ -200,16 +212,16 @@ def compile_op(stack: Stack) -> str | None:
             )  # fmt: skip
             output, _ = process.communicate(timeout=COMPILE_S)
         except OSError as error:
-            return f"DeepSpeed's CPU op cannot be compiled: {error}"
+            return f"{_UNCOMPILED}: {error}"
         except BaseException as error:  # Ctrl-C, too
             os.killpg(process.pid, signal.SIGKILL)  # its compilers, too
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return f"DeepSpeed's CPU op was not compiled within {COMPILE_S} s. The next run tries again."
+            return f"deepspeed, whose CPU op was not compiled within {COMPILE_S} s. The next run tries again."
         if process.returncode:
             lines = [line for line in output.splitlines() if line.strip()] or ["?"]
             error_lines = [line for line in lines if "rror" in line] or lines
-            return f"DeepSpeed's CPU op cannot be compiled (it needs a C++ compiler): {error_lines[-1]}"
+            return f"{_UNCOMPILED} (it needs a C++ compiler): {error_lines[-1]}"
         _done(stack).touch()
     return None

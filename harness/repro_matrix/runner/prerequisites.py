@@ -122,9 +122,9 @@ def plan(
         session.unavailable[name] = problem
         session.unusable.add(name)
     usable = dict(session.stacks)
-    compiling = [cell for cell in cells if build and cell.stack in usable and _compiles(session, cell)]
+    compiling = [cell for cell in cells if cell.stack in usable and _compiles(session, cell)]
     for name in ({cell.stack for cell in compiling} | _stacks_of_variants(session, compiling)) & usable.keys():
-        usable[name] = _with_op(usable[name])
+        usable[name] = _with_op(usable[name], build)
     code = code_hashes(catalogue, {cell.case for cell in cells})
     stacks: Mapping[str, Stack | str] = {**usable, **session.to_build, **session.unavailable}
     profiles = {profile.name: profile for profile in session.profiles}
@@ -180,11 +180,12 @@ def _compiles(session: Session, cell: matrix.Cell) -> bool:
     return any(item.startswith("deepspeed") for items in needs for item in items)
 
 
-def _with_op(stack: Stack) -> Stack:
+def _with_op(stack: Stack, build: bool) -> Stack:
     """Return the stack with DeepSpeed's op compiled; without a C++ compiler, as a stack without DeepSpeed."""
-    if not processes.op_compiled(stack):
+    problem = processes.no_compiler(stack)
+    if build and problem is None and not processes.op_compiled(stack):
         log(f"compiling DeepSpeed's op for stack {stack.name}; this takes minutes, once; its cells follow")
-    problem = processes.compile_op(stack)
+        problem = processes.compile_op(stack)
     if problem is None:
         return stack
     versions = {name: version for name, version in stack.versions.items() if name != "deepspeed"}
