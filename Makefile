@@ -51,7 +51,8 @@ gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, besi
 	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/cpu $(filter-out hardware=%,$(ARGS)) hardware=cpu > $(PROOF)/cpu.log 2>&1 & twin=$$!; \
 	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
 	$(BIN)/repro matrix +matrix=gpu-smoke $(if $(filter case=% model=%,$(ARGS)),,case=train-step model=qwen1.5-0.5b) repeat=1 launcher=torchrun \
-	  time_limit=2m results=$(PROOF)/torchrun --compare-to $(PROOF)/forkserver $(ARGS) || code=$$?; \
+	  time_limit=2m results=$(PROOF)/torchrun $(ARGS) || code=$$?; \
+	$(BIN)/repro diff $(PROOF)/forkserver $(PROOF)/torchrun || code=$$?; \
 	wait $$twin || code=$$?; \
 	$(BIN)/repro diff $(PROOF)/cpu $(PROOF)/forkserver --agreement --all > $(PROOF)/cpu-twin.txt || code=$$?; \
 	cat $(PROOF)/cpu-twin.txt; echo "gpu-proof: commit $(PROOF)"; exit $$code

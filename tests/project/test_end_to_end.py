@@ -128,18 +128,11 @@ def test_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
 
 
 def test_matrix_prints_page_and_exit_code_last(tmp_path: Path) -> None:
-    words, before = ["matrix", "case=ddp-module-bypass", "variants=[unfixed]", "repeat=1"], tmp_path / "before"
-    for more in ([], ["--compare-to", str(before)]):
-        run = start(tmp_path, *words, *more)
-        out, err = run.communicate(timeout=800)
-        assert run.returncode == 0, err
-        page, lines = tmp_path / "results" / "report.html", out.splitlines()
-        assert lines[-2] == f"page: {page}" and page.is_file() and lines[-1].startswith("exit code 0")
-        assert bool(more) == any(line.startswith("compared with") for line in lines[:-3])
-        shutil.copytree(tmp_path / "results", before, dirs_exist_ok=True)
-    run = start(tmp_path, "matrix", "case=card-zero-simulated", "variants=[unfixed]", "--compare-to", str(before))
-    out, _ = run.communicate(timeout=800)
-    assert run.returncode == 3, "no cell in common"
+    run = start(tmp_path, "matrix", "case=ddp-module-bypass", "variants=[unfixed]", "repeat=1")
+    out, err = run.communicate(timeout=800)
+    assert run.returncode == 0, err
+    page, lines = tmp_path / "results" / "report.html", out.splitlines()
+    assert lines[-2] == f"page: {page}" and page.is_file() and lines[-1].startswith("exit code 0")
 
 
 @pytest.mark.slow

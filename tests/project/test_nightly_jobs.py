@@ -282,7 +282,7 @@ def test_steps_of_the_action_compare_a_checkout_with_the_released_packages(real:
     for folder in (bin_folder, checkout, temp):
         folder.mkdir(parents=True)
     pip = f'#!/bin/sh\necho "$*" >> {tmp_path}/pip\n'
-    run_it = '#!/bin/sh\necho "$*"\ncase "$*" in *--compare-to*) exit 1;; esac\n'
+    run_it = '#!/bin/sh\necho "$*"\ncase "$1" in diff) exit 1;; esac\n'
     if real:
         run_it = f'#!/bin/sh\nPYTHONPATH="{ROOT / "harness"}" exec {sys.executable} -m repro_matrix "$@"\n'
     for name, text in (("python", pip), ("repro", run_it)):

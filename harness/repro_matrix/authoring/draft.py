@@ -1,11 +1,10 @@
 """Draft the first files of a case: YAML with a proposed signature, and a script without its trigger.
 
-A draft begins with nothing, with a training log, with a script of the user's, or with another case.
+A draft begins with nothing, with a training log, or with another case.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,14 +87,6 @@ def _case_folders() -> tuple[Path, Path]:
     return CONF / "case", REPROS
 
 
-def read_text(path: str, option: str) -> str:
-    """Return a file's text. Raises ConfigError that names the option."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {path} cannot be read: {error}") from None
-
-
 # -- signatures
 
 
@@ -117,41 +108,3 @@ def pattern(text: str) -> str:
         variable = r"\S+" if part.startswith(("/", "0x")) else r"\d+"
         parts[number] = variable if number % 2 else re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", part)
     return "".join(parts)
-
-
-# -- from a script
-
-
-def of_script(text: str, name: str) -> Draft:
-    """Turn a user's script into a case's: its definitions stay, its statements go into ``body(run)``.
-
-    Raises ConfigError with the line where it does not parse."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ConfigError(f"{name}:{error.lineno}: not valid Python: {error.msg}") from None
-    lines = text.splitlines()
-    defined, done = list[str](), list[str]()
-    last = 0
-    for node in tree.body:
-        block = lines[last : node.end_lineno]
-        last = node.end_lineno or last
-        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-            done += [line[4:] if line.startswith("    ") else line for line in block[1:]]
-        elif isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)):
-            defined += [] if getattr(node, "module", "") == "__future__" else block
-        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            done += block
-    inner = "\n".join(f"    {line}" if line.strip() else "" for line in done).strip("\n") or "    pass"
-    script = (
-        f'"""{TODO}: the failure in one line, and its reference. (From {name}.)"""\n\n'
-        "from __future__ import annotations\n\n"
-        "from repro_kit import Run, main\n\n" + "\n".join(defined).strip("\n") + "\n\n\ndef body(run: Run) -> None:\n"
-        f'    # {TODO}: without the fix only where run.flags["fixed"] is false\n{inner}\n'
-        '    run.check("finished", actual=True, expected=True, '
-        f'subject="{TODO}: a number that the fix makes right")\n\n\n'
-        'if __name__ == "__main__":\n    main(body)\n'
-    )
-    launch = {**SHAPE["launch"], **({"process_group": False} if "init_process_group" in text else {})}
-    criteria = {"kind": "training", "checks": ["finished"]}
-    return Draft({**SHAPE, "pass_criteria": criteria, "launch": launch}, script)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from repro_matrix.analysis import diff as diffs
-from repro_matrix.analysis.inputs import from_row, load_side
 from repro_matrix.analysis.regressions import against_history, since_last_passing
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode
@@ -17,10 +15,10 @@ from repro_matrix.report import run_summary
 from repro_matrix.report.formats import record
 from repro_matrix.report.headline import headline
 from repro_matrix.report.page_model import cells_of
-from repro_matrix.report.terminal import columns, print_json, print_lines, print_wrapped
+from repro_matrix.report.terminal import columns, print_json, print_lines
 from repro_matrix.results import quarantine
 from repro_matrix.results.expectations import bisect_exit, exit_code
-from repro_matrix.results.rows import Row, rows_of
+from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder
 from repro_matrix.runner import session, workspace
 from repro_matrix.text import counted, log
@@ -36,7 +34,6 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     """Add what `repro run CASE` takes as well."""
     add = parser.add_argument
     add("--resume", action="store_true", help="continue the interrupted run, or this selection's: keep its results")
-    add("--compare-to", metavar="DIR", help="compare with these results, as `repro diff`; exit code 1 if they differ")
     add("--dry-run", action="store_true", help="show what would be launched, and launch nothing")
 
 
@@ -52,7 +49,6 @@ def measure(
     """Run a selection and print its results; return the exit code. ``every_variant`` and ``live`` (each attempt): print
     a line for each. ``page``: measure the canary cells first, and write the run's page beside its results."""
     entries, for_git = quarantine.read(), getattr(args, "bisect_exit", False)
-    before = load_side(args.compare_to) if args.compare_to else None  # errors in it are found before anything runs
     texts, resumed = workspace.resumed(texts) if args.resume else (list(texts), None)
     prepared = session.prepare(texts, build_stacks=not args.dry_run, probe=True, as_locked=args.dry_run)
     quarantine.check(entries, prepared.catalogue)
@@ -81,19 +77,12 @@ def measure(
         complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"
         head = replace(head, incomplete=f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}")
     written = write_run_page(folder) if page else None
-    changed, keys = None, {row.cell_id for row in rows}
-    if before:  # what was not selected now is not missing
-        changed = diffs.compare([row for row in before.rows if row.key in keys], map(from_row, rows))
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
         totals = {**run_summary.totals(prepared, summary, head), "page": str(written) if written else None}
-        compared = {"compared_to": diffs.diff_to_json(changed)} if changed else {}
-        print_json({"rows": records, "summary": totals, **compared})
+        print_json({"rows": records, "summary": totals})
     else:
         print_lines(run_summary.lines(prepared, summary, head, expired, every_variant, columns()))
-        if changed and before and not (summary.problem or summary.interrupted or for_git):
-            print_wrapped("", f"compared with {diffs.describe_side(before.name, before.rows)}")
-            print_wrapped(*diffs.describe_diff(changed), "")
         print(f"page: {written}" if written else f"results: {folder}")
     if summary.problem:
         if not args.json:
@@ -105,22 +94,11 @@ def measure(
         return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
     for text in expired:
         log(f"repro: {text}")
-    code = _exit_code(prepared, rows, changed) or (ExitCode.USAGE if expired else ExitCode.OK)
-    if not args.json:
-        differences = len(changed.select(diffs.RESULTS)) if changed else 0
-        print(run_summary.describe_exit(code, head, summary, differences))
-    return code
-
-
-def _exit_code(run: session.Session, rows: Sequence[Row], changed: diffs.Diff | None) -> ExitCode:
-    """Print why less was measured than requested; return the exit code."""
-    short = run.shortfall()
+    short = prepared.shortfall()
     for text in short:
         log(f"repro: {text}")
-    code = exit_code(rows, run.settings.min_cells, bool(run.left_out or short))
-    if changed and changed.exit_code == ExitCode.DIFFERS:
-        return ExitCode.DIFFERS
-    if changed and not changed.cells:
-        log("repro: --compare-to: nothing was compared, because the two runs have no cell in common")
-        return code or ExitCode.INCOMPLETE
+    code = exit_code(rows, prepared.settings.min_cells, bool(prepared.left_out or short))
+    code = code or (ExitCode.USAGE if expired else ExitCode.OK)
+    if not args.json:
+        print(run_summary.describe_exit(code, head, summary))
     return code

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from repro_matrix.authoring import draft
@@ -21,9 +20,8 @@ from repro_matrix.external.log_text import lines
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("slug", metavar="SLUG", help="the case's name: lower case, with hyphens")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--from-log", metavar="LOG", help="propose the signature of the first error in a training log")
-    start.add_argument("--from-script", metavar="FILE", help="begin with a script that shows the failure")
+    text = "propose the signature of the first error in a training log"
+    parser.add_argument("--from-log", metavar="LOG", help=text)
     parser.add_argument("--like", metavar="CASE", help="copy flags, variants, axes, checks and script of another case")
     text = "no error, wrong numbers: the check that fails (updates, loss ...)"
     parser.add_argument("--silent", metavar="CHECK", help=text)
@@ -41,16 +39,14 @@ def main(args: argparse.Namespace) -> int:
     if args.like and args.like not in known.cases:
         raise unknown("case", args.like, known.cases, "--like")
     made = draft.Draft()
-    if args.from_script:
-        made = draft.of_script(draft.read_text(args.from_script, "--from-script"), Path(args.from_script).name)
-    elif args.from_log:
+    if args.from_log:
         made = replace(made, signatures=[_signature_of_log(args.from_log, known.cases)])
     if args.silent:
         made = replace(made, signatures=[{"name": "wrong", "kind": "check", "check": args.silent}])
     if args.like:
         shape = known.raw["case"][args.like]
         script = known.script(known.cases[args.like]).read_text(encoding="utf-8")
-        made = replace(made, shape=shape, script=made.script if args.from_script else script)
+        made = replace(made, shape=shape, script=script)
     for path in made.write(args.slug):
         print(f"wrote {path}")
     print(f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`.")

@@ -242,13 +242,12 @@ def lines(
         yield from wrap(text, width=width)
 
 
-def describe_exit(code: int, head: Headline, summary: Summary, differences: int = 0) -> str:
-    """Return the last line: the exit code and its reason. ``differences``: from the results of ``--compare-to``."""
-    left, different = len(summary.not_started), head.differences
-    different += [f"{counted(differences, 'result')} changed since the compared run"] if differences else []
+def describe_exit(code: int, head: Headline, summary: Summary) -> str:
+    """Return the last line: the exit code and its reason."""
+    left = len(summary.not_started)
     reasons = {
         0: "nothing differs from its expectation" if head.unconfirmed else "everything as expected",
-        1: "; ".join(different) or "a result differs",
+        1: "; ".join(head.differences) or "a result differs",
         2: "a quarantine entry has expired: see above",
         3: "less was measured or confirmed than requested: see above, and `repro doctor`",
     }
