@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from observations import document, observation, ok
 from repro_matrix.paths import CONFIG_PATH
-from repro_matrix.pytest_plugin import Measurement, Place, place_of, results_of
+from repro_matrix.pytest_cells import Measurement, Place, place_of, results_of
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.runner import session
 from repro_matrix.runner import workspace as workplace
@@ -129,7 +129,7 @@ def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pyt
     assert cases[1].find("failure") is not None
 
 
-def test_plugin_invalid_file_is_a_failing_test(
+def test_plugin_invalid_file_is_a_usage_error(
     run: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = pytester.path / "more" / "case"
@@ -138,8 +138,7 @@ def test_plugin_invalid_file_is_a_failing_test(
     monkeypatch.setenv(CONFIG_PATH, str(pytester.path / "more"))
     words = ("--repro", "case=ddp-unfinished-* repeat=1", "-k", "freeze or bad")
     result = pytester.runpytest_inprocess(*words, "-n", "0")
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*left out, and not measured: *ddp-unfinished-bad.yaml: *"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR and "ddp-unfinished-bad.yaml: " in result.stderr.str()
     run("-k", "freeze").assert_outcomes(passed=1)  # the file is not selected
 
 
@@ -181,7 +180,7 @@ def test_measurement_runs_selected_variants_once(monkeypatch: pytest.MonkeyPatch
 
     launched: list[list[str]] = []
     monkeypatch.setattr(workplace, "execute", execute)
-    monkeypatch.setattr("repro_matrix.pytest_plugin.results_of", lambda document, *given: document)
+    monkeypatch.setattr("repro_matrix.pytest_cells.results_of", lambda document, *given: document)
     measurement, place = prepared_measurement(tmp_path, "touch", "freeze")
     assert measurement.results(place) == measurement.results(place) == ["unfixed", "freeze", "touch"]
     assert launched == [["unfixed", "freeze", "touch"]]
