@@ -156,5 +156,5 @@ def make_lock(name: str, *, conf: Path | None = None) -> Path:
     path = spec.lock_path(definition.slug, conf)
     if path.is_relative_to(paths.CONF) and not paths.CHECKOUT:
         raise StackError("usage", f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that")
-    locks.write(path, locks.resolve_definition(definition).text)
+    locks.write(path, locks.resolve_definition(definition))
     return path

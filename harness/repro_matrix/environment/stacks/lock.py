@@ -5,22 +5,20 @@ all. Its first lines name what it was made from, so that a lock which no longer 
 that are not committed (of a user's file, of a floating stack, of a variation of a stack) are resolved once and kept in
 the cache, so that a probe which is repeated next month is the same probe.
 
-Yanked releases and pre-releases are left out unless requested. The index's answer is cached for an hour, and used again
-when the index cannot be reached. Proxies come from the usual environment variables.
+Yanked releases and pre-releases are left out unless requested. Proxies come from the usual environment variables.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,9 +34,8 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DEFAULT_PYTHON = "3.11"  # for a definition without `python:`; has wheels from torch 2.0 to today
-HOUR_S, DAY_S = 3600, 24 * 3600
+DAY_S = 24 * 3600
 PYPI = "https://pypi.org/simple/"
-_PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?==([^\s;\\]+)[ \t]*(?:;[ \t]*([^\\\n]+?))?[ \t]*\\?$", re.M)
 _UV_LOCK = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.M)
 _INCLUDE = re.compile(r"^\s*(?:-r|-c|--requirement|--constraint)[ =]+(\S+)", re.M)
 _COMPILE = [
@@ -94,10 +91,19 @@ def uv_error(subject: str, output: str) -> StackError:
 
 @dataclass(frozen=True)
 class Lock:
-    """A resolved requirements file."""
+    """A resolved requirements file; comments at its head say what it was made for."""
 
     text: str
-    python: str  # major.minor
+    path: str = ""
+
+    def head(self, name: str) -> str | None:
+        match = re.search(rf"^# {name}: (.+)$", self.text, re.M)
+        return match[1].strip() if match else None
+
+    @property
+    def python(self) -> str:
+        """Major.minor."""
+        return self.head("python") or DEFAULT_PYTHON
 
     @property
     def body(self) -> str:
@@ -105,14 +111,22 @@ class Lock:
 
     @property
     def pins(self) -> dict[str, str]:
-        """Packages and their versions on this machine under the stack's Python."""
-        from packaging.markers import Marker
+        """Packages and their versions on this machine under the stack's Python. Raises StackError for two of one."""
+        from packaging.requirements import InvalidRequirement, Requirement
 
-        return {
-            canonical(name): version
-            for name, version, marker in _PIN.findall(self.text)
-            if not marker or Marker(marker).evaluate(_environment(self.python))
-        }
+        environment = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
+        pins: dict[str, str] = {}
+        for number, line in enumerate(map(without_options, self.text.splitlines()), 1):
+            try:
+                requirement = Requirement(line)
+            except InvalidRequirement:  # a clone, an option, nothing
+                continue
+            name, version = canonical(requirement.name), one_release(requirement)
+            here = requirement.marker is None or requirement.marker.evaluate(environment)
+            if here and version and pins.setdefault(name, version) != version:
+                two = f"line {number}: two versions of {name}: {pins[name]} and {version}"
+                raise StackError("usage", f"stack {self.path}: {two}. Remove one of them.")
+        return pins
 
     @property
     def key(self) -> str:
@@ -121,25 +135,20 @@ class Lock:
         return short_hash(self.body, self.python, system.sysname, system.machine)
 
 
-def _environment(python: str) -> dict[str, str]:
-    """Return what markers are asked about, besides this machine."""
-    return {"python_version": python, "python_full_version": f"{python}.0"}
-
-
 def fingerprint(definition: Definition) -> str:
     """Hash everything that decides the lock: a lock made from something else is out of date."""
     pins, no_deps = sorted(definition.pins), sorted(definition.no_deps)
     return short_hash(*pins, "|", *no_deps, "|", definition.python or DEFAULT_PYTHON)
 
 
-def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> Lock:
-    """Resolve a definition. ``prefer``: versions to keep where the requirements allow it."""
+def resolve_definition(definition: Definition, prefer: Mapping[str, str] | None = None) -> str:
+    """Return a definition's lock as text. ``prefer``: versions to keep where the requirements allow it."""
     slug, python = definition.slug, definition.python or DEFAULT_PYTHON
     body = _compile(f"stack {slug}", definition.pins, python, prefer or {})
     if definition.no_deps:
         body += _compile(f"stack {slug}", definition.no_deps, python, {}, "--no-deps")
     head = f"# stack: {slug}\n# python: {python}\n# definition: {fingerprint(definition)}\n"
-    return Lock(f"{head}# renew: repro stack lock {slug}\n{body}", python)
+    return f"{head}# renew: repro stack lock {slug}\n{body}"
 
 
 def _compile(subject: str, pins: list[str], python: str, prefer: Mapping[str, str], *options: str) -> str:
@@ -155,13 +164,7 @@ def _compile(subject: str, pins: list[str], python: str, prefer: Mapping[str, st
 
 
 def read(path: Path) -> Lock:
-    text = path.read_text(encoding="utf-8")
-    return Lock(text, _header(text, "python") or DEFAULT_PYTHON)
-
-
-def _header(text: str, name: str) -> str | None:
-    match = re.search(rf"^# {name}: (.+)$", text, re.M)
-    return match[1].strip() if match else None
+    return Lock(path.read_text(encoding="utf-8"), str(path))
 
 
 def committed(definition: Definition, path: Path) -> Lock:
@@ -170,7 +173,7 @@ def committed(definition: Definition, path: Path) -> Lock:
     if not path.exists():
         raise StackError("usage", f"stack {definition.slug} has no lock yet: {command}")
     lock = read(path)
-    if _header(lock.text, "definition") != fingerprint(definition):
+    if lock.head("definition") != fingerprint(definition):
         raise StackError("usage", f"stack {definition.slug}: {path.name} was made from another definition; {command}")
     return lock
 
@@ -204,25 +207,12 @@ def lock_file(path: Path) -> Lock:
 def pinned(path: Path) -> Mapping[str, str]:
     """Return the releases of a user's file: of its lock in the cache, else as it pins them; {} where it pins no torch.
     Nothing is resolved. Raises StackError where it pins two versions of a package."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
     cached = file_lock_path(path)
-    text = _read_source(cached if cached.exists() else path)
     if path.name == "uv.lock" and not cached.exists():
-        return {canonical(name): version for name, version in _UV_LOCK.findall(text)}
-    python = _header(text, "python") or DEFAULT_PYTHON
-    pins: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            requirement = Requirement(without_options(line))
-        except InvalidRequirement:  # a clone, an option, nothing
-            continue
-        name, version = canonical(requirement.name), one_release(requirement)
-        here = requirement.marker is None or requirement.marker.evaluate(_environment(python))
-        if here and version and pins.setdefault(name, version) != version:
-            two = f"line {number}: two versions of {name}: {pins[name]} and {version}"
-            raise StackError("usage", f"stack {path}: {two}. Remove one of them.")
-    return {**pins, "python": python} if "torch" in pins else {}
+        return {canonical(name): version for name, version in _UV_LOCK.findall(_read_source(path))}
+    lock = Lock(_read_source(cached if cached.exists() else path), str(path))
+    pins = lock.pins
+    return {**pins, "python": lock.python} if "torch" in pins else {}
 
 
 def without_options(line: str) -> str:
@@ -257,13 +247,13 @@ def _read_source(path: Path) -> str:
 
 
 def resolve_file(path: Path) -> str:
-    subject, python = f"stack {path}", _header(_read_source(path), "python") or DEFAULT_PYTHON
+    subject, python = f"stack {path}", Lock(_read_source(path)).python
     if path.name == "uv.lock":
         body = run_uv(subject, [*_EXPORT, str(path.parent)])
     else:
         options = ["--emit-index-url", "--emit-find-links"]
         body = run_uv(subject, [*_COMPILE, python, str(path), *options], cwd=path.parent)
-    if not _PIN.search(body):
+    if not Lock(body, str(path)).pins:
         raise StackError("usage", f"{subject}: it names no package")
     return f"# python: {python}\n{body}"
 
@@ -277,7 +267,7 @@ def lock_floating(definition: Definition, renew: bool = False) -> Lock:
     cached = floating_path(definition)
     if renew or not cached.exists() or time.time() - cached.stat().st_mtime >= DAY_S:
         try:
-            write(cached, resolve_definition(definition).text)
+            write(cached, resolve_definition(definition))
         except StackError as error:
             if renew or not error.infra_error or not cached.exists():
                 raise
@@ -289,7 +279,7 @@ def lock_with_swaps(definition: Definition, swaps: tuple[Requirement, ...], base
     other = replaced(definition, swaps)
     cached = _cached("swapped", fingerprint(other), base.body)
     if not cached.exists():
-        write(cached, resolve_definition(other, prefer=base.pins).text)
+        write(cached, resolve_definition(other, prefer=base.pins))
     return read(cached)
 
 
@@ -315,7 +305,7 @@ class Release:
 
 def releases(package: str, *, yanked: bool = False, pre: bool = False) -> list[Release]:
     """Return a package's releases, oldest first (by version). Raises StackError."""
-    everything = _stored_releases(canonical(package))
+    everything = _ask_indexes(canonical(package))
     selected = [r for r in everything if (yanked or not r.yanked) and (pre or not r.parsed.is_prerelease)]
     return sorted(selected, key=lambda release: release.parsed)
 
@@ -373,36 +363,12 @@ def indexes() -> list[str]:
     return [re.sub(r"^[\w-]+=(?=\w+:)", "", address) for address in [*more, default]]
 
 
-def _stored_releases(package: str) -> list[Release]:
-    addresses = indexes()
-    path = paths.cache_dir() / "releases" / f"{package}-{short_hash(*addresses)}.json"
-    offline = os.environ.get("UV_OFFLINE", "").lower() in ("1", "true", "yes")
-    try:
-        stored = [Release(**item) for item in json.loads(path.read_text(encoding="utf-8"))]
-        if offline or time.time() - path.stat().st_mtime < HOUR_S:
-            return stored
-    except (OSError, ValueError, TypeError):
-        stored = []  # missing or damaged: ask the index again
-    if offline:
-        raise StackError("infra", f"UV_OFFLINE is set and the releases of {package} were never read before")
-    import requests  # takes 100 ms
-
-    try:
-        answer = _ask_indexes(package, addresses)
-    except requests.RequestException as error:
-        if stored:
-            return stored
-        raise StackError("infra", f"releases of {package}: the index cannot be reached: {error}") from None
-    write(path, json.dumps([asdict(release) for release in answer]))
-    return answer
-
-
-def _ask_indexes(package: str, addresses: Sequence[str]) -> list[Release]:
+def _ask_indexes(package: str) -> list[Release]:
     """Ask the first index that knows the package, as uv does. A release is yanked when every file of it is."""
-    import pypi_simple
+    import pypi_simple  # takes 100 ms
     import requests
 
-    for address in addresses:
+    for address in indexes():
         session = requests.Session()
         session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or True
         with pypi_simple.PyPISimple(endpoint=address.rstrip("/") + "/", session=session) as client:
@@ -410,6 +376,9 @@ def _ask_indexes(package: str, addresses: Sequence[str]) -> list[Release]:
                 files = client.get_project_page(package, timeout=(10, 60)).packages
             except pypi_simple.NoSuchProjectError:
                 continue
+            except requests.RequestException as error:
+                why = f"releases of {package}: the index cannot be reached: {error}"
+                raise StackError("infra", why) from None
         yanked: dict[Version, bool] = {}
         for file in files:
             if file.package_type in ("wheel", "sdist"):
