@@ -6,14 +6,16 @@ import difflib
 import json
 from collections.abc import Iterable
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
     from pydantic.fields import FieldInfo
 
 
+V = TypeVar("V")
 NEAR = 0.65  # above difflib's 0.6, at which `claims` is near `arms`
 FILES = (".py", ".txt", ".lock")
 FEW = 20  # choices that are listed beside the nearest one
@@ -72,12 +74,24 @@ def _stem(word: str) -> str:
     return next((text[: -len(kind)] for kind in FILES if text.endswith(kind) and text != kind), text)
 
 
+class Options(dict[str, V]):
+    """Options by name, and those whose file is wrong, each with what is wrong with it. ``unknown`` tells it of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left_out: dict[str, ConfigError] = {}
+
+
 def as_yaml(value: Any) -> str:
     """Return a value as it is written in YAML and on the command line: ``null``, ``false``, ``text``."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def unknown(what: str, word: str, choices: Iterable[str], where: str = "") -> ConfigError:
+    left_out = choices.left_out if isinstance(choices, Options) else {}
+    wrong = next((why for name, why in left_out.items() if name == word or fnmatchcase(name, word)), None)
+    if wrong:
+        return ConfigError(f"{where}: needs {what} {word!r}, which is left out: {wrong}" if where else str(wrong))
     return ConfigError(f"{where + ': ' if where else ''}unknown {what} {word!r}{nearest(word, choices)}")
 
 

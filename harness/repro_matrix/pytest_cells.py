@@ -179,6 +179,8 @@ class Cells:
             raise pytest.UsageError(f"--repro {given}: {error}") from None
         except ReproError as error:
             raise pytest.UsageError(str(error)) from None
+        if prepared.left_out:
+            raise pytest.UsageError("\n".join(f"left out: {text}" for text in prepared.left_out))
         self.measurement = Measurement(prepared, texts, entries)
 
     @pytest.hookimpl(tryfirst=True)

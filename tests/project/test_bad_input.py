@@ -72,10 +72,17 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "conf"
 
 
+def test_glob_that_matches_only_an_invalid_file_names_its_error(conf: Path, capsys: Capsys) -> None:
+    (conf / "case" / "bad-one.yaml").write_text("slug: bad-one\nkind: failur\n")
+    error = refused(capsys, "list", "case=bad-*")
+    assert "bad-one.yaml: " in error and "did you mean 'failure'" in error and "unknown case" not in error
+
+
 def test_file_with_another_ending_is_named(conf: Path, capsys: Capsys) -> None:
     file = conf / "case" / "our-case.yml"
     file.write_text("slug: our-case\n")
     assert str(file) in refused(capsys, "list", "case=our-case")
+    assert cli.main(["list", "case=train-step"]) == 0 and str(file) in capsys.readouterr().err
 
 
 # -- disks and homes

@@ -129,13 +129,17 @@ def test_plugin_junit_names_case_cell_and_variant(run: Any, pytester: pytest.Pyt
     assert cases[1].find("failure") is not None
 
 
-def test_plugin_invalid_file_is_a_usage_error(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_invalid_file_is_a_usage_error(
+    run: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = pytester.path / "more" / "case"
     case.mkdir(parents=True)
     (case / "ddp-unfinished-bad.yaml").write_text("slug: ddp-unfinished-bad\nkind: failur\n")
     monkeypatch.setenv(CONFIG_PATH, str(pytester.path / "more"))
-    result = pytester.runpytest_inprocess("--repro", f"case={CASE} repeat=1", "-n", "0")
+    words = ("--repro", "case=ddp-unfinished-* repeat=1", "-k", "freeze or bad")
+    result = pytester.runpytest_inprocess(*words, "-n", "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR and "ddp-unfinished-bad.yaml: " in result.stderr.str()
+    run("-k", "freeze").assert_outcomes(passed=1)  # the file is not selected
 
 
 def test_plugin_all_skipped_exits_with_5(pytester: pytest.Pytester, run: Any) -> None:

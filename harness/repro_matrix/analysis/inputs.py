@@ -170,7 +170,12 @@ def load_folder(root: Path, name: str = "") -> Side:
     side.rows = [from_row(row, str(root)) for row in rows]
     side.lacking = list(dict.fromkeys(row.cell_id for row in lacking(rows)))
     cases = catalog.load().cases
-    for case in sorted({row.case for row in rows} - cases.keys()):
-        side.notes.append(f"{root}: case {case!r} is not in this catalog: its stored verdicts are used")
+    unknown_cases = sorted({row.case for row in rows} - cases.keys())
+    wrong = catalog.left_out(cases) if unknown_cases else {}
+    for case in unknown_cases:
+        if case in wrong:  # its file is there and cannot be used: nothing says what to expect of it
+            side.unreadable.append(f"{root}: case {case!r} cannot be graded: {wrong[case]}")
+        else:
+            side.notes.append(f"{root}: case {case!r} is not in this catalog: its stored verdicts are used")
     side.notes += side.unreadable
     return side

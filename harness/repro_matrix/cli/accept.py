@@ -45,9 +45,10 @@ def main(args: argparse.Namespace) -> int:
     names = set(overrides.expand("case", selection.case, known.cases))
     shipped = set() if own.is_shipped else names - known.own.get("case", {}).keys()
     found = propose(source, selection, known, names - shipped, args.reason or "", args.allow)
+    notes = [f"left out: {text}" for text in known.left_out]
     if shipped:
-        print_notes(["left out: cases that are shipped with repro-matrix. Their expectations are read-only here."])
-    print_notes(found.notes)
+        notes.append("left out: cases that are shipped with repro-matrix. Their expectations are read-only here.")
+    print_notes([*notes, *found.notes])
     if args.dry_run or not found.refused:
         _print(found)
     if found.refused:

@@ -59,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
     notes = describe_unusable(machine.left_out) if where == "here" else []  # else they are the problem
     notes += [machine.hidden] if machine.hidden else []
     notes += () if problems else machine.unusable  # on hardware=cpu
+    notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
     notes += [f"stack {name} would be built first" for name in prepared.to_build]
     notes += profile.warnings(shm)

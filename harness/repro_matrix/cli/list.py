@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from repro_matrix.cli import options
-from repro_matrix.report.terminal import axes_of, named, print_json, print_table, print_wrapped
+from repro_matrix.report.terminal import axes_of, named, print_json, print_notes, print_table, print_wrapped
 from repro_matrix.runner.session import ask
 from repro_matrix.text import counted
 
@@ -18,8 +18,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     request = ask(args.overrides)
     request.check()
+    cells = request.cells  # an error that names a file that is left out is not preceded by the note about it
+    print_notes([f"left out: {text}" for text in request.catalogue.left_out])
     rows: list[dict[str, Any]] = []
-    for cell in request.cells:
+    for cell in cells:
         case = request.catalogue.cases[cell.case]
         row = {
             "case": cell.case, "kind": case.kind, "title": case.title, "references": case.references,

@@ -14,7 +14,7 @@ from repro_matrix.external.log_match import recognize
 from repro_matrix.external.log_scan import Catalogue, scan
 from repro_matrix.external.log_text import lines
 from repro_matrix.report.logs import Versions, log_json, log_lines
-from repro_matrix.report.terminal import print_json
+from repro_matrix.report.terminal import print_json, print_notes
 
 EPILOG = """\
 The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     cases = catalog.load()
+    print_notes([f"left out: {text}" for text in cases.left_out])
     known = Catalogue(cases.cases)
     stacks = [text.removeprefix("stack=") for text in args.logs if text.startswith("stack=")]
     given = _versions(stacks, args.versions)

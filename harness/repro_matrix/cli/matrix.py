@@ -97,7 +97,7 @@ def measure(
     short = prepared.shortfall()
     for text in short:
         log(f"repro: {text}")
-    code = exit_code(rows, prepared.settings.min_cells, bool(short))
+    code = exit_code(rows, prepared.settings.min_cells, bool(prepared.left_out or short))
     code = code or (ExitCode.USAGE if expired else ExitCode.OK)
     if not args.json:
         print(run_summary.describe_exit(code, head, summary))

@@ -30,7 +30,7 @@ from repro_matrix.planning import cells
 from repro_matrix.planning.plan import CellPlan, VariantPlan
 from repro_matrix.report import terminal
 from repro_matrix.report.page_model import symptom
-from repro_matrix.report.terminal import print_json, print_table, print_wrapped
+from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner import prerequisites
@@ -64,6 +64,7 @@ def main(args: argparse.Namespace) -> int:
         listed = [f"  {slug:<{max(map(len, names))}}  {cases[slug].title}" for slug in names]
         raise ConfigError("\n".join([f"{args.case}: `repro show` takes one case. These match:", *listed]))
     request = replace(request, selections=[replace(each, case=names) for each in request.selections])
+    print_notes(request.left_out)
     case = cases[names[0]]
     prepared, plan = _plan_first_cell(request, case)
     commands = args.commands or bool(prepared.settings.variants)

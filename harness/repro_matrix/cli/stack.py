@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import build
+from repro_matrix.environment.stacks import build, spec
 from repro_matrix.errors import ReproError
-from repro_matrix.report.terminal import print_json, print_table
+from repro_matrix.report.terminal import print_json, print_notes, print_table
 from repro_matrix.text import log
 
 ACTIONS = {
@@ -41,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> None:
+    print_notes([f"left out: {error}" for error in spec.definitions().left_out.values()])
     listed = stacks.defined_stacks()
     if args.json:
         print_json([asdict(item) for item in listed])

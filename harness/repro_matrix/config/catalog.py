@@ -19,12 +19,13 @@ from pydantic import BaseModel, ValidationError
 from repro_matrix.config import project
 from repro_matrix.config.expectations import Expectation, Table
 from repro_matrix.config.schema import Case, Hardware, Model, Stack, Strategy, Variant
-from repro_matrix.errors import ConfigError, describe_validation, unknown
+from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
 from repro_matrix.paths import CONF, REPROS, file_state
 
 T = TypeVar("T", bound=BaseModel)
 Raw = dict[str, Any]
 Patch = tuple[list[str], Any]  # the path of a key and its new value
+Errors = dict[str, ConfigError]
 
 GROUPS: dict[str, type[BaseModel]] = {
     "case": Case, "model": Model, "strategy": Strategy, "stack": Stack, "hardware": Hardware,
@@ -56,6 +57,12 @@ class Catalogue:
     repros: Path = REPROS
     own: dict[str, dict[str, Path]] = field(default_factory=dict, repr=False)  # group -> the user's own files
 
+    @property
+    def left_out(self) -> list[str]:
+        """Describe each file that is left out because it is invalid."""
+        groups = (self.cases, self.models, self.strategies, self.stacks, self.hardware)
+        return [str(error) for options in groups for error in left_out(options).values()]
+
     def script(self, case: Case) -> Path:
         file = self.own.get("case", {}).get(case.slug)
         return project.current().script(case.script_name, file.parent) if file else self.repros / case.script_name
@@ -64,6 +71,11 @@ class Catalogue:
         """Return group -> file of a variant's case, model and strategy, for those that are the user's own."""
         names = {"case": settings["case"], **{group: settings[group].get("slug") for group in ("model", "strategy")}}
         return {group: self.own[group][name] for group, name in names.items() if name in self.own.get(group, {})}
+
+
+def left_out(options: Mapping[str, Any]) -> Errors:
+    """Return name -> error for the invalid files of a group."""
+    return options.left_out if isinstance(options, Options) else {}
 
 
 def parse_yaml(text: str) -> Any:
@@ -118,20 +130,29 @@ def load(
 ) -> Catalogue:
     """Read and validate all groups, and the expectations of the cases (results/expected beside conf/).
 
-    ``patches`` (group -> changes) come from overrides such as ``model.config.num_hidden_layers=4``; those of cases
-    apply to ``cases``, names or globs. Raise ConfigError for an invalid file, or a patch that makes one invalid.
+    An invalid file is left out, together with the cases that need it; ``Catalogue.left_out`` has the reason.
+    ``patches`` (group -> changes) come from overrides such as
+    ``model.config.num_hidden_layers=4``; those of cases apply to ``cases``, names or globs. Raise ConfigError for a
+    patch that makes a file invalid.
     """
     patches, selected = dict(patches or {}), list(cases)
     raws: dict[str, dict[str, Raw]] = {group: {} for group in GROUPS}
-    groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+    groups: dict[str, Options[Any]] = {group: Options() for group in GROUPS}
     own: dict[str, dict[str, Path]] = {}
     for group, options in groups.items():
         files = project.files(group, conf)
         if not files:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
         own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
+        for path in project.misnamed(group, conf):
+            name = path.name if path.stem in files else path.stem
+            options.left_out[name] = ConfigError(f"{path}: is not read: its ending must be .yaml")
         for name, path in files.items():
-            raw, option = _option(group, path, file_state(path))
+            try:
+                raw, option = _option(group, path, file_state(path))
+            except ConfigError as error:
+                options.left_out[name] = error
+                continue
             applicable = [change for change in patches.get(group, []) if _applies(group, name, raw, change, selected)]
             if applicable:
                 raw = copy.deepcopy(raw)
@@ -144,7 +165,7 @@ def load(
         groups["case"], groups["model"], groups["strategy"], groups["stack"], groups["hardware"], raws, repros, own
     )
     _check_patched_options(patches, catalogue)
-    _check_cases(catalogue, conf, bool(patches))
+    _check_cases(groups["case"], catalogue, conf, bool(patches))
     return catalogue
 
 
@@ -191,19 +212,36 @@ def _check_patched_options(patches: Mapping[str, list[Patch]], catalogue: Catalo
             raise unknown("strategy option", keys[-1], options, f"override strategy.{'.'.join(keys)}")
 
 
-def _add_expectations(conf: Path, cases: dict[str, Case]) -> None:
-    """Give each case its expectations, shipped or the user's own. Raise ConfigError."""
+def _add_expectations(conf: Path, cases: Options[Case]) -> None:
+    """Give each case its expectations, shipped or the user's own; leave out the cases whose file is invalid."""
     shipped = conf.parent / "results" / "expected"
-    known: dict[str, Path] = {}
-    for folder in dict.fromkeys([shipped, *([project.current().expected] if conf == CONF else ())]):
-        for path in sorted(folder.glob("*.yaml")):
-            slug = path.stem
-            if slug not in cases:
-                raise unknown("case", slug, cases, shorten(path))
-            if slug in known:
-                raise ConfigError(f"{path}: the expectations of {slug} are also in {known[slug]}")
-            known[slug] = path
-            cases[slug] = cases[slug].model_copy(update={"expect": _expectations(path, file_state(path))})
+    found, errors = _read_expectations(shipped, cases)
+    folder = project.current().expected
+    if conf == CONF and folder != shipped:
+        own, own_errors = _read_expectations(folder, cases)
+        for slug in own.keys() & found.keys():
+            clash = f"{folder / slug}.yaml: the expectations of {slug} are also in {shipped / slug}.yaml"
+            own_errors[slug] = ConfigError(clash)
+        found, errors = found | own, errors | own_errors
+    for slug, entries in found.items():
+        cases[slug] = cases[slug].model_copy(update={"expect": entries})
+    _leave_out(cases, errors)
+
+
+def _read_expectations(folder: Path, cases: Options[Case]) -> tuple[dict[str, list[Expectation]], Errors]:
+    """Return case -> its expectations, and case -> error for the invalid files."""
+    found: dict[str, list[Expectation]] = {}
+    errors: Errors = {}
+    for path in sorted(folder.glob("*.yaml")):
+        if path.stem in cases.left_out:
+            continue
+        try:
+            if path.stem not in cases:
+                raise unknown("case", path.stem, cases, shorten(path))
+            found[path.stem] = _expectations(path, file_state(path))
+        except ConfigError as error:
+            errors[path.stem] = error
+    return found, errors
 
 
 @functools.lru_cache(maxsize=1024)
@@ -219,17 +257,40 @@ def parse_expectations(raw: Raw, path: Path) -> list[Expectation]:
     return table.expectations
 
 
+def _leave_out(options: Options[Any], errors: Errors) -> None:
+    for name, error in errors.items():
+        options.pop(name, None)
+        options.left_out[name] = error
+
+
 def shorten(path: Path) -> str:
     """Return conf/case/NAME.yaml for messages."""
     return str(Path(*path.parts[-3:]))
 
 
-def _check_cases(catalogue: Catalogue, conf: Path, patched: bool) -> None:
-    """Raise ConfigError for a case that names a missing script, model or other option."""
-    for slug, case in catalogue.cases.items():
+def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched: bool) -> None:
+    """Leave out the cases that name a missing script, model or other option. Raise what a patch made invalid."""
+    errors: Errors = {}
+    for slug, case in list(cases.items()):
+        cases[slug] = case = _without_invalid(case, catalogue)
         path = shorten(catalogue.own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
-        _check_references(case, catalogue, path)
-        check_variants(case, catalogue.strategies, path, patched)
+        try:
+            _check_references(case, catalogue, path)
+            check_variants(case, catalogue.strategies, path, patched)
+        except ConfigError as error:
+            if patched and slug in load(conf, catalogue.repros).cases:
+                raise
+            errors[slug] = error
+    _leave_out(cases, errors)
+
+
+def _without_invalid(case: Case, catalogue: Catalogue) -> Case:
+    """Return the case without the models and strategies whose files are invalid, while others remain."""
+    axes = {}
+    for axis, options in (("model", catalogue.models), ("strategy", catalogue.strategies)):
+        names = getattr(case.axes, axis)
+        axes[axis] = [name for name in names if name not in left_out(options)] or names
+    return case.model_copy(update={"axes": case.axes.model_copy(update=axes)})
 
 
 def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
@@ -247,7 +308,8 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
         names.append(("model", variant.model, catalogue.models, where))
         names.append(("strategy", variant.strategy, catalogue.strategies, where))
         names.append(("stack", variant.stack, catalogue.stacks, where))
-    names += [("case", name, catalogue.cases, "also_matches") for name in case.also_matches]
+    known = {**catalogue.cases, **left_out(catalogue.cases)}
+    names += [("case", name, known, "also_matches") for name in case.also_matches]
     for what, name, options, key in names:
         if name and name not in options:
             raise unknown(what, name, options, f"{path}: {key}")
@@ -264,6 +326,8 @@ def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:
     for claim in case.claims:
         where = f"{path}: claims.{claim.id}"
         for prediction in claim.predictions:
+            if prediction.case in left_out(catalogue.cases):
+                continue  # the error is in the other case's file
             target = catalogue.cases.get(prediction.case or case.slug)
             if target is None:
                 raise unknown("case", str(prediction.case), catalogue.cases, where)

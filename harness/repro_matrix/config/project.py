@@ -90,13 +90,16 @@ def files(group: str, conf: Path = CONF) -> dict[str, Path]:
     """A group's files by name, the shipped ones first. Raises ConfigError: a name that two folders have."""
     found: dict[str, Path] = {}
     for folder in conf_folders(conf):
-        for path in sorted((folder / group).glob("*.y*ml")):
-            if path.suffix != ".yaml":
-                raise ConfigError(f"{path}: is not read: its ending must be .yaml")
+        for path in sorted((folder / group).glob("*.yaml")):
             if path.stem in found:
                 raise ConfigError(f"{path}: {group} {path.stem!r} is also in {found[path.stem]}; give it another name")
             found[path.stem] = path
     return found
+
+
+def misnamed(group: str, conf: Path = CONF) -> list[Path]:
+    """Return the files with the ending .yml, which are not read."""
+    return [path for folder in conf_folders(conf) for path in sorted((folder / group).glob("*.yml"))]
 
 
 def published() -> list[Path]:

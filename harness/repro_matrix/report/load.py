@@ -117,6 +117,7 @@ def load_results(
     incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]
     damaged = lost(texts)
     notes = [text for text in texts if text not in damaged]
+    notes += [f"left out: {text}" for text in catalog.left_out]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     claims = ledger(shown, stored)
     head = headline(rows, catalog.cases, since, _no_previous(folders, history))

@@ -34,7 +34,7 @@ def show_plan(prepared: Session, as_json: bool) -> int:
     short = [*prepared.shortfall(), *prepared.too_few_free()]
     for text in short:
         log(f"repro: {text}")
-    code = ExitCode.INCOMPLETE if short else ExitCode.OK
+    code = ExitCode.INCOMPLETE if short or prepared.left_out else ExitCode.OK
     if as_json:
         print_json(items)
         return code
@@ -205,6 +205,7 @@ def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any
         "expected": dict(Counter(row.state for row in head.rows if row.state)),
         "elsewhere": prepared.elsewhere,
         "left": [" ".join((cell.hardware, cell.stack, cell.key)) for cell in summary.not_started],
+        "left_out": prepared.left_out,
     }
 
 
@@ -216,7 +217,8 @@ def lines(
         print_rows(head.rows)
         yield ""
     yield from result_lines(head, width)
-    texts = [f"QUARANTINE EXPIRED: {text}" for text in expired]
+    texts = [f"LEFT OUT: {text}" for text in prepared.left_out]
+    texts += [f"QUARANTINE EXPIRED: {text}" for text in expired]
     if summary.interrupted:
         complete = len({row.cell for row in head.rows if row.complete})
         texts.append(f"INTERRUPTED: {counted(complete, 'cell')} complete. --resume measures the others.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -93,6 +94,20 @@ class Request:
                 "shard=: this command shows the whole selection. `repro matrix --dry-run shard=...` shows a shard."
             )
 
+    @property
+    def left_out(self) -> list[str]:
+        """Return the errors of the selected files of conf/ that are left out."""
+        found: dict[str, None] = {}
+        for each in self.selections:
+            for options, patterns in (
+                (self.catalogue.cases, each.case),
+                (self.catalogue.models, each.model or ["*"]),
+                (self.catalogue.strategies, each.strategy or ["*"]),
+            ):
+                wrong = catalog.left_out(options)
+                found |= {str(wrong[name]): None for name in wrong if any(fnmatchcase(name, one) for one in patterns)}
+        return list(found)
+
     @cached_property
     def cells(self) -> list[Cell]:
         """Every selected cell, in the catalogue's order, not yet assigned to a profile."""
@@ -162,6 +177,7 @@ class Session:
     unusable: set[str] = field(default_factory=set)
     shard: ShardManifest | None = None  # which shard of a selection this is
     unplanned: list[str] = field(default_factory=list)  # what the memory plan could not find out
+    left_out: list[str] = field(default_factory=list)  # invalid files of conf/ among the selected ones
     elsewhere: dict[str, int] = field(default_factory=dict)  # why not on the GPUs -> cells measured on another profile
     displaced: set[Cell] = field(default_factory=set)  # of these, those that would be on GPUs if none was left out
     usual_gpus: int = 0  # of hardware=auto, if none was left out
@@ -233,8 +249,8 @@ class Session:
         return list(filter(None, (spec.describe_changes(self.stacks[name]) for name in used & self.stacks.keys())))
 
     def notes(self) -> list[str]:
-        """Return what a person should know before the run: changed stacks, unusable GPUs, what may go wrong."""
-        wrong = [*self.changed(), *self.unplanned]
+        """Return what a person should know before the run: files and GPUs that are left out, what may go wrong."""
+        wrong = [*(f"left out: {text}" for text in self.catalogue.left_out), *self.changed(), *self.unplanned]
         hidden = [self.machine.hidden] if self.machine.hidden else []
         if self.profile.accelerator == "cpu":
             return [*wrong, *(hidden if self.machine.driver else [])]  # GPUs are here, and none is selected
@@ -284,8 +300,9 @@ def prepare(
         settings.order = "declared"
         cells = oldest_first(cells, runs.measured_rows(settings))
     session = Session(
-        catalogue, settings, profiles, machine, dict(given or {}), elsewhere=elsewhere, displaced=displaced,
-        usual_gpus=usual_gpus, time_limit=time_limit, as_locked=as_locked,
+        catalogue, settings, profiles, machine, dict(given or {}), left_out=list(request.left_out),
+        elsewhere=elsewhere, displaced=displaced, usual_gpus=usual_gpus,
+        time_limit=time_limit, as_locked=as_locked,
     )  # fmt: skip
     prerequisites.plan(session, cells, build_stacks, build_stacks or probe, settings.scale == "full")
     names = list(dict.fromkeys(cell.stack for cell in cells))

@@ -32,7 +32,7 @@ from repro_matrix import paths
 from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.config.vocabulary import RELEVANT, TRAINERS, UPSTREAM
-from repro_matrix.errors import ReproError, nearest
+from repro_matrix.errors import ConfigError, Options, ReproError, nearest
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -186,17 +186,24 @@ def parse(text: str) -> Spec:
     return Spec(text.strip(), base, tuple(swap for _, swap in sorted(swaps.items())))
 
 
-def definitions(conf: Path | None = None) -> dict[str, Definition]:
-    """Return every stack of conf/stack by its name. Raises ConfigError for an invalid file."""
-    files = project.files("stack", conf or paths.CONF)
-    return {name: catalog.parse(Definition, catalog.read_yaml(path), path) for name, path in files.items()}
+def definitions(conf: Path | None = None) -> Options[Definition]:
+    """Return every stack of conf/stack; one whose file is wrong is left out, with the reason."""
+    out: Options[Definition] = Options()
+    for path in project.files("stack", conf or paths.CONF).values():
+        try:
+            definition = catalog.parse(Definition, catalog.read_yaml(path), path)
+        except ConfigError as error:
+            out.left_out[path.stem] = error
+            continue
+        out[definition.slug] = definition
+    return out
 
 
 def find_definition(name: str, conf: Path | None = None) -> Definition:
     """Return a stack of conf/stack by its name. Raises StackError."""
     known = definitions(conf)
     if name not in known:
-        raise StackError("usage", f"no stack named {name!r}{nearest(name, known)}")
+        raise StackError("usage", str(known.left_out.get(name) or f"no stack named {name!r}{nearest(name, known)}"))
     return known[name]
 
 

@@ -1,4 +1,4 @@
-"""An invalid file of conf/ or results/expected is an error that names file, key and the nearest choice."""
+"""A wrong file of conf/ or results/expected disables itself only: it is named, and selecting it is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from repro_matrix.cli import main as cli
 from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.expectations import Expectation, text
 from repro_matrix.errors import ConfigError
-from repro_matrix.paths import CONF, EXPECTED
+from repro_matrix.paths import BASELINE, CONF, EXPECTED
+from repro_matrix.results.accept import place
+from repro_matrix.results.store import Store, write_json
 
 WRONG = {
     "case/bad.yaml:5: not valid YAML": "slug: bad\ntitle: x\nkind: failure\npass_criteria: {a: 1\nvariants: ]\n",
@@ -45,22 +47,55 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str],
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_invalid_case_is_an_error_that_names_it(
+def test_invalid_case_is_named_and_others_work(
     wrong: str, own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     own("case/bad.yaml", WRONG[wrong])
-    for words in (["list", "case=train-*"], ["run", "bad"], ["show", "train-step"], ["match", "train.log"]):
+    code, out, err = said(capsys, "list", "case=train-*")
+    assert code == 0 and "train-step" in out and "note: left out: " in err and wrong in err
+    assert wrong in said(capsys, "doctor", "--json", "case=train-step", "model=qwen-7b")[1].replace('\\"', '"')
+    for words in (["list", "case=bad"], ["run", "bad"], ["show", "bad"], ["matrix", "case=train-step,bad"]):
         code, _, err = said(capsys, *words)
         assert code == 2 and wrong in err and "Traceback" not in err
 
 
-def test_invalid_stack_is_an_error_that_names_it(
+@pytest.mark.ranks
+@pytest.mark.xdist_group("stack")
+def test_run_with_an_invalid_selected_file_is_incomplete(
+    own: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], runs_are_warm: None
+) -> None:
+    own("case/train-stop.yaml", "slug: train-stop\ntilte: x\n")
+    own("case/bad.yaml", "slug: bad\ntilte: x\n")
+    words = ["case=train-st?p", "model=qwen1.5-0.5b", "strategy=ddp", "hardware=cpu", f"results={tmp_path / 'r'}"]
+    code, out, err = said(capsys, "run", "train-st?p", *words[1:])
+    assert code == 3, out + err
+    assert "LEFT OUT: " in out and "train-stop.yaml: unknown key 'tilte'" in " ".join(out.split())  # wrapped
+    assert "bad.yaml" not in out and "bad.yaml" in err  # known to be wrong, and not asked for
+
+
+def test_invalid_model_removes_only_its_cells(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "model" / "qwen-7b.yaml").write_text("slug: [\n")
+    (conf / "strategy" / "zero3.yaml").write_text("slug: zero3\ntitel: x\n")
+    (conf / "stack" / "colossalai.yaml").write_text("slug: colossalai\npinz: []\n")
+    whole, found = catalogue.load(), catalogue.load(conf)
+    assert "qwen-7b" in whole.cases["train-step"].axes.model
+    assert "qwen-7b" not in found.cases["train-step"].axes.model
+    assert "zero3" not in found.cases["train-step"].axes.strategy
+    assert "zero3-device-map" in catalogue.left_out(found.cases)  # it has no other strategy
+    assert "fsdp-generate" in found.cases  # although a claim of another case is not there
+    assert len(found.left_out) > 3 and any("model/qwen-7b.yaml:" in text for text in found.left_out)
+
+
+def test_invalid_stack_is_an_error_only_where_it_is_used(
     own: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     own("stack/bad.yaml", "slug: bad\ntitle: x\npinz: []\n")
-    for words in (["list", "case=train-step"], ["stack", "list"], ["stack", "build", "bad"]):
+    assert said(capsys, "list", "stack=current", "case=train-step")[0] == 0
+    for words, expected in ((["stack", "list"], 0), (["stack", "build", "bad"], 2)):
         code, _, err = said(capsys, *words)
-        assert code == 2 and "unknown key 'pinz'; did you mean 'pins'?" in err
+        assert code == expected and "unknown key 'pinz'; did you mean 'pins'?" in err
 
 
 @pytest.fixture
@@ -81,18 +116,25 @@ BAD_TABLES = {
 
 
 @pytest.mark.parametrize("wrong", BAD_TABLES)
-def test_invalid_expectations_are_an_error_that_names_them(
+def test_invalid_expectations_disable_their_case_only(
     wrong: str, checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkout / "results" / "expected" / "train-step.yaml").write_text(BAD_TABLES[wrong])
+    (checkout / "results" / "expected" / "train-stepp.yaml").write_text("case: train-stepp\n")
+    code, out, err = said(capsys, "list", "case=fsdp-generate")
+    assert code == 0 and "fsdp-generate" in out and wrong in err
+    assert "results/expected/train-stepp.yaml: " in err and "'train-stepp'" in err
     code, _, err = said(capsys, "show", "train-step")
     assert code == 2 and wrong in err and "Traceback" not in err
-
-
-def test_expectations_of_an_unknown_case_are_an_error(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (checkout / "results" / "expected" / "train-stepp.yaml").write_text("case: train-stepp\n")
-    code, _, err = said(capsys, "list", "case=fsdp-generate")
-    assert code == 2 and "results/expected/train-stepp.yaml: " in err and "did you mean 'train-step'?" in err
+    results = checkout / "one"  # what was measured of it cannot pass
+    stored = next(Store(BASELINE).documents(cases=["train-step"]))
+    path = results / f"{place(stored)}.json"
+    path.parent.mkdir(parents=True)
+    write_json(path, stored)
+    code, out, _ = said(capsys, "report", str(results), "--format", "junit")
+    assert code == 3 and 'errors="1"' in out
+    code, _, err = said(capsys, "nightly", str(results), "--history", str(checkout / "nights"), "--run-exit-code", "0")
+    assert code == 3 and "case 'train-step' cannot be graded" in err and "results/expected/train-step.yaml" in err
 
 
 # The tables of expectations
