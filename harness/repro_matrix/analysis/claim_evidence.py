@@ -1,20 +1,19 @@
 """Decide whether one measured cell makes a claim's prediction true or false, or decides nothing. Pure.
 
-A figure of an attempt is the greatest of its ranks; a figure of a variant is the median of its attempts. Two variants
-differ when their medians are further apart than the attempts of both scatter: 1050, 1740 and 8117 tokens/s were one
-variant, measured three times. With fewer than three attempts the scatter is not known.
+A figure of an attempt is the greatest of its ranks. A comparison of two variants' figures holds, or does not, where
+their attempts all agree on it: 1050, 1740 and 8117 tokens/s were one variant, measured three times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, cast
 
 from repro_matrix.config.expectations import Metric, Prediction
 from repro_matrix.grading.verdict import NO_EVIDENCE, count_outcomes, judge_pair
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.rows import Row
+from repro_matrix.text import counted
 
 Cell = Mapping[str, Row]  # the rows of one measured cell, by variant
 Decision = tuple[bool | None, str]  # None: decides nothing; and what was measured, or the reason
@@ -115,43 +114,26 @@ def _by_outcome(wanted: frozenset[str], outcomes: list[Outcome]) -> Decision:
 
 
 def compare_metric(metric: Metric, variant: str, cell: Cell) -> Decision:
-    """Return whether the comparison holds, and the figures; None, and the reason, where it cannot be made."""
+    """Return whether the comparison holds between every two attempts, and the figures; None where it cannot be made."""
     other = metric.below or metric.above or ""
-    figure, reason = figure_of(cell, variant, metric.name)
-    other_figure, other_reason = figure_of(cell, other, metric.name)
-    if figure is None or other_figure is None:
-        return None, reason or other_reason
-    value, limit = median(figure), metric.factor * median(other_figure)
+    own, others = (_figures(cell.get(name), metric.name) for name in (variant, other))
+    for name, figures in ((variant, own), (other, others)):
+        if len(figures) < MIN_ATTEMPTS:
+            return None, f"{counted(len(figures), 'attempt')} of variant {name} with {metric.name}, of {MIN_ATTEMPTS}"
     times = f" x {metric.factor:g}" if metric.factor != 1 else ""
-    counts = f"medians of {len(figure)} and {len(other_figure)}"
-    shown = f"{metric.name}: {variant} {_shown(figure)}, {other} {_shown(other_figure)}{times} ({counts})"
-    if min(len(figure), len(other_figure)) < MIN_ATTEMPTS:
-        return None, f"noise: fewer than {MIN_ATTEMPTS} attempts of a variant; {shown}"
-    noise = _spread(figure) + metric.factor * _spread(other_figure)
-    if noise and abs(value - limit) <= noise:
-        return None, f"noise: the attempts scatter by more than the variants differ; {shown}"
-    return value <= limit if metric.below else value >= limit, shown
+    shown = f"{metric.name}: {variant} {_shown(own)}, {other} {_shown(others)}{times}"
+    limits = [metric.factor * figure for figure in others]
+    holds = {figure <= limit if metric.below else figure >= limit for figure in own for limit in limits}
+    return (holds.pop(), shown) if len(holds) == 1 else (None, f"noise: the attempts disagree; {shown}")
 
 
-def _spread(figure: Sequence[float]) -> float:
-    return max(figure) - min(figure)
+def _figures(row: Row | None, name: str) -> list[float]:
+    """Return the metric of each attempt in which every rank finished; a known failure may let them: wrong numbers."""
+    finished = (each for each in row.attempts if each.finished) if row else ()
+    return [each.metrics[name] for each in finished
+            if each.outcome in ("passed", "reproduced") and name in each.metrics]  # fmt: skip
 
 
-def _shown(figure: Sequence[float]) -> str:
-    return f"{median(figure):g}" + (f" ({min(figure):g} to {max(figure):g})" if _spread(figure) else "")
-
-
-def figure_of(cell: Cell, variant: str, name: str) -> tuple[list[float] | None, str]:
-    """Return a variant's figure, a number per attempt, or the reason why there is none. Only attempts in which every
-    rank finished count."""
-    row = cell.get(variant)
-    if row is None:
-        return None, f"variant {variant} was not run"
-    if row.skipped:
-        return None, f"variant {variant} skipped: {row.skipped}"
-    # A known failure may let every rank finish: a log record, wrong numbers.
-    attempts = [each for each in row.attempts if each.finished and each.outcome in ("passed", "reproduced")]
-    if not attempts:
-        return None, f"no attempt of variant {variant} finished"
-    measured = [each.metrics[name] for each in attempts if name in each.metrics]
-    return (measured, "") if measured else (None, f"no attempt of variant {variant} measured {name}")
+def _shown(figures: Sequence[float]) -> str:
+    low, high = min(figures), max(figures)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
