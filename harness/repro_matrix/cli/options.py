@@ -261,20 +261,13 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         while option in parser._option_string_actions and option in before[:-1]:
             place = before.index(option)
             before[place : place + 2] = [f"{option}={before[place + 1]}"]
-    try:
-        args, late = parser.parse_known_args(before)  # late: overrides after an option
-    except ConfigError as error:
-        if "are required" in str(error):  # a misspelled option explains the missing one
-            _check_options(parser, [word for word in before if word.startswith("--")])
-        raise
-    takes_overrides = hasattr(args, "overrides")
-    _check_options(parser, late, SETTINGS if takes_overrides else ())
+    if any(action.nargs == argparse.PARSER for action in parser._actions):  # each of its actions has options
+        args = parser.parse_args(before)
+    else:
+        _check_options(parser, before)
+        args = parser.parse_intermixed_args(before)
     if "script_args" in args:
         args.script_args = " ".join(args.script_args)
-    if late and not takes_overrides:
-        parser.error(f"unexpected arguments: {' '.join(late)}")
-    if late:
-        args.overrides = [*args.overrides, *late]
     if command:
         args.command = command
     args.words = list(words)
@@ -282,11 +275,12 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _check_options(parser: Parser, words: Sequence[str], settings: Sequence[str] = ()) -> None:
+def _check_options(parser: Parser, words: Sequence[str]) -> None:
     """Raise ConfigError for the first option among ``words`` that the command does not take."""
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    settings = SETTINGS if any(action.dest == "overrides" for action in parser._actions) else ()
     for option in (word.partition("=")[0] for word in words):
-        if option.startswith("-") and option not in known:
+        if option.startswith("--") and option not in known:
             raise ConfigError(f"unknown option {option}{nearest(option, [*known, *settings])}")
 
 
