@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from hypothesis import given
+from repro_matrix.analysis import agreement
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.diff import compare as between
 from repro_matrix.analysis.inputs import VariantResult, tolerance_used
@@ -113,17 +114,17 @@ def test_compare_cell_measured_twice_uses_newest() -> None:
 @given(SIDES, SIDES)
 def test_agreement_is_symmetric_and_counts_disagreements(one: Rows, other: Rows) -> None:
     try:
-        there = diffs.measure_agreement(one, other)
+        there = agreement.measure_agreement(one, other)
     except ConfigError:
         with pytest.raises(ConfigError):
-            diffs.measure_agreement(other, one)
+            agreement.measure_agreement(other, one)
         return
-    counts = attrgetter("case", "agree", "both", "one_only", "other_settings")
-    assert [counts(each) for each in there] == [counts(each) for each in diffs.measure_agreement(other, one)]
+    counts = attrgetter("case", "counts")
+    assert [counts(each) for each in there] == [counts(each) for each in agreement.measure_agreement(other, one)]
     for each in there:
-        assert each.both - each.agree == len(each.disagreements)
-    assert all(each.isprintable() for each in diffs.describe_agreement(there))
-    json.dumps(diffs.agreement_to_json(there), allow_nan=False)
+        assert each.counts[1] - each.counts[0] == len(each.disagreements)
+    assert all(each.isprintable() for each in agreement.describe_agreement(there))
+    json.dumps(agreement.agreement_to_json(there), allow_nan=False)
 
 
 def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_the_tolerances() -> None:
@@ -140,14 +141,14 @@ def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_t
         *side("gpu1-shared", 0.25, "other_failure", "c/n"),
         *side("cpu", 9, key="c/cpu-only"),
     ]
-    (there,) = diffs.measure_agreement(cpu, gpu)
-    assert (there.agree, there.both, there.across) == (1, 2, 2) and there.tolerance_used == {"gradient": (0.2, 0.3)}
+    (there,) = agreement.measure_agreement(cpu, gpu)
+    assert there.counts == (1, 2) and there.across and there.tolerance_used == {"gradient": [0.2, 0.3]}
     ((first, second),) = there.disagreements
     assert (first.hardware, second.hardware) == ("cpu", "gpu1-shared")
-    assert "gradient 0.2 | 0.3" in "\n".join(diffs.describe_agreement([there]))
-    assert diffs.agreement_to_json([there])["cases"][0]["tolerance_used"] == {"gradient": (0.2, 0.3)}
-    (same,) = diffs.measure_agreement(gpu, gpu)
-    assert (same.agree, same.both, same.across) == (3, 3, 0), "the same hardware on both sides stays a pair"
+    assert "gradient 0.2 | 0.3" in "\n".join(agreement.describe_agreement([there]))
+    assert agreement.agreement_to_json([there])["cases"][0]["tolerance_used"] == {"gradient": [0.2, 0.3]}
+    (same,) = agreement.measure_agreement(gpu, gpu)
+    assert same.counts == (3, 3) and not same.across, "the same hardware on both sides stays a pair"
 
 
 def test_tolerance_used_is_of_numbers_only() -> None:

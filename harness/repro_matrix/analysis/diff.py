@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro_matrix.analysis.inputs import VariantResult
 from repro_matrix.config.vocabulary import OutcomeName
-from repro_matrix.errors import ConfigError
 from repro_matrix.grading.expectations import settings_difference
-from repro_matrix.grading.verdict import wilson
 from repro_matrix.text import counted, list_some
 
 if TYPE_CHECKING:
@@ -227,61 +225,6 @@ def _both_expected(old: VariantResult, new: VariantResult) -> bool:
     return same_stack and old.verdict == new.verdict and old.expected == new.expected == "expected"
 
 
-@dataclass
-class Agreement:
-    """How often one side's results predict the other's, for one case: of ``both`` variants that both sides measured,
-    ``agree`` have the same verdict, failures and outcomes. ``disagreements``: (first, second)."""
-
-    case: str
-    both: int = 0
-    across: int = 0  # of ``both``: measured on a GPU on one side and without one on the other
-    one_only: int = 0
-    other_settings: int = 0
-    disagreements: list[tuple[VariantResult, VariantResult]] = field(default_factory=list)
-    # Numeric check -> the most of each side.
-    tolerance_used: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def agree(self) -> int:
-        return self.both - len(self.disagreements)
-
-
-def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResult]) -> list[Agreement]:
-    """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides measured."""
-    one, other = list(one), list(other)
-    here, there = ({row.hardware for row in side} for side in (one, other))
-    # A run on GPUs measures on the CPU what they cannot show: a CPU's results predict the rest of it.
-    left, right, _ = pair_cells(
-        [row for row in one if not there < here or row.hardware not in there],
-        [row for row in other if not here < there or row.hardware not in here],
-    )
-    cases: dict[str, Agreement] = {}
-    for first, second in pair_variants(left, right):
-        case = next(row.case for row in (first, second) if row)
-        result = cases.setdefault(case, Agreement(case))
-        if first is None or second is None or not first.measured or not second.measured:
-            result.one_only += any(row is not None and row.measured for row in (first, second))
-        elif settings_difference(first.settings, second.settings):
-            result.other_settings += 1
-        else:
-            result.both += 1
-            result.across += ("GPUs" in first.machine) != ("GPUs" in second.machine)
-            for name in first.tolerance_used.keys() & second.tolerance_used.keys():
-                left_most, right_most = result.tolerance_used.get(name, (0.0, 0.0))
-                result.tolerance_used[name] = (
-                    max(first.tolerance_used[name], left_most), max(second.tolerance_used[name], right_most)
-                )  # fmt: skip
-            if _summary(first) != _summary(second):
-                result.disagreements.append((first, second))
-    if not any(each.both for each in cases.values()):
-        raise ConfigError("nothing to compare: no variant was measured on both sides with the same settings")
-    return sorted(cases.values(), key=lambda each: (each.agree / each.both if each.both else 2, each.case))
-
-
-def _summary(row: VariantResult) -> tuple[str | None, set[str], set[str]]:
-    return row.verdict, set(row.failure_ids), set(row.kinds)
-
-
 # -- as text and as JSON
 
 SHOWN = 12  # changes of a kind; all of them with --all
@@ -354,32 +297,6 @@ def _places(changes: Sequence[Change], everything: bool) -> str:
     return list_some(places, len(places) if everything else 3, "; ")
 
 
-def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> Iterator[str]:
-    width = max(len(each.case) for each in cases)
-    for each in cases:
-        share = _share(each.agree, each.both, "variants agree") if each.both else "nothing in common"
-        more = f"; {each.one_only} measured on one side only" if each.one_only else ""
-        more += f"; {each.other_settings} measured with other settings" if each.other_settings else ""
-        yield f"{each.case.ljust(width)}  {share}{more}"
-        used = (f"{name} {a:g} | {b:g}" for name, (a, b) in sorted(each.tolerance_used.items()))
-        if text := ", ".join(used):
-            yield f"    part of the tolerance used at most, first | second: {text}"
-        few = len(each.disagreements) if everything else SHOWN
-        for first, second in each.disagreements[:few]:
-            yield from (f"    {' '.join(second.axes)} {second.variant}", f"      first:  {describe_row(first)}")
-            yield f"      second: {describe_row(second)}"
-        if len(each.disagreements) > few:
-            yield f"    and {len(each.disagreements) - few} more: --all"
-    agree, both = sum(each.agree for each in cases), sum(each.both for each in cases)
-    yield from ("", _share(agree, both, "variants measured on both sides agree"))
-
-
-def _share(count: int, total: int, what: str) -> str:
-    """Return the share with its 95 % Wilson interval."""
-    low, high = wilson(count, total)
-    return f"{count} of {total} {what} ({100 * low:.0f} to {100 * high:.0f} %)"
-
-
 def diff_to_json(diff: Diff) -> dict[str, Any]:
     """Return the comparison under stable keys."""
     return {
@@ -387,14 +304,14 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
         "cells": diff.cells,
         "variants": diff.variants,
         "across": {axis: list(pair) for axis, pair in diff.across.items()},
-        "not_compared": [{**_place(row, row), "reason": reason} for row, reason in diff.incomparable],
+        "not_compared": [{**place_to_json(row, row), "reason": reason} for row, reason in diff.incomparable],
         "changes": [
             {
                 "kind": c.kind,
-                **_place(c.before, c.after),
+                **place_to_json(c.before, c.after),
                 "variant": c.variant or None,
-                "before": _values(c.before, c.variant),
-                "after": _values(c.after, c.variant),
+                "before": values_to_json(c.before, c.variant),
+                "after": values_to_json(c.after, c.variant),
             }
             for c in diff.changes
         ],
@@ -402,19 +319,7 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
     }
 
 
-def agreement_to_json(cases: Iterable[Agreement]) -> dict[str, Any]:
-    return {
-        "schema": 1,
-        "cases": [
-            {**vars(each), "agree": each.agree, "interval": wilson(each.agree, each.both), "disagreements": [
-                 {**_place(*pair), "first": _values(pair[0]), "second": _values(pair[1])} for pair in each.disagreements
-             ]}
-            for each in cases
-        ],
-    }  # fmt: skip
-
-
-def _place(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
+def place_to_json(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
     row = after or before
     assert row is not None
     documents = [each.path or None if each else None for each in (before, after)]
@@ -422,7 +327,7 @@ def _place(before: VariantResult | None, after: VariantResult | None) -> dict[st
             "variant": row.variant, "documents": documents}  # fmt: skip
 
 
-def _values(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:
+def values_to_json(row: VariantResult | None, variant: str = "any") -> dict[str, Any] | None:
     if row is None or not variant:
         return None
     names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at")

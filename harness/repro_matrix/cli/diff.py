@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from repro_matrix.analysis import agreement
 from repro_matrix.analysis import diff as diffs
 from repro_matrix.analysis.inputs import Side, load_side
 from repro_matrix.analysis.nightly import load_requested
@@ -73,11 +74,11 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
 
 
 def _agreement(args: argparse.Namespace, one: Side, other: Side) -> int:
-    cases = diffs.measure_agreement(one.rows, other.rows)
+    cases = agreement.measure_agreement(one.rows, other.rows)
     if args.json:
-        print_json({"a": args.one, "b": args.other, **diffs.agreement_to_json(cases)})
+        print_json({"a": args.one, "b": args.other, **agreement.agreement_to_json(cases)})
     else:
-        print_wrapped("", *diffs.describe_agreement(cases, args.all))
+        print_wrapped("", *agreement.describe_agreement(cases, args.all))
     if any(each.across for each in cases):
         return ExitCode.DIFFERS if any(each.disagreements for each in cases) else ExitCode.OK
     log(
