@@ -125,7 +125,7 @@ def test_only_what_needs_attention_is_red() -> None:
     loud = shown(cell("NOT_FIXED", "unexpected"))
     red = {*loud.find("b", class_="bad"), *loud.find("span", class_="bad")}
     assert red == {
-        "STOPPED WORKING", "1 documented fix stopped working: some-case/fix.",
+        "STOPPED WORKING", "1 stopped working: some-case/fix.",
         "1 stopped working", "stopped working: same failure",
     }  # fmt: skip
 

@@ -242,21 +242,25 @@ def test_cell_that_did_not_end_is_reported_as_less_than_requested(folder: Path, 
 
 
 def test_run_whose_evidence_is_lost_is_no_passing_run(folder: Path, tmp_path: Path, cases: Mapping[str, Case]) -> None:
-    earlier, later = tmp_path / "runs" / "1", tmp_path / "runs" / "2"
+    earlier, later = tmp_path / "runs" / "2", tmp_path / "runs" / "1"
     rows = load_rows(folder, cases, write=True)
-    for place in (earlier, later):
+    for place in (earlier, later):  # in the order of time, which their names do not have
         shutil.copytree(folder, place, ignore=shutil.ignore_patterns("runs"))
-        (place / runs.MANIFEST).write_text(json.dumps({"schema": 1, "texts": [], "state": runs.ENDED}))
-    assert since_last_passing(later, rows, cases).passing
+        runs.note(place, [], runs.ENDED)
+    assert [run.run_id for run in since_last_passing(later, rows, cases).passing] == [str(earlier)]
+    assert not since_last_passing(earlier, rows, cases).passing
     (later / runs.MANIFEST).rename(later / "moved")
     assert not since_last_passing(later, rows, cases).passing  # a folder that is no run, e.g. published results
     (later / "moved").rename(later / runs.MANIFEST)
     cell = " ".join(rows[0].cell[::-1])
-    manifest = {"schema": 1, "texts": [], "state": runs.ENDED, "planned": [cell, "cpu current case/not-there"]}
+    manifest = json.loads((earlier / runs.MANIFEST).read_bytes()) | {"planned": [cell, "cpu current case/not-there"]}
     for planned, partial in (([cell], False), (manifest["planned"], True)):
         (earlier / runs.MANIFEST).write_text(json.dumps({**manifest, "planned": planned}))
         previous = since_last_passing(later, rows, cases).previous
         assert previous and previous.partial == partial, "a cell that it measured is missing"
+    (earlier / runs.MANIFEST).write_text(json.dumps({**manifest, "project": "/another/checkout"}))
+    assert not since_last_passing(later, rows, cases).passing
+    (earlier / runs.MANIFEST).write_text(json.dumps(manifest))
     for file in earlier.rglob("*.json"):
         file.unlink()
     assert not since_last_passing(later, rows, cases).passing

@@ -222,6 +222,8 @@ def test_full_disk_stops_the_run_and_is_reported(tmp_path: Path, monkeypatch: py
     launcher = Fake()
     summary = run(tmp_path, launcher)
     assert str(summary.problem) == "the disk is full" and len(launcher.launched) == 1
+    alone = run(tmp_path, Fake(), variants=())
+    assert alone.problem and not alone.documents, "no summary shows what is not stored"
 
 
 def test_gpus_of_another_run_are_waited_for(tmp_path: Path) -> None:

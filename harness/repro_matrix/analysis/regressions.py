@@ -25,7 +25,7 @@ from repro_matrix.grading.expectations import as_expected, expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
-from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, listed, read
+from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, runs_before, scratch
 from repro_matrix.results.store import changed_files
 from repro_matrix.results.summary import lost, missing_cells
 from repro_matrix.text import list_some
@@ -189,14 +189,10 @@ def compare_to_last_passing(
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
-    """Compare a run with the runs beside it. A run passes where nothing in it differs from what is expected now, from a
-    CPU, or from the passing runs before it. At most ``LOOK_BACK`` runs are read. What is no run, as published results
-    are not, has none before it."""
-    if not read(folder):
-        return Regressions()
+    """Compare a run with those before it (``runs_before``). A run passes where nothing in it differs from what is
+    expected now, from a CPU, or from the passing runs before it. At most ``LOOK_BACK`` runs are read."""
     cells, found = {row.cell for row in rows}, list[NightlyRun]()
-    earlier = [run for run in listed(folder.resolve().parent) if run.folder.name < folder.resolve().name]
-    for run in earlier[-LOOK_BACK:]:
+    for run in runs_before(folder)[-LOOK_BACK:]:
         notes: list[str] = []
         stored = [compared(row, cases) for row in current_rows(run.folder, notes)]
         if cells & {row.cell for row in stored}:
@@ -204,7 +200,8 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
             since = compare_to_last_passing(results, found)
             marked = against_history(stored, cases, since)
             differs = since.changed or any(row.state in ("unexpected", "differs_from_cpu") for row in marked)
-            made = make_run(run.folder.name, results, int(bool(differs)))
+            name = run.folder.name if run.folder.parent == scratch().resolve() else str(run.folder)
+            made = make_run(name, results, int(bool(differs)))
             less = missing_cells(run.folder, stored, notes) or lost(notes) or lacking(stored)
             found.append(replace(made, partial=run.state != ENDED or bool(less)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}

@@ -19,7 +19,7 @@ ATTENTION: Mapping[Kind, str] = {
     "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
     "different": "DIFFERENT", "differs_from_cpu": "DIFFERENT FROM THE CPU",
 }  # fmt: skip
-NOTHING = "no package, no part of the machine, no file of the catalog"
+NOTHING = "no package, machine or file"
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,15 @@ class Attention:
         return replace(self.row, model=model, strategy=strategy, variant=variant).command
 
     @property
-    def cause(self) -> str:
-        """Say what else changed since the last passing run; "" where that is unknown."""
-        if self.change is None:
-            return ""
-        none = [] if self.change.versions else ["no package"]
-        return "; ".join([*self.change.moved, *none] if self.change.moved else [NOTHING])
+    def causes(self) -> list[str]:
+        """Say what else changed since the last passing run; [] where that is unknown."""
+        return (self.change.moved or [NOTHING]) if self.change else []
 
     @property
     def since(self) -> str:
         """Name the last passing run, and what else changed since then; "" where that is unknown."""
-        return f"last passing run: {self.change.passing.run_id}; what else changed: {self.cause}" if self.change else ""
+        changed = "; ".join(self.causes)
+        return f"last passing run: {self.change.passing.run_id}; what else changed: {changed}" if self.change else ""
 
     @property
     def search(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ GONE = "no longer reproduces"
 class CaseStatus:
     """``fixes``: documented ones that work in every cell in which the failure reproduces; ``failing``: the other
     documented ones, also those that fail on an older stack where nothing is expected; ``unmeasured``: those without a
-    result, though the failure reproduces."""
+    result, though the failure reproduces, or without a result of the failure."""
 
     case: str
     title: str
@@ -53,15 +53,17 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
     verdicts: dict[str, set[str]] = defaultdict(set)
     fixes = [row for row in rows if row.role == "fix"]
     for row in fixes:
-        if row.verdict and row.measured and STATES.get(row.verdict, "reproduces") == "reproduces":
+        shown = state if row.verdict == "INCONCLUSIVE" else STATES.get(row.verdict or "", "reproduces")
+        if row.verdict and row.measured and shown == "reproduces":
             verdicts[row.variant].add(row.verdict)
     for row in older:
         if row.state == "no_expectation" and is_failing_fix(row):
             verdicts[row.variant].add(str(row.verdict))
     works = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
     failing = tuple(variant for variant in verdicts if variant not in works)
-    without = (row.variant for row in fixes if not row.measured and row.skip_kind != "same")
-    unmeasured = tuple(dict.fromkeys(name for name in without if state == "reproduces" and name not in verdicts))
+    without = (row.variant for row in fixes if row.skip_kind != "same" and not (row.measured and state == "reproduces"))
+    unclear = state in ("reproduces", "unclear")
+    unmeasured = tuple(dict.fromkeys(name for name in without if unclear and name not in verdicts))
     title = case.title if case else rows[0].title
     return CaseStatus(rows[0].case, title, state, detail, bool(rows[0].simulated), works, failing, unmeasured, releases)
 

@@ -6,6 +6,7 @@ The terminal, the page, JUnit, Markdown and the badge all take their words and n
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ SKIPS = {
     "stack": "needs a stack that is not built", "build": "needs an extension that cannot be built",
     "memory": "needs more memory", "weights": "needs weights", "same": "changes nothing here",
 }  # fmt: skip
+_FIRST = re.compile(r"; |(?<=\))[:.] ")  # ends what to write, before what else there is to say of it
 
 
 @dataclass(frozen=True)
@@ -43,24 +45,19 @@ class Fact:
 
 @dataclass(frozen=True)
 class Headline:
-    """``previous``: the last passing run that the results were compared with; "" where there is none, which
-    ``no_previous`` explains of other results than a run's. ``earlier``: there are earlier runs. ``partial``: the
-    previous run measured less than requested. ``removed``: its variants that the catalog no longer has. ``lost``:
-    variants that it, or a passing run before it, has a result of, and these results have none.
+    """``since``: the comparison with the last passing runs. ``previous``: the one of them that is named; "" where there
+    is none, which ``no_previous`` explains of other results than a run's. ``removed``: its variants that the catalog no
+    longer has. ``lost``: variants that it, or a passing run before it, has a result of, and these results have none.
     ``unselected``: known failures of the catalog that are not among the rows."""
 
     rows: Sequence[Row]
     cases: Sequence[CaseStatus]
     attention: Sequence[Attention]
-    changes: int = 0
-    changed_variants: int = 0
-    uncompared: int = 0  # cells that no passing run measured
+    since: Regressions
     previous: str = ""
-    partial: bool = False
     removed: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     no_previous: str = ""
-    earlier: bool = False
     unselected: int = 0
     incomplete: str = ""  # why less is here than was measured or requested
 
@@ -125,6 +122,11 @@ class Headline:
         found = ((self.kinds[kind], *text) for kind, text in names.items())
         return [f"{counted(number, what)} {how}".strip() for number, what, how in found if number]
 
+    @property
+    def changes(self) -> int:
+        """Number of results that changed since the last passing run."""
+        return sum(len(each.changes) for each in self.since.changed)
+
     @cached_property
     def stopped(self) -> list[str]:
         """Documented fixes that stopped working."""
@@ -158,10 +160,11 @@ class Headline:
             names = (f"{name} {newest[name].partition('+')[0]}" for name in ("torch", "transformers") if name in newest)
             packages = f"{len(stacks)} stacks, each case on its newest: up to {' + '.join(names)}"
         start, end, seconds = _times(rows)
+        ranks = [row.settings.get("world_size", row.ranks) for row in rows]
         commits = {row.commit[:7] for row in rows if row.commit}
         parts = [
             packages, ", ".join(dict.fromkeys(map(device, rows))),
-            counted(Counter(row.ranks for row in rows).most_common(1)[0][0], "rank"),
+            " to ".join(map(str, dict.fromkeys((min(ranks), max(ranks))))) + " rank" + "s" * (max(ranks) > 1),
             *(f"commit {one}{' with changed files' * any(row.dirty for row in rows)}" for one in commits
               if len(commits) == 1),
             datetime.fromtimestamp(end, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -183,12 +186,15 @@ class Headline:
         listed = "unconfirmed" if self.new or self.flaky or self.unanswered else "attention-list"
         answers = {
             "Incomplete": [Fact(f"{self.incomplete}.", "", True)] if self.incomplete else [],
-            "Needs attention": [Fact(f"{text}.", "attention-list", True) for text in self.differences],
             "Known failures": list(self._failures()),
             "Documented fixes": list(self._fixes()),
+            "Needs attention": [
+                Fact(f"{text}.", "attention-list", True) for text in self.differences[bool(self.stopped) :]
+            ],
             "Changes": [Fact(self.changed)],
             "What to do": list(self._what_to_do()),
             "Measured on": [Fact(self.measured, "")],
+            "Compared with": list(self._compared()),
             "Other failures": list(self._other_failures()),
             "All fixes": list(self._all_fixes()),
             "Simulated": list(self._simulated()),
@@ -230,9 +236,11 @@ class Headline:
             yield Fact(f"{number} not measured.", "not_measured")
 
     def _fixes(self) -> Iterator[Fact]:
-        """Yield that none stopped working; which ones did is what needs attention."""
+        """Yield which ones stopped working, or that none did."""
         _, measured = self.fixes
-        if not self.stopped and measured + self.unmeasured_fixes:
+        if self.stopped:
+            yield Fact(f"{len(self.stopped)} stopped working: {list_some(self.stopped)}.", "attention-list", True)
+        elif measured + self.unmeasured_fixes:
             yield Fact(f"0{f' of {measured}' * bool(measured)} stopped working.")
 
     def _all_fixes(self) -> Iterator[Fact]:
@@ -241,52 +249,55 @@ class Headline:
         if measured:
             counts = f"All {works}" if works == measured > 1 else f"{works} of {measured}"
             yield Fact(f"{counts} work{'s' * (works == 1)}.")
+        rest = dict.fromkeys(f"{each.case}/{name}" for each in self.cases for name in each.failing)
         failing = [row for row in self.rows if is_failing_fix(row)]
-        listed = {(each.case, name) for each in self.cases for name in each.failing}
-        known = [row for row in failing
-                 if row.state in ("expected", "matches_cpu") and (row.case, row.variant) in listed]  # fmt: skip
-        new = [f"{row.case}/{row.variant} on {row.stack.name}" for row in failing if row.state == "no_expectation"]
-        flaky = [row for row in self.flaky if (row.case, row.variant) in listed]
-        for names, what in (
-            (_names(known), "never worked here"),
-            (_names(flaky), "flaky"),
-            (list(dict.fromkeys(new)), "failed, with no expectation"),
-        ):
+        for what, rows in {
+            "stopped working": [row for row in self.rows if f"{row.case}/{row.variant}" in self.stopped],
+            "never worked here": [row for row in failing if row.state in ("expected", "matches_cpu")],
+            "flaky": self.flaky,
+            "failed, with no expectation": [row for row in failing if row.state == "no_expectation"],
+            "with another result": self.rows,
+        }.items():
+            on = {
+                f"{row.case}/{row.variant}": f" on {row.stack.name}" * (row.state == "no_expectation") for row in rows
+            }
+            names = [name + on[name] for name in rest if name in on]
+            rest = {name: None for name in rest if name not in on}
             if names:
                 yield Fact(f"{len(names)} {what}: {list_some(names)}.")
         if self.unmeasured_fixes:
             yield Fact(f"{self.unmeasured_fixes} {'more ' * bool(measured)}not measured.")
 
     def _what_to_do(self) -> Iterator[Fact]:
-        """Yield what to write for the fix of one failure, and the command that tells the same of every other."""
+        """Yield what to write for the fix of one failure; where nothing below has the command, also the one that tells
+        the same of every other."""
         if case := self.example:
             fix = (case.case, *case.fixes[:1])
-            stopped = [name for each in self.attention for name in each.variants
-                       if (each.kind, each.row.case) == ("stopped_working", case.case)]  # fmt: skip
-            instead = f"instead of {', '.join(dict.fromkeys(stopped))}: " * bool(stopped)
-            helps = next(
-                (f"{row.help}. More: " for row in self.rows if (row.case, row.variant) == fix and row.help), ""
-            )
-            yield Fact(f"{case.case}: {instead * bool(helps)}{helps}repro show {case.case}", case.case)
+            helps = [_FIRST.split(row.help)[0] for row in self.rows if (row.case, row.variant) == fix and row.help]
+            show = [] if helps and self.attention else [f"repro show {case.case}"]
+            yield Fact(f"{case.case}: {'. More: '.join([*helps[:1], *show])}", case.case)
 
     @property
     def changed(self) -> str:
-        """Say what changed since the last passing run."""
+        """Say what changed since the last passing run: results, and what may have caused it."""
         if not self.previous:
-            why = "no earlier run here passed" if self.earlier else "first run here"
+            why = "no earlier run here passed" if self.since.earlier else "first run here"
             return self.no_previous or f"Not compared: {why}."
-        several = f" of {counted(self.changed_variants, 'variant')}" * (self.changes != self.changed_variants)
-        parts = [f"{counted(self.changes, 'result')}{several} changed"] if self.changes else []
-        if self.lost:
-            verb = "is" if len(self.lost) == 1 else "are"
-            parts.append(f"{counted(len(self.lost), 'result')} {verb} missing now ({list_some(self.lost)})")
-        what = " and ".join(parts) or "Nothing changed"
-        partial = ", which measured less than requested" * self.partial
-        removed = f"; no longer in the catalog: {', '.join(self.removed)}" if self.removed else ""
-        found = list(dict.fromkeys(each.cause for each in self.attention if each.cause))
-        causes = f". What else changed: {list_some(found, 1)}" if found else ""
-        first = f"; {counted(self.uncompared, 'cell')} had no passing run before" if self.uncompared else ""
-        return f"{what} since the last passing run, {self.previous}{partial}{first}{removed}{causes}."
+        causes = list(dict.fromkeys(text for each in self.attention for text in each.causes))
+        parts = [counted(self.changes, "result")] if self.changes else []
+        parts += [f"{counted(len(self.lost), 'result')} missing now ({list_some(self.lost)})"] if self.lost else []
+        what = " and ".join(parts) or "Nothing"
+        return f"{what} since {self.previous}{f'; {list_some(causes, 1)}' if causes else ''}."
+
+    def _compared(self) -> Iterator[Fact]:
+        """Yield with what the results were compared, and what was not."""
+        if self.previous:
+            less = " It measured less than requested." * bool(self.since.previous and self.since.previous.partial)
+            yield Fact(f"{self.previous}, the last passing run.{less}", "")
+        if self.previous and self.since.new:
+            yield Fact(f"{counted(len(self.since.new), 'cell')} not measured then.", "")
+        if self.removed:
+            yield Fact(f"No longer in the catalog: {list_some(self.removed)}.", "")
 
     def _controls(self) -> Iterator[Fact]:
         measured = [row for row in self.rows if row.kind == "control" and row.first and row.attempts]
@@ -373,18 +384,14 @@ def headline(
     since, by_case = since or Regressions(), defaultdict[str, list[Row]](list)
     for row in rows:
         by_case[row.case].append(row)
-    changes = [change.row for each in since.changed for change in each.changes]
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
     order, previous = list(CASE_STATES), since.previous
     measured = (row for row in (previous.rows if previous else ()) if row.measured and row.case in cases)
     removed = {f"{row.case}/{row.variant}" for row in measured if row.variant not in cases[row.case].variants}
     lost = lost_results(map(from_row, rows), since.passing)
-    last = previous.run_id if previous else lost[0].run_id if lost else ""
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),
-        attention(rows, since), len(changes), len({(row.case, row.variant) for row in changes}),
-        len(since.new),
-        last, bool(previous and previous.partial), tuple(sorted(removed)),
-        tuple(dict.fromkeys(f"{each.row.case}/{each.row.variant}" for each in lost)), no_previous, since.earlier,
-        sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
+        attention(rows, since), since, previous.run_id if previous else lost[0].run_id if lost else "",
+        tuple(sorted(removed)), tuple(dict.fromkeys(f"{each.row.case}/{each.row.variant}" for each in lost)),
+        no_previous, sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
     )  # fmt: skip

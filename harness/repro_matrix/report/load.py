@@ -34,7 +34,7 @@ from repro_matrix.analysis.regressions import (
     since_last_passing,
 )
 from repro_matrix.config import catalog as catalogs
-from repro_matrix.config.catalog import Catalogue
+from repro_matrix.config.catalog import Catalogue, left_out
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ReproError, ResultsError
 from repro_matrix.paths import BASELINE, write_bytes
@@ -114,10 +114,12 @@ def load_results(
         if (run := runs.read(folder)) and run.interrupted
     ]
     ungraded = sorted(stored_cases - catalog.cases.keys())
-    incomplete += [f"{case}: the catalogue has no such case, so its results are left out" for case in ungraded]
+    wrong = left_out(catalog.cases)
+    unknown = "the catalog has no such case"
+    incomplete += [f"{case}: its results are left out: {wrong.get(case, unknown)}" for case in ungraded]
     damaged = lost(texts)
     notes = [text for text in texts if text not in damaged]
-    notes += [f"left out: {text}" for text in catalog.left_out]
+    notes += [f"left out: {text}" for text in catalog.left_out if not any(text in each for each in incomplete)]
     remarks = Remarks(damaged, incomplete, list(dict.fromkeys(expired)), notes)
     claims = ledger(shown, stored)
     head = headline(rows, catalog.cases, since, _no_previous(folders, history))
@@ -179,7 +181,7 @@ def render(form: str, loaded: Results, folders: Sequence[Path], target: Path | N
 def title(folders: Sequence[Path]) -> str:
     """Return the page's title."""
     named = [PUBLISHED if folder == BASELINE else f"run {name}" for folder, name in zip(folders, source_names(folders))]
-    return f"Known training failures: {' and '.join(named)}"
+    return f"repro-matrix: {' and '.join(named)}"
 
 
 def source_names(folders: Sequence[Path]) -> list[str]:

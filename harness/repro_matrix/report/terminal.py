@@ -23,13 +23,10 @@ if TYPE_CHECKING:
 
     from repro_matrix.analysis.claims import ClaimRow
 
-URGENT = (
-    "Needs attention",
-    "STOPPED WORKING",
-    "CAME BACK",
-    "NEW FAILURE",
-    "DIFFERENT  ",
-)  # titles of what needs action
+# Lines about what needs action.
+URGENT = re.compile(
+    r"Incomplete|Needs attention|STOPPED WORKING|CAME BACK|NEW FAILURE|DIFFERENT  |Documented fixes +[1-9]\d* stopped"
+)
 NARROW = 40  # columns: a narrower terminal breaks lines by itself
 MOST_NAMES = 8  # that are listed beside a reason
 STATUSES = ("refuted", "mixed", "supported", "untested")
@@ -159,7 +156,7 @@ def print_lines(lines: Iterable[str]) -> None:
     for line in lines:
         word = line.strip().partition(" ")[0]
         text = Text(line, style="bold" if re.match("[A-Z]{3}", line) and word not in VERDICTS else "")
-        if line.startswith(URGENT):
+        if URGENT.match(line):
             text.stylize("bold red")
         for verdict in VERDICTS:
             text.highlight_regex(rf"\b{verdict}\b", STYLES[label(verdict).tone])

@@ -41,13 +41,16 @@ LOOK_BACK = 5  # runs whose results count as the history of a cell
 @dataclass(frozen=True)
 class Run:
     """``texts``: the command line's overrides. ``left``: cells that its time limit left out, "hardware stack key"; None
-    where that is unknown. ``stacks``: all packages of each stack."""
+    where that is unknown. ``stacks``: all packages of each stack. ``project``: the folder of the checkout or project
+    that measured it. ``written``: when its manifest was written last: at its end."""
 
     folder: Path
     texts: tuple[str, ...]
     state: str
     left: tuple[str, ...] | None = None
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    project: str = ""
+    written: float = 0.0
 
     @property
     def interrupted(self) -> bool:
@@ -90,12 +93,22 @@ def listed(root: Path) -> list[Run]:
     return [run for folder in folders if not folder.is_symlink() and (run := read(folder))]
 
 
+def runs_before(folder: Path) -> list[Run]:
+    """Return the runs beside a run that ended before it and that the same checkout or project measured, the oldest
+    first: a folder that ``results=`` names may lie among those of others."""
+    own = read(folder)
+    beside = listed(folder.resolve().parent) if own else []
+    return sorted((run for run in beside if own and run.project == own.project and run.written < own.written),
+                  key=lambda run: run.written)  # fmt: skip
+
+
 def read(folder: Path) -> Run | None:
     """Return the run whose folder it is, or None."""
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         left = tuple(map(str, data["left"])) if "left" in data else None
-        return Run(folder, tuple(map(str, data["texts"])), str(data["state"]), left, data.get("stacks", {}))
+        made = str(data.get("project", "")), float(data.get("written", 0.0))
+        return Run(folder, tuple(map(str, data["texts"])), str(data["state"]), left, data.get("stacks", {}), *made)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -123,6 +136,7 @@ def note(
     """Write the manifest: what was requested, and whether all of it was measured. ``left``, ``stacks``: see ``Run``.
     ``planned``: cells as in ``left``; a reader names those without a result (``summary.load_rows``)."""
     data = {"schema": 1, "texts": list(texts), "state": state, "stacks": stacks or {}, "planned": list(planned)}
+    data |= {"project": str(project.current().folder), "written": time.time()}
     data |= {} if left is None else {"left": list(left)}
     write_text(folder / MANIFEST, json.dumps(data) + "\n")
 

@@ -140,7 +140,7 @@ class Engine:
         result.gpu_notes = self.pool.notes
         result.interrupted = stop.is_set() and result.problem is None
         result.wall_s = time.monotonic() - began
-        result.documents = [cell.document for cell in self._cells if cell.document["complete"]]
+        result.documents = [cell.document for cell in self._cells if "path" in cell.document]  # those that are stored
         return result
 
     def _open(self, plans: Sequence[CellPlan], resume: bool) -> None:
