@@ -18,6 +18,7 @@ WIDTH = 120  # columns of a line where no terminal limits it
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 MAX_LINES = 8  # of a wrapped text
 _COMMAND = re.compile(r"repro show \S+")
+_BREAK = re.compile(r"(?<=[(,{\[])(?=\S)")
 _CALL = re.compile(r"[\w.]+\((?:[^()]|\([^()]*\)){1,120}\)")  # code: FSDP(model, auto_wrap_policy=partial(...))
 
 # Characters that are not visible: control, format (zero-width, bidirectional), surrogates, private, unassigned,
@@ -63,17 +64,20 @@ def wrap(
     text: str, indent: str = "", hanging: int = 2, width: int = WIDTH, most: int | None = MAX_LINES, whole: bool = False
 ) -> list[str]:  # fmt: skip
     """Wrap a text to ``width`` columns, at most ``most`` lines. ``hanging``: columns by which later lines are indented
-    further. Spaces at the beginning of the text count for the first line only. ``whole``: paths and calls stay in
-    one piece, also those that are longer than a line: people copy them."""
+    further. Spaces at the beginning of the text count for the first line only. Code that is longer than a line breaks
+    after a bracket or a comma. ``whole``: paths and calls stay in one piece, also those that are longer than a line:
+    people copy them."""
     text = one_line(text)
     for pattern in (_COMMAND, _CALL)[: 1 + whole]:
         text = pattern.sub(lambda part: part[0].replace(" ", "\0"), text)
+    if not whole:
+        text = re.sub(rf"\S{{{width - len(indent) - hanging + 1},}}", lambda word: _BREAK.sub("\1 ", word[0]), text)
     head = len(text) - len(text.lstrip())
     lines = textwrap.wrap(
         text.lstrip(), width, initial_indent=indent + " " * head, subsequent_indent=" " * (len(indent) + hanging),
         break_on_hyphens=False, break_long_words=not whole, max_lines=most, placeholder=" ...",
     )  # fmt: skip
-    return [line.replace("\0", " ") for line in lines]
+    return [line.replace("\0", " ").replace("\1 ", "").replace("\1", "") for line in lines]
 
 
 def log(text: str) -> None:

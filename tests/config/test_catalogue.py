@@ -84,6 +84,7 @@ def test_load_of_the_shipped_catalogue_has_all_options_and_no_error() -> None:
         ),
         # claims and pass criteria
         (DDP, "variant: find-unused", "variant: find-unsed", ["claims.", "did you mean 'find-unused'"]),
+        (NORM, "[logits]", "[logit]", ["pass_criteria.checks", "did you mean 'logits'"]),
         ("case/train-step.yaml", "checks:", "check:", ["pass_criteria.check", "did you mean 'checks'"]),
         # strategies
         ("strategy/fsdp.yaml", "sharding: FULL_SHARD", "sharding: FULL", ["option sharding", "FULL_SHARD"]),
@@ -127,3 +128,12 @@ def test_compose_run_after_config_yaml_changed_reads_it_again(conf: Path) -> Non
     assert compose_run(["variants=[unfixed]"], conf) == RunSettings(variants=["unfixed"])
     edit(conf, "config.yaml", "seed: 0", "seed: 1")
     assert compose_run(["variants=[unfixed]"], conf).seed == 1
+
+
+def test_wrong_setting_names_the_file_that_has_it(conf: Path) -> None:
+    (conf / "matrix" / "mine.yaml").write_text("# @package _global_\nrepeat: 0\nmatrix: {mine: {case: [a]}}\n")
+    edit(conf, "config.yaml", "seed: 0", "seed: high")
+    for overrides, where in ((["+matrix=mine", "seed=1"], "matrix/mine.yaml: repeat: "), (["seed=low"], "run settings"),
+                             (["jobs=1"], "conf/config.yaml: seed: ")):  # fmt: skip
+        with pytest.raises(ConfigError, match=where):
+            compose_run(overrides, conf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -167,6 +168,14 @@ def test_hostile_text_neither_widens_nor_controls_the_terminal(hostile: str, sta
     result["variants"]["fix"]["attempts"][0]["observation"]["ranks"][0]["log_tail"] = hostile * 3
     for line in shown(result, identified(document({"unfixed": hostile or "x"}, {}, case="b")), width=width):
         assert line.isprintable() and (len(line) <= width or line.startswith("    $")), repr(line)
+
+
+@given(st.integers(30, 80))
+def test_code_that_is_longer_than_a_line_breaks_after_a_bracket_or_a_comma(width: int) -> None:
+    code = "FSDP(model,auto_wrap_policy=partial(transformer_wrap,transformer_layer_cls={Qwen2DecoderLayer}),sync=True)"
+    lines = text.wrap(f"use {code} instead", "", 4, width)
+    assert code in "".join(line.strip() for line in lines) and max(map(len, lines)) <= width
+    assert set(re.findall(r"\w+=?", code)) <= set(re.findall(r"\w+=?", "\n".join(lines)))
 
 
 def test_one_line_removes_whole_terminal_sequences() -> None:

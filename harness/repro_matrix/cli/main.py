@@ -81,7 +81,7 @@ def command_parser(command: str) -> tuple[Any, Any]:
         description=COMMANDS[command],
         epilog=getattr(module, "EPILOG", None),
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=options.HelpFormatter,
     )
     module.configure(parser)
     return module, parser

@@ -17,7 +17,7 @@ from repro_matrix.config.selection import GROUPS
 from repro_matrix.config.settings import RunSettings, compose_run
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.paths import CONFIG_PATH
-from repro_matrix.text import log
+from repro_matrix.text import log, wrap
 
 if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
@@ -51,6 +51,13 @@ class Parser(argparse.ArgumentParser):
             option = message.removeprefix("argument ").partition(":")[0]
             message += f". Write a value that begins with a dash as {option}=-VALUE."
         raise ConfigError(f"{message} (`{self.prog} --help` shows the arguments)")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter that does not break names of options at their hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, "", 0, width, None)
 
 
 # For configure

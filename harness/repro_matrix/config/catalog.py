@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from repro_matrix.config import project
 from repro_matrix.config.expectations import Expectation, Table
 from repro_matrix.config.schema import Case, Hardware, Model, Stack, Strategy, Variant
-from repro_matrix.errors import ConfigError, Options, describe_validation, unknown
+from repro_matrix.errors import ConfigError, Options, describe_validation, suggestion, unknown
 from repro_matrix.paths import CONF, REPROS, file_state
 
 T = TypeVar("T", bound=BaseModel)
@@ -313,6 +313,7 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
     for what, name, options, key in names:
         if name and name not in options:
             raise unknown(what, name, options, f"{path}: {key}")
+    _check_checks(case, catalogue, f"{path}: pass_criteria.checks")
     models = {*case.axes.model, *(variant.model for variant in case.variants.values() if variant.model)}
     for name in sorted(models):
         config = catalogue.models[name].config
@@ -320,6 +321,16 @@ def _check_references(case: Case, catalogue: Catalogue, path: str) -> None:
             if key not in config:
                 raise unknown(f"configuration key of {name}", key, config, f"{path}: preserve_config")
     _check_claims(case, catalogue, path)
+
+
+def _check_checks(case: Case, catalogue: Catalogue, where: str) -> None:
+    """Raise ConfigError for a check that is like another case's and that no code of the case names: a typo would be
+    found by the run only."""
+    known = {name for each in catalogue.cases.values() if each is not case for name in each.pass_criteria.checks}
+    for name in set(case.pass_criteria.checks) - known:
+        files = [catalogue.script(case), *(catalogue.repros / "repro_kit").glob("*.py")]
+        if suggestion(name, known) and not any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files):
+            raise unknown("check", name, known, where)
 
 
 def _check_claims(case: Case, catalogue: Catalogue, path: str) -> None:

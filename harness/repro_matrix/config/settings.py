@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -100,7 +100,7 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
             composed = compose("config", overrides=[*overrides, *search_path])
         return RunSettings.model_validate(OmegaConf.to_container(composed, resolve=True))
     except ValidationError as error:
-        raise describe_validation(error, RunSettings, "run settings") from None
+        raise describe_validation(error, RunSettings, _source(error, overrides, folders)) from None
     except MissingConfigException as error:
         name = str(error.missing_cfg_file or "").removeprefix("matrix/")
         known = [path.stem for folder in folders for path in (folder / "matrix").glob("*.yaml")]
@@ -112,6 +112,15 @@ def _compose(overrides: list[str], folders: Sequence[Path]) -> RunSettings:
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error.__cause__ or error).splitlines()[:2])
         raise ConfigError(f"conf/config.yaml with {' '.join(overrides) or 'no overrides'}: {text}") from None
+
+
+def _source(error: ValidationError, overrides: Iterable[str], folders: Sequence[Path]) -> str:
+    """Say where the value of a wrong setting comes from: the command line, a named matrix or conf/config.yaml."""
+    key, values = error.errors()[0]["loc"][0], dict(text.partition("=")[::2] for text in overrides)
+    if key in {name.lstrip("+~").partition(".")[0] for name in values}:
+        return "run settings"
+    files = [folder / "matrix" / f"{values.get('+matrix')}.yaml" for folder in folders]
+    return str(next((path for path in files if path.is_file() and key in read_yaml(path)), folders[0] / "config.yaml"))
 
 
 def quoted(value: str) -> str:
