@@ -13,11 +13,9 @@ from observations import document, observation, ok
 from repro_matrix.cli import accept as command
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog as catalogue
-from repro_matrix.config.selection import parse
-from repro_matrix.errors import ConfigError
 from repro_matrix.paths import BASELINE, ROOT, cache_dir
 from repro_matrix.results import accept, store
-from repro_matrix.results.accept import place, refusals, select
+from repro_matrix.results.accept import place, refusals
 from repro_matrix.results.store import Store, portable
 
 SLUG = "fsdp2-mixed-dtensor"
@@ -40,52 +38,12 @@ def test_portable_replaces_local_folders_only(stored: str, published: str) -> No
     assert portable({"message": stored, "number": 3}) == {"message": published, "number": 3}
 
 
-# The selection
-
-
 def cell(verdict: str = "FIXED", attempts: int = 3, **changes: Any) -> dict[str, Any]:
     variants: Any = {
         variant: [(name, observation(ok(0)))] * attempts
         for variant, name in (("unfixed", "reproduced"), ("fix", "passed"))
     }
     return document(variants, {"fix": verdict}, cell_id="some-case/m-fsdp", **changes)
-
-
-STORED = [
-    cell(model="qwen-7b", strategy="ddp", ranks=2),
-    cell(model="qwen-7b", strategy="fsdp", ranks=4, flags={"peft": True}),
-    cell(model="llama-2-7b", strategy="ddp", ranks=8),
-]
-
-
-@pytest.mark.parametrize(
-    ("texts", "places"),
-    [
-        ("case=* stack=current hardware=auto results=/tmp/x", [0, 1, 2]),
-        ("ranks=4", [1]),
-        ("ranks=2,8", [0, 2]),
-        ("model=qwen* strategy=ddp", [0]),
-        ("flags.peft=true", [1]),
-    ],
-)
-def test_select_by_axis_returns_its_documents(texts: str, places: list[int]) -> None:
-    """`repro accept ranks=4` had published every size."""
-    assert select(STORED, parse(texts.split())) == [STORED[place] for place in places]
-    assert select([], parse(["ranks=4"])) == []
-
-
-@pytest.mark.parametrize(
-    ("texts", "said"),
-    [
-        ("ranks=5", "ranks=5: no stored cell (there are: 2, 4, 8)"),
-        ("ranks=8 strategy=fsdp", "no stored cell"),
-        ("repeat=3", "repeat=3: no axis of stored cells"),
-    ],
-)
-def test_select_without_a_match_is_an_error(texts: str, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        select(STORED, parse(texts.split()))
-    assert said in str(raised.value)
 
 
 # Refusals

@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from repro_matrix.cli import options as arguments
 from repro_matrix.config import catalog, project
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.settings import compose_run
@@ -24,7 +23,8 @@ SHOWN = 20  # reasons
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    arguments.overrides(parser, json=False)
+    text = "case=NAME,...: only these cases (default: all that were measured)"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help=text)
     parser.add_argument("--reason", help="why these verdicts are now the expected ones")
     parser.add_argument("--dry-run", action="store_true", help="show what would change, and write nothing")
     text = "results folder (default: the last run in results/scratch)"
@@ -35,6 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     selection = overrides.parse(args.overrides)
+    for key, text in selection.words:
+        if key not in ("case", "results"):
+            raise ConfigError(f"{text}: all results of a case are accepted together. Select with case= and --from.")
     if not args.dry_run and not (args.reason or "").strip():
         raise ConfigError("accept: --reason is missing: why are these verdicts now expected? (--dry-run shows them)")
     known, own = catalog.load(), project.current()
@@ -44,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
         raise ResultsError(f"{named}: no such folder of results. `repro matrix` writes one.")
     names = set(overrides.expand("case", selection.case, known.cases))
     shipped = set() if own.is_shipped else names - known.own.get("case", {}).keys()
-    found = propose(source, selection, known, names - shipped, args.reason or "", args.allow)
+    found = propose(source, known, names - shipped, args.reason or "", args.allow)
     notes = [f"left out: {text}" for text in known.left_out]
     if shipped:
         notes.append("left out: cases that are shipped with repro-matrix. Their expectations are read-only here.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,7 @@ from repro_matrix.config import project
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.project import Project
 from repro_matrix.config.schema import Case
-from repro_matrix.config.selection import Selection
-from repro_matrix.errors import ConfigError, ResultsError, nearest
+from repro_matrix.errors import ResultsError
 from repro_matrix.grading.expectations import as_expected, expected, machine, same_release
 from repro_matrix.grading.regrade import regrade as grade_documents
 from repro_matrix.grading.signature import overbroad_signature
@@ -36,7 +34,6 @@ from repro_matrix.text import counted
 ATTEMPTS = 3  # of each variant that ran; fewer may be chance
 SUSPICIOUS = ("SIGNATURE_MISMATCH", "FIX_BREAKS")  # may be an error of the case or of the machine: only on request
 COMPARED = ("outcome", "verdict", "failures", "skipped", "measured", "unseen")  # of stored rows, by `repro regrade`
-AXES = ("model", "strategy", "ranks", "stack", "hardware")
 
 
 # Checks
@@ -198,13 +195,14 @@ class Publication:
     notes: list[str] = field(default_factory=list)
 
 
-def propose(source: Path, selection: Selection, catalogue: Catalogue, names: set[str], reason: str,
-            allowed: Collection[str]) -> Publication:  # fmt: skip
-    """Return what accepting these results would publish. Raises ResultsError: no result can be used, or the baseline is
-    damaged."""
+def propose(
+    source: Path, catalogue: Catalogue, names: set[str], reason: str, allowed: Collection[str]
+) -> Publication:  # fmt: skip
+    """Return what accepting the results of these cases would publish. Raises ResultsError: no result can be used, or
+    the baseline is damaged."""
     own = project.current()
     baseline, results = Store(own.baseline), Store(source)
-    given = select([d for d in results.documents() if d["case"] in names and _is_usable(d)], selection)
+    given = [d for d in results.documents(cases=names) if d["case"] in names and _is_usable(d)]
     if not any(is_whole(catalogue.cases[d["case"]], d) for d in given):
         raise ResultsError(f"{source}: no complete measurement of the selected cases. Run `repro matrix` first.")
     held = [d for d in baseline.documents(cases=names) if _is_usable(d)]
@@ -237,26 +235,6 @@ def publish(found: Publication, catalogue: Catalogue) -> None:
             path.unlink(missing_ok=True)
         elif not path.is_file() or path.read_text(encoding="utf-8") != table:
             write_text(path, table)
-
-
-def select(documents: list[Document], selection: Selection) -> list[Document]:
-    """Return the documents on the axes that are named. Raises ConfigError: no such axis, or no document on it."""
-    for key, text in selection.words:
-        if key not in ("case", *AXES, "results") and not key.startswith("flags."):
-            raise ConfigError(f"{text}: no axis of stored cells. Axes: case, {', '.join(AXES)}, flags.NAME.")
-    for axis in AXES:
-        patterns = [str(each) for each in getattr(selection, axis) or ()] if axis in selection.given else []
-        if patterns and (axis, patterns) != ("hardware", ["auto"]):
-            present = sorted({_axis(document, axis) for document in documents})
-            documents = [d for d in documents if any(fnmatchcase(_axis(d, axis), each) for each in patterns)]
-            if present and not documents:
-                raise ConfigError(f"{axis}={','.join(patterns)}: no stored cell{nearest(','.join(patterns), present)}")
-    return [d for d in documents if all(d["flags"].get(name) in values for name, values in selection.flags.items())]
-
-
-def _axis(document: Document, axis: str) -> str:
-    named = {"stack": document["stack"]["name"], "hardware": document["hardware"]["profile"]}
-    return str({**document, **named}[axis])
 
 
 def _is_usable(document: Document) -> bool:
