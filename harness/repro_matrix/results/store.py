@@ -302,10 +302,10 @@ def code_state() -> tuple[str | None, bool]:
 
 def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
     """Return the commit, and whether one of the paths differs from it; (None, False) where git does not know."""
-    commit = _git(root, "rev-parse", "HEAD")
+    commit = git(root, "rev-parse", "HEAD")
     if commit is None or not paths:
         return commit, False
-    differs = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths))
+    differs = git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths))
     return (None, False) if differs is None else (commit, bool(differs))
 
 
@@ -319,7 +319,7 @@ def changed_files(before: str | None, now: str | None, uncommitted: bool) -> lis
             listed = list(map(str, paths))
             if before and now and before != now:
                 found += (
-                    _git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
+                    git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
                 ).splitlines()
             found += [f"{file} (not committed)" for file in uncommitted_files(root, paths)] if uncommitted else []
     return list(dict.fromkeys(found))
@@ -327,25 +327,28 @@ def changed_files(before: str | None, now: str | None, uncommitted: bool) -> lis
 
 def uncommitted_files(root: Path, paths: Iterable[Path]) -> list[str]:
     """Return the files below these paths that are not committed, as far as git knows."""
-    listed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths)) or ""
+    listed = git(root, "status", "--porcelain", "--untracked-files=all", "--", *map(str, paths)) or ""
     return [line[3:] for line in listed.splitlines()]
 
 
 def since(commit: str, root: Path, paths: Sequence[Path]) -> str | None:
     """Return why the files are not known to be those of the commit; None where they are, byte for byte."""
-    if _git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+    if git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return f"commit {commit[:12]} is not in this repository"
-    differs = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
+    differs = git(root, "diff", "--name-only", "--no-renames", commit, "--", *map(str, paths))
     if differs is None:
         return f"git cannot compare commit {commit[:12]} with the files here"
     return f"{differs.splitlines()[0]} has changed since commit {commit[:12]}" if differs else None
 
 
-def _git(root: Path, *args: str) -> str | None:
+def git(root: Path, *args: str) -> str | None:
+    """Return what a git command prints; None where it fails. Nothing is written, not even the index."""
     # Without the variables of a git hook, which point git at the hook's repository.
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")}
+    env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    command = ["git", "-C", str(root), *args]
     try:
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=60, env=env)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.rstrip("\n") if done.returncode == 0 else None

@@ -5,15 +5,14 @@ A commit is a stack like others, with the package installed from the clone: ``BA
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from repro_matrix.environment.stacks import with_release
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError, nearest
+from repro_matrix.results.store import git
 
 _LAYOUTS = ("src/{}", "{}", "python/{}", "lib/{}")  # where a package's folder may lie in its repository
 _TAGS = ("v{0}", "{0}", "release-{0}", "release/{0}", "{1}-{0}", "{1}-v{0}", "{1}/v{0}")
@@ -28,21 +27,11 @@ class Clone:
 
     def __post_init__(self) -> None:
         if self.git("rev-parse", "--git-dir") is None:
-            raise ConfigError(f"--repo {self.path}: not a git clone")
+            raise ConfigError(f"--repo {self.path}: not a git clone, or git cannot be run")
 
     def git(self, *words: str) -> str | None:
         """Return what a git command prints, or None where it fails."""
-        # Ignore the shell's repository (GIT_DIR), and do not write the clone's index.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-        try:
-            command = ["git", "-C", str(self.path), *words]
-            done = subprocess.run(
-                command, capture_output=True, env=env, timeout=600, encoding="utf-8", errors="replace"
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"--repo {self.path}: git does not answer: {error}") from None
-        return None if done.returncode else done.stdout.strip()
+        return git(self.path, *words)
 
     def commit_of(self, release: str) -> str:
         """Return the commit of a release's tag. Raises ConfigError."""
