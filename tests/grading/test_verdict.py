@@ -214,33 +214,30 @@ def cell(unfixed: Any = FAILS, fix: Any = WORKS, verdict: str = "FIXED", **chang
     return document(variants, {"fix": verdict}, **{**made, **changes})
 
 
-def verdicts(*documents: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The verdicts of the fix, and the notes."""
-    found = regrade(documents, CASES)
-    return [each["verdicts"]["fix"]["name"] for each in found.documents], found.notes
+def verdicts(*documents: dict[str, Any]) -> list[str]:
+    """The verdicts of the fix."""
+    return [each["verdicts"]["fix"]["name"] for each in regrade(documents, CASES)]
 
 
-def test_regrade_names_and_replaces_edited_outcomes_and_verdicts() -> None:
-    assert verdicts(cell()) == (["FIXED"], [])
+def test_regrade_replaces_edited_outcomes_and_verdicts() -> None:
+    assert verdicts(cell()) == ["FIXED"]
     edited = cell(fix=FAILS)
     edited["variants"]["fix"]["attempts"][0]["outcome"]["outcome"] = "passed"
-    names, notes = verdicts(edited)
-    assert names == ["NOT_FIXED"]
-    assert len(notes) == 2 and "attempt 0" in notes[0] and "stored as FIXED" in notes[1] and "NOT_FIXED" in notes[1]
+    assert verdicts(edited) == ["NOT_FIXED"]
 
 
 def test_regrade_uses_older_stacks_as_history() -> None:
     quiet = cell(WORKS, verdict="FIXED_UPSTREAM")
-    assert verdicts(quiet) == (["NOT_REPRODUCED"], []), "that is no contradiction"
+    assert verdicts(quiet) == ["NOT_REPRODUCED"]
     old = {"name": "old", "python": "3.11.7", "versions": {"torch": "2.2.2", "transformers": "5.23.0"}}
     before = cell(stack=old)
-    assert verdicts(quiet, before) == (["FIXED_UPSTREAM", "FIXED"], [])
+    assert verdicts(quiet, before) == ["FIXED_UPSTREAM", "FIXED"]
     gpu = {**before, "hardware": {**before["hardware"], "accelerator": "cuda"}}
-    assert verdicts(quiet, gpu)[0][0] == "NOT_REPRODUCED", "what a GPU did is no history of a CPU"
-    assert verdicts(quiet, {**before, "cell_id": "some-case/other"})[0][0] == "NOT_REPRODUCED", "another cell"
+    assert verdicts(quiet, gpu)[0] == "NOT_REPRODUCED", "what a GPU did is no history of a CPU"
+    assert verdicts(quiet, {**before, "cell_id": "some-case/other"})[0] == "NOT_REPRODUCED", "another cell"
     forged = copy.deepcopy(before)
     forged["variants"]["unfixed"]["attempts"][0]["observation"] = WORKS
-    assert verdicts(quiet, forged)[0][0] == "NOT_REPRODUCED", "its outcome says reproduces, its observation does not"
+    assert verdicts(quiet, forged)[0] == "NOT_REPRODUCED", "its outcome says reproduces, its observation does not"
 
 
 def test_variant_on_its_own_stack_has_its_own_versions() -> None:

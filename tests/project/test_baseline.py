@@ -12,7 +12,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.selection import parse
 from repro_matrix.grading import expectations as expect
 from repro_matrix.grading import root_cause, verdict
-from repro_matrix.grading.regrade import Regraded, regrade
+from repro_matrix.grading.expectations import as_expected
+from repro_matrix.grading.regrade import regrade
 from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.planning.cells import enumerate_cells
 from repro_matrix.records.document import validate_cell
@@ -31,7 +32,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 @cache
-def judged() -> Regraded:
+def judged() -> list[Any]:
     """Grade all of them anew, once, because it takes seconds. No test changes the result."""
     return regrade(documents(), CATALOGUE.cases)
 
@@ -78,7 +79,7 @@ def test_failure_has_a_stored_observation_that_its_signature_matches(case: str) 
 
 
 def test_signatures_match_other_cases_only_as_declared() -> None:
-    for document in judged().documents:
+    for document in judged():
         case = CATALOGUE.cases[document["case"]]
         for attempt in document["variants"].get("unfixed", {}).get("attempts", []):
             outcome = attempt["outcome"]
@@ -91,7 +92,7 @@ def test_signatures_match_other_cases_only_as_declared() -> None:
 
 def test_expectations_have_stored_results_and_a_missing_or_changed_one_is_named() -> None:
     for slug, case in CATALOGUE.cases.items():
-        own = {place(d): d for d in judged().documents if d["case"] == slug}
+        own = {place(d): d for d in judged() if d["case"] == slug}
         assert unsupported(case, own) == []
         for key, document in own.items():
             others = {at: each for at, each in own.items() if at != key}
@@ -109,15 +110,22 @@ def _ends(case: Any, document: dict[str, Any]) -> bool:
     )
 
 
+def _results(document: dict[str, Any]) -> Any:
+    variants, verdicts = document["variants"].items(), document["verdicts"].items()
+    outcomes = {name: [made["outcome"]["outcome"] for made in variant["attempts"]] for name, variant in variants}
+    return outcomes, {name: as_expected(verdict["name"]) for name, verdict in verdicts}
+
+
 def test_regrade_and_publication_of_the_baseline_change_nothing() -> None:
-    held = judged().documents
-    assert held and judged().notes == []
+    held = judged()
+    stored = {document["path"]: document for document in documents()}
+    assert held and all(_results(each) == _results(stored[each["path"]]) for each in held)
     given = {document["case"]: document for document in held}
     assert publication(CATALOGUE.cases, held, given.values(), "as it is").dropped == []
 
 
 def test_baseline_agrees_with_its_expectations() -> None:
-    for document in judged().documents:
+    for document in judged():
         case, hardware = CATALOGUE.cases[document["case"]], document["hardware"]
         at = (document["stack"]["versions"], hardware["profile"], hardware.get("capabilities", {}))
         for variant, stored in document["verdicts"].items():

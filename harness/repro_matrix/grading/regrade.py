@@ -1,16 +1,15 @@
 """Grade stored documents anew: outcomes from observations, verdicts from outcomes. Pure.
 
 The outcomes and verdicts that a document holds may come from another version of the grader, or be edited: they are
-never used, and every difference is reported.
+never used. results/accept.py reports the differences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from repro_matrix.config.schema import Case
-from repro_matrix.grading.expectations import as_expected, comparison, recorded_capabilities
+from repro_matrix.grading.expectations import comparison, recorded_capabilities
 from repro_matrix.grading.grade import grade
 from repro_matrix.grading.verdict import judge
 from repro_matrix.records.document import Cell, Document, Variant, kind_of
@@ -19,42 +18,23 @@ from repro_matrix.records.outcome import Outcome, StoredVerdict, Verdict
 Outcomes = dict[str, list[Outcome]]  # by variant
 
 
-class Regraded(NamedTuple):
-    """``documents`` as graded now; ``notes`` name every document that held something else."""
-
-    documents: list[Document]
-    notes: list[str]
-
-
-def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> Regraded:
+def regrade(documents: Iterable[Document], cases: Mapping[str, Case]) -> list[Document]:
     """Grade every document of a case of the catalogue by that case as it is now.
 
     The documents are each other's history: an older stack that reproduced makes a newer one's NOT_REPRODUCED a
     FIXED_UPSTREAM.
     """
-    result = Regraded([], [])
+    graded: list[Document] = []
     cells: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
-        if document["case"] not in cases:
-            continue
-        case, name = cases[document["case"]], document_name(document)
-        outcomes = outcomes_of(document, case, cases)
-        now = with_outcomes(document, outcomes)
-        result.notes.extend(f"{name}: {text}" for text in _other_outcomes(document, outcomes))
-        result.documents.append(now)
-        cells.setdefault((now["case"], now.get("cell_id", "")), []).append(now)
-    for document in result.documents:  # copies: what was given is not changed
+        if case := cases.get(document["case"]):
+            now = with_outcomes(document, outcomes_of(document, case, cases))
+            graded.append(now)
+            cells.setdefault((now["case"], now.get("cell_id", "")), []).append(now)
+    for document in graded:  # copies: what was given is not changed
         history = [d for d in cells[document["case"], document.get("cell_id", "")] if _other_stack(d, document)]
-        stored = document["verdicts"]
         document["verdicts"] = verdicts_of(document, cases[document["case"]], history)
-        differences = _other_verdicts(stored, document["verdicts"])
-        result.notes.extend(f"{document_name(document)}: {text}" for text in differences)
-    return result
-
-
-def document_name(document: Document) -> str:
-    """Return how a note names a document."""
-    return document.get("path") or document.get("cell_id") or document["case"]
+    return graded
 
 
 def with_expectations(document: Document, case: Case) -> Document:
@@ -110,19 +90,3 @@ def verdicts_of(document: Cell, case: Case, history: Iterable[Cell]) -> dict[str
 def _other_stack(other: Cell, document: Cell) -> bool:
     same_kind = other["hardware"]["accelerator"] == document["hardware"]["accelerator"]
     return same_kind and other["stack"]["versions"] != document["stack"]["versions"]
-
-
-def _other_outcomes(document: Cell, outcomes: Outcomes) -> Iterable[str]:
-    for name, graded in outcomes.items():
-        for index, (attempt, now) in enumerate(zip(document["variants"][name]["attempts"], graded)):
-            stored = attempt["outcome"]["outcome"]
-            if stored != now.outcome:
-                yield f"variant {name}, attempt {index}: stored as {stored}, graded as {now.outcome}: {now.reason}"
-
-
-def _other_verdicts(stored: Mapping[str, StoredVerdict], now: Mapping[str, StoredVerdict]) -> Iterable[str]:
-    """Report changed verdicts; whether it is NOT_REPRODUCED or FIXED_UPSTREAM depends on what else is stored."""
-    for name, verdict in now.items():
-        before = stored[name]["name"] if name in stored else ""
-        if before and as_expected(before) != as_expected(verdict["name"]):
-            yield f"variant {name}: stored as {before}, graded as {verdict['name']}"

@@ -210,14 +210,14 @@ def propose(
         raise ResultsError("\n  ".join(["the baseline is damaged. Restore it first.", *baseline.damaged]))
     graded = grade_documents([*held, *given], catalogue.cases)
     roots = own.baseline, source
-    held, given = ([d for d in graded.documents if Path(d["path"]).is_relative_to(root)] for root in roots)
+    held, given = ([d for d in graded if Path(d["path"]).is_relative_to(root)] for root in roots)
     whole = [d for d in given if is_whole(catalogue.cases[d["case"]], d)]
     found = publication(catalogue.cases, held, whole, reason)
     found.refused = [*refusals(whole, allowed), *_of_other_code(whole, catalogue, own)]
     for name in sorted({d["case"] for d in whole if any(variant["attempts"] for variant in d["variants"].values())}):
         why = _never_reproduced(catalogue.cases[name], (d for d in (*held, *whole) if d["case"] == name))
         found.refused += [Refusal(name, "", why)] if why else []
-    found.notes = [*results.damaged, *graded.notes]
+    found.notes = list(results.damaged)
     if partial := len(given) - len(whole):
         found.notes.append(f"left out: {counted(partial, 'cell')} of which only some variants were measured")
     return found

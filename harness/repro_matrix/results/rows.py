@@ -58,7 +58,6 @@ class Attempt:
     retry: bool  # this attempt repeats one that was no evidence
     wall_s: float
     cpu_s: float | None
-    rank_cpu_s: float | None
     peak_rss_mb: float | None
     peak_gpu_mb: float | None
     launcher: str
@@ -268,7 +267,7 @@ def _attempt(case: str, made: Made) -> dict[str, Any]:
     greatest: dict[str, float] = {}
     metrics: dict[str, float] = {}
     for record in filter(None, records):
-        sizes = {name: record.get(name) for name in ("cpu_s", "peak_rss_mb", "peak_gpu_mb")}
+        sizes = {name: record.get(name) for name in ("peak_rss_mb", "peak_gpu_mb")}
         for values, most in ((sizes, greatest), (record["metrics"], metrics)):
             for name, value in values.items():
                 if (measured := number(value)) is not None:
@@ -280,7 +279,6 @@ def _attempt(case: str, made: Made) -> dict[str, Any]:
         "failures": failures or (["hang"] if outcome["outcome"] == "hang" else []),
         "finished": bool(records) and all(record is not None and record["done"] for record in records),
         "retry": bool(launched.get("retry_of")),
-        "rank_cpu_s": greatest.get("cpu_s"),
         "peak_rss_mb": greatest.get("peak_rss_mb"),
         "peak_gpu_mb": greatest.get("peak_gpu_mb"),
         "metrics": metrics,

@@ -216,7 +216,7 @@ def grade_cells(
             if found.path not in known:
                 with suppress(OSError, ValueError):
                     history.append(document_at(found.path))
-    graded = {each.get("path"): each for each in regrade([*documents.values(), *history], cases).documents}
+    graded = {each.get("path"): each for each in regrade([*documents.values(), *history], cases)}
     keys = grading_keys(cases)
     rows = {}
     for path, document in documents.items():
