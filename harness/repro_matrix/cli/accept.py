@@ -1,7 +1,7 @@
 """`repro accept --reason ...`: make measured verdicts the expected ones, and publish the results that support them.
 
 The results are written to results/baseline, and each case's table in results/expected is computed from them. Only this
-command writes expectations, and the change is reviewed. ``--dry-run`` shows what would be written.
+command writes expectations, and the change is reviewed. --dry-run shows what would be written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""`repro bisect CASE --good X --bad Y`: find the release, package or commit that changed the result."""
+"""`repro bisect CASE --good X --bad Y`: find the release, package or commit that changed the result.
+
+Overrides are those of `repro run` (model=, strategy=, flags.<name>=, repeat=, results= ...), and stack=: the stack
+whose package is replaced (default: the one on which the case is known to fail).
+
+good: the failure does not occur (the variant passes; or, if the good end fails with another error, that error).
+bad: the failure occurs. Any other result in between is unknown and is skipped. If good is the newer end, the
+search is for the release with the fix. With repeat=N, a flaky failure is repeated according to its rate.
+Two stacks: first the packages that cause the difference, then the release of each.
+Exit code 0: found (also if only a range is left); 2: wrong ends; 3: an end cannot be measured, or no package
+is the culprit.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +30,6 @@ from repro_matrix.search.bisect import Search, is_release
 from repro_matrix.search.commits import Clone
 from repro_matrix.search.prober import Prober, one_variant
 from repro_matrix.text import log
-
-EPILOG = (
-    "and model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack whose\n"
-    "package is replaced (default: the one on which the case is known to fail).\n\n"
-    "good: the failure does not occur (the variant passes; or, if the good end fails with another error, that error).\n"
-    "bad: the failure occurs. Any other result in between is unknown and is skipped. If good is the newer end, the\n"
-    "search is for the release with the fix. With repeat=N, a flaky failure is repeated according to its rate.\n"
-    "Two stacks: first the packages that cause the difference, then the release of each.\n"
-    "Exit code 0: found (also if only a range is left); 2: wrong ends; 3: an end cannot be measured, or no package\n"
-    "is the culprit."
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,14 @@
-"""`repro compare SCRIPT --good X --bad Y`: find the first number of a training that differs by more than rounding."""
+"""`repro compare SCRIPT --good X --bad Y`: find the first number of a training that differs by more than rounding.
+
+The good side runs three times: as it is, and twice with noise of one unit of rounding,
+which measures how far each tensor may differ. Give what differs between the sides:
+  repro compare ./train.py --good torch2.6-tf4.51 --bad current       stacks, lock files, python:PATH
+  repro compare ./train.py --package transformers --good 5.8.0 --bad 5.9.0
+  repro compare ./train.py --good-nproc 1 --bad-nproc 2               ranks
+  repro compare ./train.py --bad-args '--strategy zero2'              arguments
+  repro compare ./one_process.py ./fsdp.py                            two scripts
+Exit codes: 0 the numbers agree, 1 they differ, 2 usage, 3 inconclusive or less was compared.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +29,6 @@ from repro_matrix.runner import workspace
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import is_release
 from repro_matrix.text import log, one_line
-
-EPILOG = """The good side runs three times: as it is, and twice with noise of one unit of rounding,
-which measures how far each tensor may differ. Give what differs between the sides:
-  repro compare ./train.py --good torch2.6-tf4.51 --bad current       stacks, lock files, python:PATH
-  repro compare ./train.py --package transformers --good 5.8.0 --bad 5.9.0
-  repro compare ./train.py --good-nproc 1 --bad-nproc 2               ranks
-  repro compare ./train.py --bad-args '--strategy zero2'              arguments
-  repro compare ./one_process.py ./fsdp.py                            two scripts
-Exit codes: 0 the numbers agree, 1 they differ, 2 usage, 3 inconclusive or less was compared."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

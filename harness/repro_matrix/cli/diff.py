@@ -1,4 +1,13 @@
-"""`repro diff A B`: compare two runs, stacks or machines."""
+"""`repro diff A B`: compare two runs, stacks or machines.
+
+A, B: a folder of results, or a stack of the baseline (torch2.2-tf4.39, current). Where
+each side has one stack or one hardware and they differ, the comparison goes across them.
+
+exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B
+lacks results of A that its run was asked for, or a file cannot be read; 2 usage, no results, or no cell in common.
+Results that only B has are listed and do not change the exit code.
+--agreement: 0 a GPU agrees with a CPU; 1 they differ; 3 no such pair; 2 as above.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +22,6 @@ from repro_matrix.errors import ConfigError, ExitCode
 from repro_matrix.report.terminal import print_json, print_notes, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.text import counted, log
-
-EPILOG = """A, B: a folder of results, or a stack of the baseline (torch2.2-tf4.39, current). Where
-each side has one stack or one hardware and they differ, the comparison goes across them.
-
-exit codes: 0 no difference; 1 a result differs (outcome, verdict, failure id, flakiness); 3 no result differs, but B
-lacks results of A that its run was asked for, or a file cannot be read; 2 usage, no results, or no cell in common.
-Results that only B has are listed and do not change the exit code.
---agreement: 0 a GPU agrees with a CPU; 1 they differ; 3 no such pair; 2 as above."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """The `repro` command: choose the command's module, and turn errors into exit codes.
 
-A command's module has ``configure(parser)``, which adds its arguments, ``main(args)``, and perhaps an ``EPILOG``: the
-end of its help. It is imported only when that command runs.
+A command's module has ``configure(parser)``, which adds its arguments, and ``main(args)``; its docstring without the
+first paragraph is the end of its help. It is imported only when that command runs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import inspect
 import io
 import os
 import signal
@@ -79,7 +80,7 @@ def command_parser(command: str) -> tuple[Any, Any]:
     parser = options.Parser(
         prog=f"repro {command}",
         description=COMMANDS[command],
-        epilog=getattr(module, "EPILOG", None),
+        epilog=inspect.cleandoc(module.__doc__ or "").partition("\n\n")[2],
         allow_abbrev=False,
         formatter_class=options.HelpFormatter,
     )

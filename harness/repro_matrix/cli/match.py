@@ -1,4 +1,10 @@
-"""`repro match train.log ...`: find known failures in training logs, and what stored measurements say about them."""
+"""`repro match train.log ...`: find known failures in training logs, and what stored measurements say about them.
+
+The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
+
+exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log,
+every log empty); 3 no failure. For several logs, the lowest of their codes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +21,6 @@ from repro_matrix.external.log_scan import Catalogue, scan
 from repro_matrix.external.log_text import lines
 from repro_matrix.report.logs import Versions, log_json, log_lines
 from repro_matrix.report.terminal import print_json, print_notes
-
-EPILOG = """\
-The versions come from the log; for packages that it does not name, from stack=NAME or --versions.
-
-exit codes: 0 a known failure was recognized; 1 a failure, but none is known; 2 usage (no such file, not a log,
-every log empty); 3 no failure. For several logs, the lowest of their codes.
-"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,11 @@
-"""`repro merge DIR...`: the results of all shards of a run in one folder."""
+"""`repro merge DIR...`: the results of all shards of a run in one folder.
+
+Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
+selections, a shard given twice and a cell in two shards are refused by name.
+
+exit codes: 0 every shard is complete; 3 a shard, or a cell of one, is missing (the rest is merged); 2 not shards
+of one run.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +21,6 @@ from repro_matrix.results import runs
 from repro_matrix.results.store import UNFINISHED
 from repro_matrix.text import counted, list_some
 
-EPILOG = """Each DIR is the results folder of a run with shard=PART/PARTS. Shards of different commits, stacks or
-selections, a shard given twice and a cell in two shards are refused by name.
-
-exit codes: 0 every shard is complete; 3 a shard, or a cell of one, is missing (the rest is merged); 2 not shards
-of one run."""
 SHOWN = 5  # missing cells of a shard
 
 

@@ -1,4 +1,11 @@
-"""`repro reduce CASE|SCRIPT`: find the smallest trigger of a failure, and the settings that the failure needs."""
+"""`repro reduce CASE|SCRIPT`: find the smallest trigger of a failure, and the settings that the failure needs.
+
+Overrides are those of `repro run` (model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=
+...), and stack=: where it fails (default: the stack on which the case is known to fail; of a script: current).
+Every probe is a launched attempt, graded by the case's signature or by the failure that you describe;
+the probes are stored, and the same command continues from them.
+Exit code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +25,6 @@ from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.reduce import CaseReduction, ScriptReduction, output_path
 from repro_matrix.text import log
-
-EPILOG = (
-    "and model=, strategy=, flags.<name>=, model.config.<key>=, ranks=, repeat=, results=... as for `repro run`;\n"
-    "stack=: where it fails (default: the stack on which the case is known to fail; of a script: current).\n"
-    "Every probe is a launched attempt, graded by the case's signature or by the failure that you describe;\n"
-    "the probes are stored, and the same command continues from them.\n"
-    "Exit code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left."
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,7 @@
-"""`repro regrade [FOLDER | --baseline]`: grade stored evidence anew and report every difference."""
+"""`repro regrade [FOLDER | --baseline]`: grade stored evidence anew and report every difference.
+
+exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ from repro_matrix.errors import ConfigError, ExitCode, ResultsError
 from repro_matrix.results import runs, summary
 from repro_matrix.results.accept import regrade
 from repro_matrix.text import counted
-
-EPILOG = "exit codes: 0 the stored summary and the evidence agree; 1 something differs, was edited or cannot be read."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,8 @@
-"""`repro report [RESULTS...]`: show results as a page, a static site, or a file for other programs."""
+"""`repro report [RESULTS...]`: show results as a page, a static site, or a file for other programs.
+
+Exit codes: 0, whatever the results are (the run that measured them has another one); 2 usage error; 3 less
+was measured than requested, or evidence cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,6 @@ from repro_matrix.report.load import Results
 from repro_matrix.report.terminal import print_notes
 from repro_matrix.results import runs
 
-EPILOG = """Exit codes: 0, whatever the results are (the run that measured them has another one); 2 usage error; 3 less
-was measured than requested, or evidence cannot be read."""
 FORMATS = ("html", "text", "junit", "markdown", "json")
 
 

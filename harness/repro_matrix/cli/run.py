@@ -1,4 +1,8 @@
-"""`repro run CASE`: one case, all its variants, live. `repro run ./train.py`: a user's script as it is."""
+"""`repro run CASE`: one case, all its variants, live. `repro run ./train.py`: a user's script as it is.
+
+repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.
+A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,6 @@ from repro_matrix.report.terminal import print_json
 from repro_matrix.results.rows import error_at
 from repro_matrix.runner import session, workspace
 from repro_matrix.text import counted, log
-
-EPILOG = """repro run [OPTION ...] -- torchrun|python|accelerate launch|deepspeed ...: a command line as it is.
-A script's exit codes: 0 passed, 1 it fails, 3 the outcome is unknown."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,4 @@
-"""`repro show CASE`: its symptom, what each variant changes and shows, what to do, claims, cause and releases.
-
-Commands are printed on request: they are long.
-"""
+"""`repro show CASE`: its symptom, what each variant changes and shows, what to do, claims, cause and releases."""
 
 from __future__ import annotations
 

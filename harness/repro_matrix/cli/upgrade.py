@@ -1,4 +1,14 @@
-"""`repro upgrade --from STACK --to STACK`: may I upgrade? GO, NO-GO, or GO with these fixes."""
+"""`repro upgrade --from STACK --to STACK`: may I upgrade? GO, NO-GO, or GO with these fixes.
+
+The answer comes from stored results: the baseline, your own runs, and the ranges of releases in
+results/expected. Nothing is downloaded, built or launched without --measure. Restrict it to what you use:
+strategy=fsdp model=qwen1.5-0.5b case='fsdp*'.
+
+exit codes: 0 GO; 1 NO-GO, or GO with fixes to apply first; 3 UNDECIDED: nothing gets worse, but less than half of the
+results can be compared; 2 usage, also two stacks with the same packages
+
+For a script of your own: repro bisect ./train.py --good STACK --bad STACK
+"""
 
 from __future__ import annotations
 
@@ -19,15 +29,6 @@ from repro_matrix.results.summary import lost
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request, ask
 from repro_matrix.text import list_some, log
-
-EPILOG = """The answer comes from stored results: the baseline, your own runs, and the ranges of releases in
-results/expected. Nothing is downloaded, built or launched without --measure. Restrict it to what you use:
-strategy=fsdp model=qwen1.5-0.5b case='fsdp*'.
-
-exit codes: 0 GO; 1 NO-GO, or GO with fixes to apply first; 3 UNDECIDED: nothing gets worse, but less than half of the
-results can be compared; 2 usage, also two stacks with the same packages
-
-For a script of your own: repro bisect ./train.py --good STACK --bad STACK"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

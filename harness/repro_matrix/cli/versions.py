@@ -1,4 +1,11 @@
-"""`repro versions CASE`: measure in which releases of a package each variant shows the failure."""
+"""`repro versions CASE`: measure in which releases of a package each variant shows the failure.
+
+Overrides are those of `repro run` (variants=, model=, strategy=, flags.<name>=, repeat=, results= ...), and stack=: the
+stack whose package is replaced (default: the one on which the case is known to fail).
+
+History is not assumed to be monotone. A boundary always lies between two probed releases. Probes are stored:
+the same command continues an interrupted search and repeats no probe.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +26,6 @@ from repro_matrix.search import algorithms, report
 from repro_matrix.search.algorithms import Label, Stopped, Trail
 from repro_matrix.search.prober import Point, Prober, Target
 from repro_matrix.text import log
-
-EPILOG = (
-    "and variants=, model=, strategy=, flags.<name>=, repeat=, results=... as for `repro run`; stack=: the stack\n"
-    "whose package is replaced (default: the one on which the case is known to fail).\n\n"
-    "History is not assumed to be monotone. A boundary always lies between two probed releases. Probes are stored:\n"
-    "the same command continues an interrupted search and repeats no probe."
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
