@@ -1,7 +1,8 @@
 """Measure the time and memory of `repro match` for 100 MB: ``python -m bench.match``.
 
-*healthy*: steps of eight ranks. *one failure*: the same with a traceback of each rank near the end. *only tracebacks*:
-the worst log possible. Seconds are CPU time of this process; memory is its peak so far.
+*healthy*: steps of eight ranks. *failure words*: the same with words of failures in each line. *one failure*: healthy,
+with a traceback of each rank near the end. *only tracebacks*: the worst log possible. Seconds are CPU time of this
+process; memory is its peak so far.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any
 
 from repro_matrix.config import catalog
 from repro_matrix.external.log_match import recognize
-from repro_matrix.external.log_scan import Catalogue, scan
+from repro_matrix.external.log_scan import scan
+from repro_matrix.external.log_words import Catalogue
 
 from bench.machine import HERE, write
 
-KINDS = ("healthy", "one failure", "only tracebacks")
+KINDS = ("healthy", "failure words", "one failure", "only tracebacks")
 STEP = "[2024-05-01 12:00:00,123] [INFO] train.py:120 rank {} step 12345 loss 2.3456 lr 1.0e-5 grad_norm 0.98\n"
+WORDS = "step 12345 loss 2.3456 rank {} error=0.1234 done, nccl ok, 0 failed batches, 2 timeouts, signal to noise 3.2\n"
 TRACEBACK = (
     "[rank{0}]: Traceback (most recent call last):\n"
     '[rank{0}]:   File "/w/train.py", line 12, in <module>\n'
@@ -34,7 +37,7 @@ TRACEBACK = (
 def log(kind: str, size: int) -> Iterator[str]:
     """Yield lines, ``size`` bytes together."""
     tracebacks = "".join(TRACEBACK.format(rank) for rank in range(8)).splitlines(keepends=True)
-    steps = [STEP.format(rank) for rank in range(8)]
+    steps = [(WORDS if kind == "failure words" else STEP).format(rank) for rank in range(8)]
     block = tracebacks if kind == "only tracebacks" else steps
     for _ in range(size // sum(map(len, block))):
         yield from block

@@ -28,7 +28,8 @@ from repro_matrix.config import catalog as catalogue
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.external.log_errors import memory_of
 from repro_matrix.external.log_match import Answer, recognize
-from repro_matrix.external.log_scan import Catalogue, Scanned, scan
+from repro_matrix.external.log_scan import Scanned, scan
+from repro_matrix.external.log_words import Catalogue
 from repro_matrix.grading import grade
 from repro_matrix.launch.tracebacks import Errors, Labels
 from repro_matrix.paths import BASELINE
@@ -591,6 +592,30 @@ def test_words_that_are_looked_for_are_in_no_usual_line() -> None:
     ]
     text = re.sub(r"\d", "", "\n".join(usual)).lower().encode()
     assert not [word for word in CATALOGUE.words if len(word) < 3 or word in text]
+
+
+HEALTHY = {
+    "words": "step {0} loss 1.{0} error=0.{0} done, nccl ok, 0 failed",
+    "json": '{{"step": {0}, "loss": 1.{0}, "msg": "step {0} done, nccl ok", "error": null}}',
+    "samples": '{{"step": {0}, "loss": 1.{0}, "sample": "Traceback (most recent call last):\\n  NameError: x{0}"}}',
+}
+
+
+@pytest.mark.parametrize("form", HEALTHY.values(), ids=HEALTHY)
+def test_scan_of_many_lines_that_differ_in_their_digits_reads_what_others_show(form: str) -> None:
+    lines = [form.format(number) for number in range(3000)]
+    assert answer(lines).exit_code == 3
+    for bad in (UNIFORM, [f"[rank1]: {UNIFORM[-1]}"], [WATCHDOG], ["rank 5: exit code 1"]):
+        assert answer([*lines[:2000], *bad, *lines[2000:2010]]).exit_code != 3, bad
+
+
+def test_scan_of_many_equal_errors_knows_the_last_line_and_other_exit_codes() -> None:
+    warned = [f"[rank1]: RuntimeError: bad batch {number}" for number in range(3000)]
+    (error,) = seen(warned).errors
+    assert (error.line, error.last) == (1, 3000)
+    codes = [f"rank {number}: exit code 0" for number in range(3000)]
+    assert answer(codes).exit_code == 3
+    assert answer([*codes[:2500], "rank 7: exit code 1", *codes]).exit_code == 1
 
 
 WELL = ("\n".join(UNIFORM) + "\n").encode()

@@ -14,8 +14,9 @@ from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Case
 from repro_matrix.errors import ConfigError, unknown
 from repro_matrix.external.log_match import recognize
-from repro_matrix.external.log_scan import Catalogue, scan
+from repro_matrix.external.log_scan import scan
 from repro_matrix.external.log_text import lines
+from repro_matrix.external.log_words import Catalogue
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -123,10 +123,21 @@ _DIGITS = re.compile(r"\d+")
 
 def words_of(pattern: str) -> list[str]:
     """Return words, in lower case, of which every line that matches has one: of each alternative the longest."""
-    bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", pattern)
+    bare = re.sub(r"\[(\w)(\w)\]", lambda pair: pair[1] if pair[1].lower() == pair[2].lower() else pair[0], pattern)
+    bare = re.sub(r"\\(\W)(?![?*+{])", lambda mark: chr(_MARKS + ord(mark[1])), bare)  # as what it is no syntax
+    bare = re.sub(r"\(\?i\)|\\[b]|(?:\\.|\[[^]]*\]|\.)(?:[?*+]|\{[^}]*\})?|[^()][?*]", "\n", bare)
     while (inner := re.sub(r"\([^()]*\)[?*]?", "\n", bare)) != bare:
         bare = inner
-    return [max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|")]
+    found = (max(re.findall(r"[^\n.+^$]+", part), key=len, default="").lower() for part in bare.split("|"))
+    return [word.translate({_MARKS + each: each for each in range(128)}) for word in found]
+
+
+_MARKS = 0xE000  # characters of private use
+
+
+def names_end(text: str) -> bool:
+    """Whether a line names an exit code or a signal, also one that is no failure."""
+    return bool(_EXIT_CODE.search(text) or _SIGNAL.search(text))
 
 
 def _ended(text: str) -> int:
@@ -140,16 +151,11 @@ def _ended(text: str) -> int:
     return int(code[1], 0) if code else 0
 
 
-@lru_cache(4096)  # the lines of steps differ in their digits only
-def _with_words_in(low: str) -> list[FailureRule]:
-    return [rule for rule in rules().values() if rule.place == "any_line" and any(word in low for word in rule.words)]
-
-
-@lru_cache(4096)  # the ranks write the same
-def rule_of(text: str) -> FailureRule | None:
-    """Return the first rule that a line or a message shows; an exit code or a signal counts where no text does."""
-    for rule in _with_words_in(f"{_DIGITS.sub('', text)} ".lower()):
-        if re.search(rule.text, text):
+def rule_of(text: str, among: Iterable[FailureRule] | None = None) -> FailureRule | None:
+    """Return the first rule (``among`` those that its words allow) that a line or a message shows; an exit code or a
+    signal counts where no text does."""
+    for rule in rules().values() if among is None else among:
+        if rule.place == "any_line" and re.search(rule.text, text):
             return rule
     ended = _ended(text)
     if ended == 0:

@@ -67,11 +67,8 @@ class Waits:
     absent: tuple[int, ...] = ()  # ranks that monitoredBarrier names
     fingerprints: dict[int, Wait] = field(default_factory=dict)
 
-    def read(self, text: str, number: int, rank: int | None) -> bool:
-        """Read a line; return whether it may be about a collective."""
-        low = text.lower()
-        if not any(word in low for word in WORDS):
-            return False
+    def read(self, text: str, number: int, rank: int | None) -> None:
+        """Read a line that may be about a collective."""
         if (hang := _HANG.search(text)) and not ADVICE.search(text, 0, hang.start()):
             self.line, self.last = self.line or number, number
         for found in _FINGERPRINT.finditer(text):
@@ -90,7 +87,6 @@ class Waits:
                 int(sequence) if sequence else None, work["op"] if work else "", int(limit) / 1000 if limit else None,
                 f"{work['size']} elements" if work and work["size"] else "",
             ))  # fmt: skip
-        return True
 
 
 @dataclass(frozen=True)

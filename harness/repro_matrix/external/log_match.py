@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
 from repro_matrix.config.schema import AmbiguousWith, Signature
 from repro_matrix.external.collectives import Hang, cases_like, hang_of
 from repro_matrix.external.log_errors import as_attempt, located, module_of
-from repro_matrix.external.log_scan import Catalogue, Finding, Note, Progress, Scanned
+from repro_matrix.external.log_scan import Finding, Note, Progress, Scanned
+from repro_matrix.external.log_words import Catalogue
 from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
@@ -67,7 +69,7 @@ class Failure:
     def line(self) -> int:
         return self.error.line
 
-    @property
+    @cached_property
     def rule(self) -> FailureRule | None:
         """The kind of failure that its message shows; only of a launcher's how a process ended."""
         error = self.error

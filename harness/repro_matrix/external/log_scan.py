@@ -1,26 +1,28 @@
 """Scan a log for what can be judged in it: tracebacks, versions, texts of signatures.
 
 Constant memory, and a few seconds for 100 MB: only lines with one of a few words, and those that follow them while a
-traceback is open, are parsed. Lines that differ in their digits only are asked for words once.
+traceback is open, are parsed, and only for what has these words. Lines that differ in their digits only are asked for
+words once; of many of them the first ones and the last one are parsed.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import count, islice
+from operator import itemgetter
 
 from packaging.version import Version
 
-from repro_matrix.config.failure_rules import ADVICE, FailureRule, rule_of, rules, words_of
-from repro_matrix.config.schema import Case, Signature
+from repro_matrix.config.failure_rules import ADVICE, FailureRule, names_end, rule_of, rules
 from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
-from repro_matrix.external.collectives import WORDS as WAIT_WORDS
 from repro_matrix.external.collectives import Waits
 from repro_matrix.external.log_text import separated, unescaped
-from repro_matrix.launch.tracebacks import HEADER, Error, Errors, Labels, Line
+from repro_matrix.external.log_words import DIGITS, Asked, Catalogue
+from repro_matrix.launch.tracebacks import Error, Errors, Labels, Line
 
 MAX_NOTES = 1000
 MAX_NOTE = 1200  # characters
@@ -53,17 +55,14 @@ class Versions:
 
     releases: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def read(self, text: str, number: int) -> bool:
-        """Read the versions in a line; return whether there are any."""
-        named = False
+    def read(self, text: str, number: int) -> None:
+        """Read the versions in a line."""
         for found in _VERSION.finditer(text):
             before = text[max(0, found.start() - 200) : found.start()].replace("Requirement already satisfied", "")
             if _WANTED.search(before.rpartition("but you have")[2]) or _OR_NEWER.match(text, found.end()):
                 continue
             version = str(Version(found["version"]))
             self.releases.setdefault(found["package"].lower().removeprefix("py"), {}).setdefault(version, number)
-            named = True
-        return named
 
     @property
     def known(self) -> dict[str, str]:
@@ -93,15 +92,13 @@ class Summary:
     rank: int | None = None
     _root_next: bool = False
 
-    def read(self, text: str) -> bool:
-        begins = "Root Cause" in text
-        self._root_next = self._root_next or begins
+    def read(self, text: str) -> None:
+        self._root_next = self._root_next or "Root Cause" in text
         found = _SUMMARY.match(text)
         if found and found["rank"]:
             self.rank = int(found["rank"])
             if self._root_next:
                 self.root, self._root_next = self.rank, False
-        return begins or found is not None
 
 
 # --- lines that show a kind of failure (config/failure_rules.yaml)
@@ -152,7 +149,9 @@ class Progress:
         """Read the steps of a batch of lines, the last ones only."""
         ends = ((batch[at], first + at) for at in range(len(batch) - 1, -1, -1) if batch[at].strip())
         self.last = next(ends, self.last)
-        numbers = (at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at] and _STEP.search(batch[at]))
+        numbers = (
+            at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
+        )
         last = list(islice(numbers, STEPS))[::-1]
         self.steps.extend((first + at, batch[at].strip()) for at in last)
 
@@ -192,17 +191,9 @@ class Progress:
 
 # --- the scan
 
-# A line with one of these, in lower case, may belong to an error, a launcher's summary or an environment.
-_TRACEBACKS = (
-    HEADER.lower(), '", line ', "❱", "frame #", "in thread", "process-", "-- process", "[c10d]",
-    "error", "exception", "root cause", "rank    ", "exitcode", "exit code", "exit_",
-    "exit status", "exited with", "returncode", "return code", "signal", "wtermsig", ", status=",
-    *UPSTREAM, *TRAINERS,
-    "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",
-)  # fmt: skip
 LINES = 4096  # that are read together
 SHAPES = 100_000  # lines without their digits that are remembered
-_DIGITS = b"0123456789"
+REPEATS = 1000  # of the lines that differ in their digits only are parsed, and the last one
 
 
 @dataclass(frozen=True)
@@ -228,86 +219,46 @@ class Scanned:
     waits: Waits = field(default_factory=Waits)
 
 
-class Catalogue:
-    """The signatures that a log can show, on any rank: a log has no rank without a word, and seldom a backend."""
-
-    def __init__(self, cases: Mapping[str, Case]) -> None:
-        self.cases = list(cases.values())
-        self.simulated = {case.slug for case in self.cases if case.simulated}
-        every = [(case, signature) for case in self.cases for signature in case.signatures]
-        self.remarks = [item for item in every if item[1].kind == "log"]
-        kinds = ("exception", "signal")
-        self.failures = [(case, _lenient(s)) for case, s in every if s.kind in kinds]
-        patterns = {s.message for _, s in self.remarks}
-        patterns |= {s.ambiguous_with.ruled_out_by for _, s in every if s.ambiguous_with}
-        self.patterns = [(re.compile(pattern), words_of(pattern)) for pattern in sorted(filter(None, patterns))]
-        self.messages = [
-            (re.compile(text), words_of(text), signature)
-            for _, signature in self.failures
-            for text in (signature.message, *signature.messages.values())
-            if text
-        ]
-        listed = [words for _, words in self.patterns] + [words for _, words, _ in self.messages]
-        listed += [rule.words for rule in rules().values() if rule.place == "any_line"]
-        every_word = {word for words in listed for word in words}.union(_TRACEBACKS, WAIT_WORDS)
-        # A word that holds another one need not be asked for.
-        least = [word for word in every_word if not any(o != word and o in word for o in every_word)]
-        self.words = [word.encode().translate(None, _DIGITS) for word in least]
-
-    def in_line(self, text: str) -> bool:
-        """Whether a line holds a text that a signature, or what rules out another cause of it, looks for."""
-        low = text.lower()
-        return any(any(word in low for word in words) and pattern.search(text) for pattern, words in self.patterns)
-
-    def message_in(self, text: str) -> tuple[Signature, str] | None:
-        """Return the exception whose message a line holds, outside of a traceback, and the message. A text that has
-        other causes, too, must stand at the line's beginning, or after what says that it is an error."""
-        low = text.lower()
-        for pattern, words, signature in self.messages:
-            found = pattern.search(text) if any(word in low for word in words) else None
-            if found and (
-                not signature.ambiguous_with
-                or _STATES.search(text, 0, found.start())
-                or not re.search(r"\w", text[: found.start()])
-            ):
-                return signature, text[found.start() :]
-        return None
-
-
-_STATES = re.compile(r"(?i)error|exception|fail")
-
-
-def _lenient(signature: Signature) -> Signature:
-    """Return a signature for any rank, whose message also counts in other letters, and without the backticks that
-    Markdown eats."""
-    lenient = {"ranks": "any", "message": signature.message and "(?i)" + signature.message.replace("`", "`?")}
-    return signature.model_copy(update=lenient)
-
-
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
 def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
     """Scan the lines of a log."""
-    found, errors, labels = Scanned(), Errors(), Labels()
-    remaining, has_word, plain = iter(texts), dict[bytes, bool](), set[str]()  # plain: texts that show nothing
+    found, errors, labels, remaining = Scanned(), Errors(), Labels(), iter(texts)
+    answers: dict[bytes, Asked | None] = {}
+    times: Counter[bytes] = Counter()
+    skipped: dict[bytes, tuple[int, str, Asked | None]] = {}
+
+    def read(number: int, raw: str, asked: Asked | None) -> None:
+        for line in (each for part in unescaped(raw) for each in separated(labels.split(part, number))):
+            taken = errors.read(line)
+            if asked:
+                _note(found, line, asked, errors, taken)
+
     while batch := list(islice(remaining, LINES)):
-        text = " \n".join([*map(str.rstrip, batch), ""]).lower().encode("utf-8", "replace")
-        shapes = text.translate(None, _DIGITS).split(b"\n")
+        text = " \n".join([*map(str.rstrip, batch), ""]).encode("utf-8", "replace")
+        shapes = text.translate(None, DIGITS).split(b"\n")
         found.progress.read(batch, shapes, found.lines + 1)
         errors.expire(found.lines)
-        if not (_ask(set(shapes), known.words, has_word) or errors.busy):
-            found.lines += len(batch)
-            continue
-        for raw, shape in zip(batch, shapes):
-            found.lines += 1
-            if not (has_word[shape] or errors.busy):
+        if len(answers) > SHAPES:
+            answers.clear()
+            times.clear()
+        answers |= known.ask(set(shapes) - answers.keys())
+        for number, raw, shape in zip(count(found.lines + 1), batch, shapes):
+            asked = answers[shape]
+            if not (asked or errors.busy):
                 continue
-            for line in (each for part in unescaped(raw) for each in separated(labels.split(part, found.lines))):
-                taken = errors.read(line)
-                asked = has_word[shape] and line.text not in plain
-                if asked and not _note(found, line, known, errors, taken) and len(plain) < SHAPES:
-                    plain.add(line.text)
+            alone = asked and not asked.exact and not errors.unfinished
+            if alone and times[shape] == REPEATS:
+                skipped[shape] = (number, raw, asked)
+                continue
+            read(number, raw, asked)
+            if alone and not errors.unfinished and not names_end(raw):
+                times[shape] += 1
+        found.lines += len(batch)
+    errors.expire(sys.maxsize)
+    for number, raw, asked in sorted(skipped.values(), key=itemgetter(0)):
+        read(number, raw, asked)
     errors.end()
     found.findings |= {(None, each.kind, ""): each for each in found.progress.findings()}
     _note_last(found, labels.split(*found.progress.last), [each.last for each in errors.found.values()])
@@ -315,25 +266,16 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
     return found
 
 
-def _ask(shapes: set[bytes], words: list[bytes], answers: dict[bytes, bool]) -> bool:
-    """Find out which lines have one of the words; return whether any has."""
-    if len(answers) > SHAPES:
-        answers.clear()
-    new = shapes - answers.keys()
-    text = b"\n".join(new)
-    present = [word for word in words if word in text]
-    for shape in new:
-        answers[shape] = any(word in shape for word in present)
-    return any(answers[shape] for shape in shapes)
-
-
-def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: bool) -> bool:
-    """Note what a line shows; return whether it shows anything, in a traceback or outside of it."""
+def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool) -> None:
+    """Note what a line shows, in a traceback or outside of it."""
     text = line.text
     if text.lstrip("[>^~ ").startswith('File "'):
-        return False
-    shows = found.summary.read(text) | found.waits.read(text, line.number, line.rank)
-    message, rule = known.message_in(text), rule_of(text)
+        return
+    if "summary" in asked.readers:
+        found.summary.read(text)
+    if "waits" in asked.readers:
+        found.waits.read(text, line.number, line.rank)
+    message, rule = asked.message_in(text), rule_of(text, asked.rules)
     if message and not taken and not text.startswith("│"):
         errors.add_message(line, str(message[0].type), message[1])
     elif rule and (not taken or rule.shows == "end") and not _mentions(rule, text):
@@ -341,14 +283,14 @@ def _note(found: Scanned, line: Line, known: Catalogue, errors: Errors, taken: b
             errors.add_message(line, "", text)
         else:
             _find(found, line, rule)
-    if done := bool(_DONE.search(text)):
-        found.progress.done = line.number
-    shows |= found.versions.read(text, line.number)
-    if remark := known.in_line(text) and len(found.notes) < MAX_NOTES:
+    if "done" in asked.readers and _DONE.search(text):
+        found.progress.done = max(found.progress.done, line.number)
+    if "versions" in asked.readers:
+        found.versions.read(text, line.number)
+    if len(found.notes) < MAX_NOTES and any(re.search(pattern, text) for pattern in asked.patterns):
         warning = _WARNING.match(text)
         file, message_text = (warning["file"], warning["message"]) if warning else ("", text)
         found.notes.append(Note(line.number, message_text[:MAX_NOTE], file))
-    return bool(shows or message or rule or done or remark)
 
 
 def _note_last(found: Scanned, line: Line, errors: list[int]) -> None:

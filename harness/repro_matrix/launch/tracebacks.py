@@ -222,6 +222,11 @@ class Errors:
         """Whether the next line may belong to an error whatever it is."""
         return bool(self._open)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a traceback, or a crash's stack, has not ended yet."""
+        return any(not now.type for now in self._open.values())
+
     def read(self, line: Line) -> bool:
         """Read a line; return whether it belongs to an error."""
         self._read(line)
@@ -289,6 +294,9 @@ class Errors:
         return self._open[line.label]
 
     def _header(self, line: Line, now: _Open | None) -> None:
+        if re.search(r"\w", line.text.rpartition(HEADER)[2]):  # a text that quotes a traceback
+            self._cut = self._cut or (line if f"{HEADER}:" in line.text else None)
+            return
         if now and not now.type:
             self._mixed_until[line.label] = line.number + MIXED
             now.mixed = True
