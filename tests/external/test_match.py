@@ -345,6 +345,7 @@ def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank
         "caught signal 10 (SIGUSR1): saving a checkpoint",
         "NCCL error count: 0",
         "0 out of memory events, 0 NCCL errors",
+        f'{{"step": 4, "sample": "{OWN[0]} ... RuntimeError: CUDA out of memory"}}',
     ],
 )
 def test_match_of_a_line_that_only_mentions_a_failure_is_nothing(line: str) -> None:
@@ -395,11 +396,34 @@ def test_match_of_a_crash_after_an_error_that_was_caught(caught: list[str], step
         (["Exception ignored in: <function Iter.__del__ at 0x7f>", *OWN], (3, 1)),
         (OWN, (1, 1)),
         (["[W1126 10:00:00.0 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=10): Broken pipe"], (3, 1)),
+        (["Exception in thread Thread-3 (_monitor):", *OWN], (3, 1)),
+        ([f"Exception in thread Thread-3 (_monitor): {' '.join(OWN)}"], (3, 1)),
+        ([f"INFO generated sample: {' '.join(OWN)}"], (3, 1)),
+        ([f"ERROR generation of samples failed: {' '.join(OWN)}"], (1, 1)),
+        (["[INFO] child process wandb-service exited with signal 15"], (3, 1)),
+        (["[E api.py:869] failed (exitcode: -15) local_rank: 1 (pid: 7) of binary: /usr/bin/python"], (1, 1)),
+        (["rank 2: exitcode -9"], (1, 1)),
+        (['{"level":"error","rank":1,"exit_code":-9,"msg":"rank ended"}'], (1, 1)),
+        (['{"event":"worker_exit","rank":1,"signal":"SIGSEGV"}'], (1, 1)),
+        (['{"event":"worker_exit","rank":1,"exit_code":0,"signal":null}'], (3, 3)),
     ],
 )
 def test_match_of_what_a_process_prints_while_it_ends(lines: list[str], codes: tuple[int, int]) -> None:
     steps = ["step 1 loss 2.0", "step 2 loss 1.9"]
     assert (answer([*steps, "Training finished", *lines]).exit_code, answer([*steps, *lines]).exit_code) == codes
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("INFO tensorboard exited with code -15", 3),
+        ("INFO previous job: exit code -9 detected, resuming from checkpoint step 100", 3),
+        ("[launch.py:347:main] Process 101 exits with return code = -11", 1),
+    ],
+)
+def test_match_of_a_line_in_a_training_that_is_completed(line: str, code: int) -> None:
+    assert answer(["step 1 loss 2.0", line, "step 2 loss 1.9", line, "Training finished"]).exit_code == code
+    assert answer(["step 1 loss 2.0", "step 2 loss 1.9", line]).exit_code == 1
 
 
 @pytest.mark.parametrize(("prefix", "code"), [("", 1), ("[rank0]: ", 1), ("[rank1]: ", 3)])

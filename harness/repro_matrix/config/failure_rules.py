@@ -63,12 +63,13 @@ ADVICE = re.compile(
 # How launchers and schedulers print how a process ended.
 _SIGNAL = re.compile(
     r"(?:terminated|killed|exited|died|interrupted|[Cc]aught|got)\b.{0,12}\bsignal:? ?(\d+|SIG[A-Z]+)"
+    r'|"signal"\s*:\s*"(SIG[A-Z]+)"'
     r"|\b[Ss]ignal (\d+) \(|Signals\.(SIG[A-Z]+)|WTERMSIG (\d+)|code=\w+, status=(\d+)/|\([Ss]ignal (\d+)\)"
 )
 _HARMLESS = (0, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)  # a job catches them and goes on
 _EXIT_CODE = re.compile(
     r"(?i)\b(?:exit[_ ]?(?:code|status)|return[_ ]?code|(?:exit|terminat)(?:ed)? with (?:non-?zero )?(?:code|status))"
-    r"\s*[:=]?\s*(-?\d+|0x\w+)"
+    r"[\"']?\s*[:=]?\s*[\"']?(-?\d+|0x\w+)"
 )
 
 

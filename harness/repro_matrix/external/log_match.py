@@ -147,7 +147,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         # Ranks that do not find each other raise what a lost peer raises, too.
         found = [replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause")) for each in found]
     # What was cut off before its type comes after what is known, and one line alone says nothing beside its traceback.
-    found = [each for each in found if not (each.error.ignored and seen.progress.is_over(each.line))]
+    found = [each for each in found if not (each.error.ignored and seen.progress.complete)]
     found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
     framed = {each.case for failure in found if failure.error.places for each in (*failure.known, *failure.perhaps)}
     found = [each for each in found if each.error.places or not framed & {item.case for item in each.perhaps}]
@@ -160,7 +160,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     serious = [
         each
         for each in seen.findings.values()
-        if not (each.warning and (progress.after(each.last) or progress.is_over(each.line)))
+        if not (each.warning and (progress.after(each.last) or progress.complete))
     ]
     answer.findings = sorted(
         (each for each in serious if each.line not in lines and each.kind not in kinds),

@@ -22,7 +22,7 @@ from repro_matrix.config.vocabulary import TRAINERS, UPSTREAM
 from repro_matrix.external.collectives import Waits
 from repro_matrix.external.log_text import separated, unescaped
 from repro_matrix.external.log_words import DIGITS, Asked, Catalogue
-from repro_matrix.launch.tracebacks import Error, Errors, Labels, Line
+from repro_matrix.launch.tracebacks import HEADER, Error, Errors, Labels, Line
 
 MAX_NOTES = 1000
 MAX_NOTE = 1200  # characters
@@ -107,6 +107,12 @@ _STATED = re.compile(r"\b[Rr]ank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(l
 _NOTE = re.compile(r"\[I[ \d]|^I\d{4} |(?<![=\w])(?:INFO|DEBUG)\b")
 _WARNED = re.compile(r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )\b(?:WARN|WARNING|UserWarning)\b")
 _TYPED = re.compile(r"[a-z](?:Error|Exception)\b")
+_EARLIER = re.compile(r"(?i)\b(?:previous|earlier|prior|last) (?:job|run|attempt)\b|\bresum\w+ (?:from|training)\b")
+# What stands before a traceback that a model wrote, or that ends a thread only.
+_QUOTES = re.compile(
+    r"Exception in thread|(?i:^(?!.*(?:error|exception|fail)).*"
+    r"\b(?:samples?|generat(?:ed|ions?)|predict(?:ed|ions?)|prompt|completion|response|answer|question)\b[^.]{0,40}$)"
+)
 # What stands before a failure in a last line that reports none.
 _NONE = re.compile(r"(?i)\bearly.?stop|\bsav(?:ed|ing)\b[^.;]*$|\b(?:no|none|never|not)(?: \w+){0,2} $")
 MAX_FINDINGS = 300
@@ -176,9 +182,10 @@ class Progress:
         """Whether a step follows a line."""
         return bool(self.steps) and self.steps[-1][0] > line
 
-    def is_over(self, line: int) -> bool:
-        """Whether training is complete before a line, and no step follows."""
-        return 0 < self.done < line and self.ended
+    @property
+    def complete(self) -> bool:
+        """Whether the log says that training is complete, and no step follows."""
+        return self.done > 0 and self.ended
 
     def goes_on(self, line: int, later: int) -> bool:
         """Whether training went on after a line, until another one."""
@@ -230,8 +237,9 @@ def scan(texts: Iterable[str], known: Catalogue) -> Scanned:
     skipped: dict[bytes, tuple[int, str, Asked | None]] = {}
 
     def read(number: int, raw: str, asked: Asked | None) -> None:
+        errors.quoted = HEADER in raw and bool(_QUOTES.search(raw, 0, raw.index(HEADER)))
         for line in (each for part in unescaped(raw) for each in separated(labels.split(part, number))):
-            taken = errors.read(line)
+            taken = errors.read(line) or errors.quoted
             if asked:
                 _note(found, line, asked, errors, taken)
 
@@ -309,13 +317,15 @@ def _mentions(rule: FailureRule, text: str) -> bool:
     """Whether a line only mentions a failure: a logger's note, or advice."""
     shown = re.search(rule.text, text)
     advice = shown and ADVICE.search(text, 0, shown.start())
-    return rule.shows != "end" and (_is_noted(rule, text) or bool(advice))
+    return rule.shows != "end" and bool(advice or (not rule.any_level and _is_noted(rule, text)))
 
 
 def _is_noted(rule: FailureRule, text: str) -> bool:
     """Whether a logger prints what a line shows as information."""
     shown = re.search(rule.text, text)
-    return bool(shown and not rule.any_level and not _TYPED.search(text) and _NOTE.search(text, 0, shown.start()))
+    counts = rule.shows == "peer" or (shown and not rule.any_level)
+    end = shown.start() if shown else len(text)
+    return bool(counts and not _TYPED.search(text) and _NOTE.search(text, 0, end))
 
 
 def _is_warning(text: str) -> bool:
@@ -329,7 +339,8 @@ def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
     if rank is None and _SUMMARY.match(line.text):
         rank = found.summary.rank
     place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
-    key, warning = (rank, rule.name, place), _is_warning(line.text) or _is_noted(rule, line.text)
+    key = (rank, rule.name, place)
+    warning = _is_warning(line.text) or _is_noted(rule, line.text) or bool(_EARLIER.search(line.text))
     old = found.findings.get(key)
     if old and (old.warning <= warning):
         found.findings[key] = replace(old, last=line.number)

@@ -104,8 +104,10 @@ def _strings(text: str) -> Iterator[str]:
     program stays as it is."""
     for part in (part for record in _RECORD.split(text) for part in _PART.split(record)):
         printed = _PRINTED.search(part)
-        if printed is None and _FIELD.match(part):
-            yield "{" + part.lstrip("{")
+        fields = part[: printed.start()] if printed else part
+        if _FIELD.match(fields):
+            yield "{" + fields.lstrip("{")
+        if not printed and _FIELD.match(part):
             continue
         inner = _ENDS.sub("", part[printed.end() if printed else 0 :])
         try:

@@ -112,7 +112,7 @@ class Error:
     ranks: tuple[int, ...] = ()
     last: int = 0  # the line of the last equal one
     after: int = 0  # the line of the error of the same process that it was raised from, or while handling
-    ignored: bool = False  # "Exception ignored in ...": Python went on after it
+    ignored: bool = False  # Python went on after it, or a text quotes it
 
     @property
     def type(self) -> str:
@@ -215,6 +215,7 @@ class Errors:
         self._ignored: dict[str, int] = {}  # label -> the line that says that the next traceback is ignored
         self._cut: Line | None = None  # the first sign of a traceback without frames
         self._warned = -100  # the line of the last warning of C++
+        self.quoted = False  # what is read is a text that quotes a traceback
         self._wrapped = ""  # the first part of a line that rich has wrapped
 
     @property
@@ -254,7 +255,7 @@ class Errors:
             self._finish(line.label, closed=True)
             self._chained[line.label] = self._last.get(line.label, 0)
             return
-        if text.startswith("Exception ignored in"):
+        if text.startswith(("Exception ignored in", "Exception in thread")):
             self._ignored[line.label] = line.number
         fatal, sign = _FATAL.search(text), _SIGN.match(text)
         if sign and not (sign["cpp"] and line.number - self._warned < 100):
@@ -295,12 +296,12 @@ class Errors:
 
     def _header(self, line: Line, now: _Open | None) -> None:
         if re.search(r"\w", line.text.rpartition(HEADER)[2]):  # a text that quotes a traceback
-            self._cut = self._cut or (line if f"{HEADER}:" in line.text else None)
+            self._cut = self._cut or (line if f"{HEADER}:" in line.text and not self.quoted else None)
             return
         if now and not now.type:
             self._mixed_until[line.label] = line.number + MIXED
             now.mixed = True
-        self._begin(line).ignored = line.number - self._ignored.get(line.label, -BETWEEN) <= 2
+        self._begin(line).ignored = self.quoted or line.number - self._ignored.get(line.label, -BETWEEN) <= 2
 
     def _frame_in(self, line: Line) -> re.Match[str] | None:
         text = line.text
