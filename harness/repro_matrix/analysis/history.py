@@ -90,13 +90,10 @@ def load_history(folder: Path) -> list[NightlyRun]:
 
 
 def store_run(folder: Path, run: NightlyRun) -> None:
-    """Add a run to the history, or replace the one of the same id. Raises ResultsError: it cannot be written."""
+    """Add a run to the history, or replace the one of the same id. Raises OSError."""
     runs = {each.run_id: each for each in [*load_history(folder), run]}
     values = [_ADAPTER.dump_python(each, mode="json", exclude_defaults=True) for each in runs.values()]
-    try:
-        write_text(folder / FILE, "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in values))
-    except OSError as error:
-        raise ResultsError(f"{folder / FILE}: cannot be written: {error.strerror or error}") from None
+    write_text(folder / FILE, "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in values))
 
 
 def check_one_commit(rows: Iterable[VariantResult]) -> None:

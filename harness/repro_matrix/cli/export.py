@@ -36,9 +36,6 @@ def main(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists():
         raise ConfigError(f"--out {out}: the file exists and is not overwritten. Name another one.")
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
+    out.write_text(text, encoding="utf-8")
     log(f"wrote {out} ({text.count(chr(10))} lines); run it with {run} {out}")
     return 0

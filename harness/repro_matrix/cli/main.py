@@ -150,7 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             _discard_output()
         else:
-            place, advice = error.filename, ". results=DIR and REPRO_CACHE=DIR choose other folders."
+            place, advice = (
+                error.filename,
+                ". Choose another folder: results=DIR, REPRO_CACHE=DIR, or the option that names it.",
+            )
         verb = "opened" if error.errno in (errno.EACCES, errno.EPERM) else "written"
         print(f"repro: {place}: cannot be {verb}: {error.strerror}{advice}", file=sys.stderr)
         return ReproError.exit_code
