@@ -6,8 +6,6 @@ A draft begins with nothing, with a training log, or with another case.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +18,42 @@ from repro_matrix.paths import CHECKOUT, CONF, REPROS
 
 Json = dict[str, Any]
 TODO = "TODO"
-SHAPE: Json = {
-    "pass_criteria": {"kind": "training", "checks": ["steps", "loss", "updates", "batches"]},
-    "launch": {"world_size": 2, "deadline": 120, "imports": ["transformers"]},
-    "axes": {"model": ["qwen1.5-0.5b"], "strategy": ["ddp"]},
-    "flags": {"fixed": {"default": False, "choices": [True, False], "help": f"{TODO}: what the fix changes"}},
-    "variants": {"unfixed": {"help": f"{TODO}: as the reports do it"},
-                 "fixed": {"role": "fix", "flags": {"fixed": True}, "help": f"{TODO}: the documented fix"}},
-}  # fmt: skip
 COPIED = (
     "pass_criteria", "requires", "steps", "supports_other_world_sizes", "allow_gpu_sharing", "min_ranks",
     "accelerator", "launch", "axes", "options", "preserve_config", "tiny_config", "flags", "variants",
 )  # fmt: skip
-UNKNOWN_EXCEPTION = {
-    "name": "raised", "kind": "exception", "type": "RuntimeError",
-    "message": f"{TODO}: the error's text, as a regular expression", "package": "torch",
-}  # fmt: skip
-SCRIPT = Path(__file__).with_name("template.py.txt")
+CASE, SCRIPT = (Path(__file__).with_name(f"template.{kind}.txt") for kind in ("yaml", "py"))
 
 
-@dataclass(frozen=True)
-class Draft:
-    """The contents of a new case's files. ``shape``: another case's file, or SHAPE."""
+def draft(like: Json | None = None) -> Json:
+    """Return a case's file without its slug; ``like``: another one, whose flags, variants, checks ... it has."""
+    case = yaml.safe_load(CASE.read_text(encoding="utf-8"))
+    if like is not None:
+        own = {key: value for key, value in case.items() if key not in COPIED}
+        case = own | {key: like[key] for key in COPIED if key in like}
+    return case
 
-    shape: Json = field(default_factory=lambda: SHAPE)
-    script: str = field(default_factory=lambda: SCRIPT.read_text(encoding="utf-8"))
-    signatures: Sequence[Json] = (UNKNOWN_EXCEPTION,)
 
-    def case_text(self, slug: str) -> str:
-        data = {"slug": slug, "title": f"{TODO}: what fails", "kind": "failure", "references": [],
-                "summary": f"{TODO}: why it fails, in two sentences.",
-                **{key: self.shape[key] for key in COPIED if key in self.shape},
-                "signatures": [dict(each) for each in self.signatures]}  # fmt: skip
-        data["variants"] = data.pop("variants")
-        return yaml.safe_dump(data, sort_keys=False, width=118, allow_unicode=True)
-
-    def write(self, slug: str) -> list[Path]:
-        """Write the files into the project's folders, all or none. Raises ConfigError; nothing is overwritten."""
-        folder, scripts = _case_folders()
-        texts = {folder / f"{slug}.yaml": self.case_text(slug), scripts / f"{slug.replace('-', '_')}.py": self.script}
-        written: list[Path] = []
-        try:
-            for path, text in texts.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "x", encoding="utf-8") as file:
-                    written.append(path)
-                    file.write(text)
-        except OSError as error:
-            for path in written:
-                path.unlink(missing_ok=True)
-            raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}.") from None
-        return written
+def write(slug: str, case: Json, script: str) -> list[Path]:
+    """Write the files into the project's folders, all or none. Raises ConfigError; nothing is overwritten."""
+    folder, scripts = _case_folders()
+    last = ("signatures", "variants")
+    ordered = {"slug": slug, **{key: value for key, value in case.items() if key not in last}}
+    ordered |= {key: case[key] for key in last}
+    text = yaml.safe_dump(ordered, sort_keys=False, width=118, allow_unicode=True)
+    texts = {folder / f"{slug}.yaml": text, scripts / f"{slug.replace('-', '_')}.py": script}
+    written: list[Path] = []
+    try:
+        for path, content in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "x", encoding="utf-8") as file:
+                written.append(path)
+                file.write(content)
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}.") from None
+    return written
 
 
 def _case_folders() -> tuple[Path, Path]:

@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from repro_matrix.authoring import draft
@@ -39,16 +38,13 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.slug} exists already. See `repro show {args.slug}`, or choose another name.")
     if args.like and args.like not in known.cases:
         raise unknown("case", args.like, known.cases, "--like")
-    made = draft.Draft()
+    made = draft.draft(known.raw["case"][args.like] if args.like else None)
+    script = known.script(known.cases[args.like]) if args.like else draft.SCRIPT
     if args.from_log:
-        made = replace(made, signatures=[_signature_of_log(args.from_log, known.cases)])
+        made["signatures"] = [_signature_of_log(args.from_log, known.cases)]
     if args.silent:
-        made = replace(made, signatures=[{"name": "wrong", "kind": "check", "check": args.silent}])
-    if args.like:
-        shape = known.raw["case"][args.like]
-        script = known.script(known.cases[args.like]).read_text(encoding="utf-8")
-        made = replace(made, shape=shape, script=script)
-    for path in made.write(args.slug):
+        made["signatures"] = [{"name": "wrong", "kind": "check", "check": args.silent}]
+    for path in draft.write(args.slug, made, script.read_text(encoding="utf-8")):
         print(f"wrote {path}")
     print(f"Next: write the trigger, replace every {draft.TODO}, then run `repro check {args.slug}`.")
     return 0
