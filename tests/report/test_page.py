@@ -141,10 +141,10 @@ def test_only_what_needs_attention_is_red() -> None:
         ((), ["Nothing was measured."], None),
         (
             (cell(),),
-            ["The one measured reproduces", "1 of 1 works", "0 of 1 stopped working", "What to do"],
+            ["1 of 1 reproduces", "1 of 1 works", "0 of 1 stopped working", "What to do"],
             "R",
         ),
-        ((cell(), cell(model="n")), ["The one measured reproduces"], "R"),
+        ((cell(), cell(model="n")), ["1 of 1 reproduces"], "R"),
         ((CONTROL,), ["1 of 1 cell passes"], "✓"),
         ((cell("SIGNATURE_MISMATCH", "no_expectation"),), ["1 result without an expectation"], "R"),
         ((skipped_cell(),), ["Nothing was measured.", "needs 2 GPUs"], "–"),

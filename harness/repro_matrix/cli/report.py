@@ -11,7 +11,6 @@ import gc
 import sys
 from pathlib import Path
 
-from repro_matrix.analysis.history import FILE
 from repro_matrix.analysis.inputs import patterns_of
 from repro_matrix.config import project
 from repro_matrix.errors import ConfigError, ExitCode, ResultsError, nearest
@@ -51,8 +50,6 @@ def main(args: argparse.Namespace) -> int:
     found = load.load_results(folders, selection, history)
     if not found.cells and not found.remarks.incomplete:
         _refuse_nothing(selection, folders, found)
-    if history and history.is_dir() and not (history / FILE).exists():
-        print_notes([f"{history}: no {FILE}, so no history is shown. `repro nightly --history` writes one."])
     if args.site:
         site = load.render_site(load.page(found, folders))
         load.write_site(Path(args.site), site)

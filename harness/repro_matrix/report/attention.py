@@ -36,6 +36,11 @@ class Attention:
         return self.rows[0]
 
     @property
+    def urgent(self) -> bool:
+        """Whether you must act: what differs from a CPU is news only."""
+        return self.kind != "differs_from_cpu"
+
+    @property
     def variants(self) -> list[str]:
         return list(dict.fromkeys(row.variant for row in self.rows))
 

@@ -13,12 +13,13 @@ from typing import Any
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
 from repro_matrix.analysis.regressions import ChangedCase
+from repro_matrix.report.attention import NOTHING
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.page_model import Cell, row_label
 from repro_matrix.report.result_lines import detail_lines
 from repro_matrix.results.expectations import is_unanswered
 from repro_matrix.results.rows import Row
-from repro_matrix.text import block, counted, line
+from repro_matrix.text import block, counted, line, list_some
 
 SCHEMA = 1
 MOST = 60_000  # bytes of Markdown: GitHub takes 65,536 for an issue or a comment
@@ -119,7 +120,8 @@ def _test_case(cell: Cell, row: Row) -> Any:
     name = f"{row.model}/{row.strategy} {cell.flags}".strip()
     group = f"{row.hardware.profile}.{line(row.stack.name)}.{row.case}"
     test = TestCase(f"{line(name)} {row.variant}", group, row.wall_s or 0.0)
-    verdict, reason, command = row_label(row).name, line(_reason(row), 1000), shlex.join(row.command)
+    no_reason = "" if row.attempts else "the run ended before its first attempt did"
+    verdict, reason, command = row_label(row).name, line(row.reason or no_reason, 1000), shlex.join(row.command)
     errors = "\n\n".join([_error_text(row, index) for index in range(len(row.errors))] + [block(command)])
     if not row.attempts:
         test.result = [Skipped(reason)]
@@ -134,10 +136,6 @@ def _test_case(cell: Cell, row: Row) -> Any:
            f"attempts: {row.outcome}", f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
     test.system_out = "\n".join(map(block, out))
     return test
-
-
-def _reason(row: Row) -> str:
-    return row.reason or ("" if row.attempts else "the run ended before its first attempt did")
 
 
 def _error_text(row: Row, index: int) -> str:
@@ -156,18 +154,13 @@ def to_markdown(head: Headline, title: str, remarks: Remarks) -> str:
     """Return a summary for a job or a comment, what needs attention first, of at most ``MOST`` bytes."""
     out = [f"## {escape(title)}"]
     texts = (*remarks.incomplete, *remarks.expired, *remarks.damaged)
-    out += [_list([f"- **{escape(text)}**" for text in texts])]
+    out += [list_some([f"- **{escape(text)}**" for text in texts], MOST_LISTED, "\n")]
     out += ["\n".join(f"- **{name}:** {escape(' '.join(fact.text for fact in facts), 2000)}"
                       for name, facts in head.answers.items())]  # fmt: skip
     text = "\n".join(detail_lines(head)).strip("\n")
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
     out += [f"{fence}\n{text}\n{fence}"] if text else []
     return _limited("\n\n".join(filter(None, out)) + "\n")
-
-
-def _list(items: Sequence[str]) -> str:
-    more = [f"- … and {len(items) - MOST_LISTED} more"] if len(items) > MOST_LISTED else []
-    return "\n".join([*items[:MOST_LISTED], *more])
 
 
 def _limited(text: str) -> str:
@@ -202,10 +195,9 @@ def to_issue(
     for each in changed:
         stack, first = each.stack, each.changes[0]
         parts.append(f"### Stack {escape(stack)}, compared with {escape(each.passing.run_id)}")
-        moved = ["- " + escape(text).replace("-\\>", "->") for text in each.moved]
-        same = "No package, no part of the machine and no file of the catalog changed."
-        parts += ["What else changed:", _list(moved)] if moved else [same]
-        parts.append(_list(list(map(_change, each.changes))))
+        moved = ["- " + escape(text).replace("-\\>", "->") for text in each.moved or [NOTHING]]
+        parts += ["What else changed:", list_some(moved, MOST_LISTED, "\n")]
+        parts.append(list_some(list(map(_change, each.changes)), MOST_LISTED, "\n"))
         working = ", ".join(map(escape, each.working_fixes)) or "none"
         parts.append(f"Fixes that still work in every measured cell: {working}.")
         parts += ["#### Bisection", bisections[stack]] if bisections and stack in bisections else []

@@ -46,16 +46,15 @@ class Fact:
 @dataclass(frozen=True)
 class Headline:
     """``since``: the comparison with the last passing runs. ``previous``: the one of them that is named; "" where there
-    is none, which ``no_previous`` explains of other results than a run's. ``removed``: its variants that the catalog no
-    longer has. ``lost``: variants that it, or a passing run before it, has a result of, and these results have none.
-    ``unselected``: known failures of the catalog that are not among the rows."""
+    is none, which ``no_previous`` explains of other results than a run's. ``lost``: variants that it, or
+    a passing run before it, has a result of, and these results have none. ``unselected``: known failures of the catalog
+    that are not among the rows."""
 
     rows: Sequence[Row]
     cases: Sequence[CaseStatus]
     attention: Sequence[Attention]
     since: Regressions
     previous: str = ""
-    removed: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     no_previous: str = ""
     unselected: int = 0
@@ -137,9 +136,10 @@ class Headline:
         """What no expectation confirms: ``1 result different from the CPU``."""
         fixes = {(each.case, name) for each in self.cases for name in each.fixes}
         works = sum((row.case, row.variant) in fixes for row in self.flaky)
+        stacks = dict.fromkeys(row.stack.name for row in self.flaky)
         numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
                    (len(self.flaky), "flaky result",
-                    f"on {_stacks(self.flaky)}" + f" ({works} of fixes that work on newer releases)" * bool(works)),
+                    f"on {list_some(list(stacks))}" + f" ({works} of fixes that work on newer releases)" * bool(works)),
                    (len(self.new), "result", "without an expectation"),
                    (len(self.unanswered), "variant", "without a verdict"))  # fmt: skip
         return [f"{counted(number, what)} {how}" for number, what, how in numbers if number]
@@ -210,11 +210,7 @@ class Headline:
 
     def _failures(self) -> Iterator[Fact]:
         reproduce, which = self.count("reproduces"), "measured " * bool(self.unselected)
-        if self.failures == 1:
-            absent = "gave no answer" if self.count("unclear") else "does not reproduce"
-            verb = "reproduces" if reproduce else absent
-            yield Fact(f"The one measured {verb}.", "reproduces")
-        elif self.failures:
+        if self.failures:
             yield Fact(f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}.", "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more of the catalog were not run.", "")
@@ -296,8 +292,6 @@ class Headline:
             yield Fact(f"{self.previous}, the last passing run.{less}", "")
         if self.previous and self.since.new:
             yield Fact(f"{counted(len(self.since.new), 'cell')} not measured then.", "")
-        if self.removed:
-            yield Fact(f"No longer in the catalog: {list_some(self.removed)}.", "")
 
     def _controls(self) -> Iterator[Fact]:
         measured = [row for row in self.rows if row.kind == "control" and row.first and row.attempts]
@@ -350,10 +344,6 @@ def _names(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(f"{row.case}/{row.variant}" for row in rows))
 
 
-def _stacks(rows: Iterable[Row]) -> str:
-    return list_some(list(dict.fromkeys(row.stack.name for row in rows)))
-
-
 def _times(rows: Iterable[Row]) -> tuple[float, float, float]:
     """Return the start and the end, and the seconds in which a cell was measured: of several runs, without the time
     between them."""
@@ -386,12 +376,10 @@ def headline(
         by_case[row.case].append(row)
     statuses = [case_status(members, cases.get(slug)) for slug, members in by_case.items()]
     order, previous = list(CASE_STATES), since.previous
-    measured = (row for row in (previous.rows if previous else ()) if row.measured and row.case in cases)
-    removed = {f"{row.case}/{row.variant}" for row in measured if row.variant not in cases[row.case].variants}
     lost = lost_results(map(from_row, rows), since.passing)
     return Headline(
         rows, sorted(statuses, key=lambda each: (order.index(each.state), each.simulated, each.case)),
         attention(rows, since), since, previous.run_id if previous else lost[0].run_id if lost else "",
-        tuple(sorted(removed)), tuple(dict.fromkeys(f"{each.row.case}/{each.row.variant}" for each in lost)),
+        tuple(dict.fromkeys(f"{each.row.case}/{each.row.variant}" for each in lost)),
         no_previous, sum(case.kind == "failure" and slug not in by_case for slug, case in cases.items()),
     )  # fmt: skip

@@ -51,11 +51,6 @@ class Cell:
         return " ".join(self.row.axes[2:]).replace("flags.", "")
 
     @cached_property
-    def attention(self) -> int:
-        """The number of variants that need attention."""
-        return sum(row.state == "unexpected" for row in self.rows)
-
-    @cached_property
     def place(self) -> tuple[str, ...]:
         """All that tells it from the other cells of its case."""
         row = self.row
@@ -108,16 +103,12 @@ class CaseView:
 
     @property
     def state(self) -> str:
-        return "attention" if any(cell.attention for cell in self.cells) else self.status.state
+        return "attention" if any(each.urgent for each in self.attention) else self.status.state
 
     @property
     def stopped(self) -> int:
         """The number of documented fixes that stopped working."""
         return sum(len(each.variants) for each in self.attention if each.kind == "stopped_working")
-
-    @property
-    def simulated(self) -> str:
-        return self.cells[0].row.simulated or ""
 
 
 @dataclass(frozen=True)
@@ -198,18 +189,17 @@ def case_view(
     }
     news = tuple(each for each in attention if each.row.case == status.case)
     symbols = _symbols(ordered, case)
-    symbols |= dict.fromkeys(
-        (row.strategy for each in news for row in each.rows if each.kind != "differs_from_cpu"), "attention"
-    )
+    symbols |= dict.fromkeys((row.strategy for each in news for row in each.rows if each.urgent), "attention")
     variants: dict[str, list[VariantView]] = defaultdict(list)
     for view in _variants(ordered, places):
         fails = bool(view.results) and all(one.name in ("NOT_FIXED", "DIFFERENT_FAILURE") for one, _, _ in view.results)
         variants["non_fix" if view.role == "fix" and fails else view.role].append(view)
     failures = tuple(_failures(ordered))
+    ordered.sort(key=lambda cell: all(row.state != "unexpected" for row in cell.rows))
     references = tuple(map(link, case.references if case else ordered[0].row.references))
     return CaseView(
         status, case.summary if case else "", symptom(failures[0].row if failures else None, case), references,
-        tuple(sorted(ordered, key=lambda cell: -cell.attention)), places, symbols, variants, failures,
+        tuple(ordered), places, symbols, variants, failures,
         tuple(each for each in claims if each.case == status.case), news,
         tuple(_past(status.case, runs)),
     )  # fmt: skip

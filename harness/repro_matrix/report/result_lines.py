@@ -19,7 +19,7 @@ from repro_matrix.results.rows import Row
 from repro_matrix.text import WIDTH, counted, first_line, list_some, one_line, wrap
 
 LOG_LINES, MOST_REASONS = 4, 8
-MOST_CASES, MOST_OF_STATE = 4, 1  # so that the end of a run without surprises fits on a screen of 24 lines
+MOST_CASES = 4  # so that the end of a run without surprises fits on a screen of 24 lines
 MOST_ATTENTION, MOST_FIXES = 12, 3
 LOG_TAIL = 800  # characters of a log that a summary has
 DETAIL, SHORTEST = 37, 20  # columns of a case's detail, at most, and of its title, at least
@@ -54,10 +54,9 @@ def detail_lines(
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
     row, variants = each.row, ", ".join(each.variants)
     what = "fix" if each.kind == "stopped_working" else "variant"
-    helps = f" ({row.help})" if row.help and len(each.variants) == 1 else ""
     place = f"{row.case} {list_some(each.places)} on {row.stack.name}"
     yield ""
-    yield from wrap(f"{ATTENTION[each.kind]}  {place}, {what} {variants}{helps}", "", 4, width)
+    yield from wrap(f"{ATTENTION[each.kind]}  {place}, {what} {variants}", "", 4, width)
     note = f" [{row.note}]" if row.note else ""
     verdicts = (label(name or "PASSED").text for name in (row.expected_verdict, row.verdict))
     measured = f"expected: {next(verdicts)}; measured: {next(verdicts)}: {row.reason}{note}"
@@ -121,7 +120,7 @@ def _case_lines(head: Headline, width: int) -> Iterator[str]:
     """Yield a line for some cases of each state, then where the others are."""
     listed = [each for each in head.cases if each.state not in ("passes", "not_measured")]
     most = len(listed) if len(listed) <= MOST_CASES + 1 else MOST_CASES  # a case is no longer than "1 more"
-    first = [each for state in CASE_STATES for each in [one for one in listed if one.state == state][:MOST_OF_STATE]]
+    first = list({each.state: each for each in reversed(listed)}.values())  # of each state
     others = [each for each in listed if each not in first][: max(0, most - len(first))]
     shown = [each for each in listed if each in first or each in others]
     yield from _case_table(shown, width) if shown else ()
@@ -131,7 +130,9 @@ def _case_lines(head: Headline, width: int) -> Iterator[str]:
 
 
 def _case_table(shown: Sequence[CaseStatus], width: int) -> Iterator[str]:
-    starts = [(CASE_STATES[each.state][1], each.case, _detail(each)) for each in shown]
+    more = [f" (+{len(each.fixes) - 1})" * bool(each.fixes[1:]) for each in shown]
+    works = ["".join(each.fixes[:1]) + number for each, number in zip(shown, more)]
+    starts = [(CASE_STATES[each.state][1], each.case, _detail(each, text, DETAIL)) for each, text in zip(shown, works)]
     states, names, details = (max(map(len, column)) for column in zip(*starts))
     titles = width - states - names - details - 8  # columns that are left
     yield ""
@@ -141,16 +142,11 @@ def _case_table(shown: Sequence[CaseStatus], width: int) -> Iterator[str]:
         yield line if len(line) <= width else line[: width - 3] + "..."
 
 
-def _detail(each: CaseStatus) -> str:
-    """Return the first fix that works, or what else there is to say."""
-    if each.state == "reproduces" and each.fixes:
-        fails = f"; not: {', '.join(each.failing)}" * bool(each.failing)
-        return f"works: {each.fixes[0]}" + f" (+{len(each.fixes) - 1})" * bool(each.fixes[1:]) + fails
-    return first_line(one_line(each.detail), DETAIL) or "; ".join(_failing(each))
-
-
-def _failing(each: CaseStatus) -> list[str]:
-    return [f"does not work: {', '.join(each.failing)}"] if each.state == "reproduces" and each.failing else []
+def _detail(each: CaseStatus, works: str, most: int = 400) -> str:
+    """Return which documented fixes work (in the words of ``works``) and which do not, or what else there is to say."""
+    names = {"works": works, "fails": ", ".join(each.failing)} if each.state == "reproduces" else {}
+    listed = "; ".join(f"{what}: {text}" for what, text in names.items() if text)
+    return listed or first_line(one_line(each.detail), most)
 
 
 def _whole_cases(head: Headline, width: int) -> Iterator[str]:
@@ -160,12 +156,11 @@ def _whole_cases(head: Headline, width: int) -> Iterator[str]:
         cases = [each for each in head.cases if each.state == state]
         yield from _title(f"{name.upper()}: {counted(len(cases), 'case')}", width) if cases else ()
         for each in cases:
-            works = list(each.fixes) if state == "reproduces" else []
+            works = list(each.fixes)
             if works and helps[each.case, works[0]]:
                 works[0] += f" ({helps[each.case, works[0]]})"
-            text = "; ".join([*([f"works: {', '.join(works)}"] if works else []), *_failing(each)] or [each.detail])
             yield from wrap(one_line(each.title), "  ", 2, width)
-            yield from wrap(" · ".join(filter(None, (each.case, text))), "      ", 2, width)
+            yield from wrap(" · ".join(filter(None, (each.case, _detail(each, ", ".join(works))))), "      ", 2, width)
 
 
 def _skipped_lines(head: Headline, width: int) -> Iterator[str]:
