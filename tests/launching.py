@@ -36,7 +36,6 @@ def attempt_of(
     script: str = "misbehave.py",
     deadline: float = 60,
     run_id: str = "test-run",
-    keep: bool = False,
     world_size: int = 2,
     **flags: Any,
 ) -> Attempt:
@@ -60,7 +59,6 @@ def attempt_of(
         world_size=world_size,
         deadline_s=deadline,
         stack_cache=STACK_CACHE,
-        keep=keep,
     )
 
 
@@ -109,19 +107,15 @@ def gone(pid: int) -> bool:
 
 
 def assert_nothing_left(attempt: Attempt, observation: Json) -> None:
-    """No process, port, shared memory or file of the attempt; its records and logs only when they were to be kept."""
+    """No process, shared memory or file of the attempt."""
     assert not processes.with_token(ATTEMPT_TOKEN, attempt.id)
-    launch = read_launch(attempt.launch_file) if attempt.keep else {"ranks": []}
     pids = [rank["record"]["pid"] for rank in observation["ranks"] if rank["record"]]
-    pids += [rank["pid"] for rank in launch["ranks"]]
+    pids += [rank["pid"] for rank in observation["ranks"] if rank["pid"]]
     for rank in observation["ranks"]:
         pids += ((rank["record"] or {}).get("facts") or {}).get("left", [])
     assert all(gone(pid) for pid in pids)
-    port = int(launch.get("port") or 0)
-    assert not port or free(port)
-    assert not attempt.tmp.exists() and not attempt.work.exists() and not attempt.cache.exists()
-    assert attempt.directory.exists() == attempt.keep
-    numbers = {str(number) for number in [*pids, port] if number}  # pids and ports, as a file's name may hold them
+    assert not attempt.tmp.exists() and not attempt.directory.exists()
+    numbers = set(map(str, pids))  # as a file's name may hold them
     assert not [name for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))]
 
 

@@ -19,7 +19,7 @@ from launching import attempt_of
 from repro_matrix.grading.hangs import last_two, rank_progress
 from repro_matrix.launch import attempt as attempt_module
 from repro_matrix.launch import observe, processes, sampling, watch
-from repro_matrix.launch.attempt import Attempt, clear_directory, environment, prepare, remove, tmp_of, torchrun_line
+from repro_matrix.launch.attempt import Attempt, environment, prepare, remove, tmp_of, torchrun_line
 from repro_matrix.launch.watch import Watched
 
 
@@ -72,7 +72,7 @@ def test_prepare_makes_empty_folders_and_a_short_tmp(tmp_path: Path) -> None:
     (attempt.records / "rank-0.json").write_text("{}")
     prepare(attempt)
     assert not list(attempt.records.iterdir()), "records of an earlier attempt in this folder"
-    clear_directory(attempt.directory)
+    remove(attempt.directory)
     assert not attempt.tmp.exists() and not attempt.directory.exists()
 
 

@@ -86,7 +86,7 @@ def test_faulty_rank_gets_its_outcome(tmp_path: Path, launcher: Launcher, name: 
     fault = FAULTS[name]
     does, flags = (fault.does, fault.flags) if isinstance(fault.does, str) else ("each", {"each": fault.does})
     ranks = len(flags.get("each", "ab"))
-    attempt = attempt_of(tmp_path / "a", does, fault.script, deadline=400, keep=True, world_size=ranks, **flags)
+    attempt = attempt_of(tmp_path / "a", does, fault.script, deadline=400, world_size=ranks, **flags)
     result = launched_until(launcher, attempt, fault.stuck) if fault.stuck else launched(launcher, attempt)
     assert result["attempt"]["launcher"] == launcher.name and "retried" not in result["attempt"]
     assert result["attempt"]["timed_out"] == bool(fault.stuck) and result["attempt"]["wall_s"] < 400

@@ -105,9 +105,7 @@ SKIPPED: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
     (("case=tp-heads-not-divisible", "ranks=8"), {}, "ranks", "needs exactly 4"),
     (("case=tp-heads-not-divisible",), {}, None, ""),  # that is what it is about
     (("case=train-step", TP, "model=qwen2.5-0.5b", "ranks=8"), {}, "divisible", "14 attention heads"),
-    ((*TRAIN, TP), {"settings": RunSettings(tp_size=4)}, "tp_size", "over all 2 ranks here; tp_size=4"),
-    ((*TRAIN, "strategy=ddp"), {"settings": RunSettings(tp_size=2)}, "tp_size", "ddp has no tensor parallelism"),
-    ((*TRAIN, TP, "ranks=4"), {"settings": RunSettings(tp_size=4)}, None, ""),
+    ((*TRAIN, TP, "ranks=4"), {}, None, ""),
     (("case=train-step", "model=llama-2-7b", TP, "flags.lora=true"), {}, "flags", "the strategy is tp"),
 ]
 
@@ -136,7 +134,7 @@ def test_fingerprint_covers_everything_that_a_result_depends_on() -> None:
     def prints(**options: Any) -> list[str]:
         return [variant.fingerprint for variant in variants(NORM, **options).values()]
 
-    assert prints() == prints(settings=RunSettings(jobs=7, keep_files=True))
+    assert prints() == prints(settings=RunSettings(jobs=7))
     newer = FakeStack(versions=VERSIONS | {"torch": "2.14.0"})
     edited, again = (FakeStack(key=key, changed=("torch/a.py",)) for key in ("one", "two"))  # two patches of one file
     others = [prints(settings=RunSettings(seed=1)), *(prints(stack=stack) for stack in (newer, edited, again))]
@@ -207,14 +205,14 @@ def test_sweeps_have_distinct_keys() -> None:
         return {cell.key for cell in matrix.enumerate_cells(CATALOGUE, selection, overrides=changes)}
 
     sweeps = [
-        ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"], ["tp_size=2"],
+        ["ranks=2,4,8"], ["steps=5"], ["seed=3"], ["scale=full"], ["model.config.num_hidden_layers=4"],
         ["env.OMP_NUM_THREADS=1"], ["env.OMP_NUM_THREADS=2"], ["env.CUDA_MODULE_LOADING=a/b"],
         ["env.CUDA_MODULE_LOADING=a:b"],
     ]  # fmt: skip
     found = [keys(*texts) for texts in sweeps]
     usual = [keys("ranks=2"), keys("repeat=3", "jobs=1"), keys("env.NCCL_SOCKET_IFNAME=eth0")]
     assert [keys()] * 3 == usual == [{"train-step/qwen1.5-0.5b-ddp"}] * 3
-    assert len(set().union(*found)) == 12 and all(key.count("/") == 1 for some in found for key in some)
+    assert len(set().union(*found)) == 11 and all(key.count("/") == 1 for some in found for key in some)
 
 
 @pytest.mark.parametrize("value", ["1", "true", "a b/c", "", "x=y,z", "it's {1}"])

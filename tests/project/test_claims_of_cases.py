@@ -26,5 +26,5 @@ def test_relative_to_names_a_variant_that_differs_in_one_change() -> None:
 def _settings(case: Case, name: str) -> dict[str, object]:
     variant = case.variants[name]
     flags = {**{flag: spec.default for flag, spec in case.flags.items()}, **variant.flags}
-    axes = {axis: getattr(variant, axis) for axis in ("model", "strategy", "world_size", "tp_size", "devices", "stack")}
+    axes = {axis: getattr(variant, axis) for axis in ("model", "strategy", "world_size", "devices", "stack")}
     return {**flags, **case.options, **variant.options, **axes}

@@ -72,11 +72,11 @@ def test_wrong_canaries_names_each_other_result(variant: str, verdict: str, fail
 
 def test_canary_cases_are_not_in_the_catalogue() -> None:
     known = catalogues.load()
-    planted = canary_catalogue(known, ["torch", "transformers"])
+    planted = canary_catalogue(known)
     assert planted.cases.keys() == PLANTED.keys() and not PLANTED.keys() & known.cases.keys()
     for slug, variants in PLANTED.items():
         case = planted.cases[slug]
-        assert case.launch.imports == ["torch", "transformers"] and planted.script(case).is_file()
+        assert planted.script(case).is_file()
         assert {*variants, "unfixed"} >= case.variants.keys() >= variants.keys()
 
 
@@ -153,13 +153,15 @@ def test_canary_problem_has_the_cause_that_nccl_gives(monkeypatch: pytest.Monkey
     assert problem and problem.count("failed to extend /dev/shm/nccl-a to 9 bytes") == 1
 
 
-@pytest.mark.parametrize(("timed_out", "share", "loaded"), [(True, 0.1, True), (True, 0.9, False), (False, 0.1, False)])
+@pytest.mark.parametrize(
+    ("timed_out", "load", "loaded"), [(True, 24.0, True), (True, 4.0, False), (False, 24.0, False)]
+)
 def test_canary_that_timed_out_blames_load_only_on_a_loaded_machine(
-    monkeypatch: pytest.MonkeyPatch, timed_out: bool, share: float, loaded: bool
+    monkeypatch: pytest.MonkeyPatch, timed_out: bool, load: float, loaded: bool
 ) -> None:
-    monkeypatch.setattr(workspace, "core_share", lambda: share)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))  # on 8 cores
     problem = Canaries(monkeypatch, "gpu2", free=1, kind="launch", timed_out=timed_out).problem
-    assert problem and problem.startswith("this machine is too loaded (a process gets 10%" if loaded else "the harness")
+    assert problem and problem.startswith("this machine is too loaded (3.0 processes" if loaded else "the harness")
 
 
 def test_canary_of_a_torch_without_nccl_is_measured_over_gloo_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,18 +156,15 @@ def test_acquire_after_a_killed_run_ends_its_processes(tmp_path: Path, sleeper: 
 def test_clear_leftovers_clears_dead_runs_only(tmp_path: Path, sleeper: Any) -> None:
     run = f"run-{os.getpid()}"
     process = sleeper(run)
-    kept, other = (tmp_path / "runs" / run / name for name in ("kept", "other"))
-    for folder in (kept, other):
-        prepare(dataclasses.replace(attempt_of(folder, "nothing"), keep=folder == kept))
-        (folder / "records" / "rank-0.json").write_text("{}")
+    folder = tmp_path / "runs" / run
+    prepare(attempt_of(folder / "attempt", "nothing"))
     with register_run(tmp_path, run):
         assert clear_leftovers(tmp_path) == [] and process.poll() is None
     lock = next((tmp_path / "nodes").iterdir()) / "runs" / f"{run}.lock"
     lock.touch()  # as a killed controller leaves it
     lines = clear_leftovers(tmp_path)
     assert process.wait(60) is not None and any(str(process.pid) in line for line in lines)
-    assert (kept / "records" / "rank-0.json").exists() and not (kept / "work").exists() and not other.exists()
-    assert not lock.exists() and clear_leftovers(tmp_path) == []
+    assert not folder.exists() and not lock.exists() and clear_leftovers(tmp_path) == []
 
 
 def test_pool_leaves_out_a_gpu_while_another_user_has_it_and_a_failed_one_for_good(tmp_path: Path, nvml: Any) -> None:

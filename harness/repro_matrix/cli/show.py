@@ -37,7 +37,7 @@ from repro_matrix.text import counted
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
 ROLES = "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a condition."
 SYMPTOM = 230  # characters, so that the table below it stays in sight
-AXES = ("model", "strategy", "stack", "world_size", "tp_size", "devices")
+AXES = ("model", "strategy", "stack", "world_size", "devices")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -127,7 +127,7 @@ class Invariants(Strict):
 class Strategy(Needy):
     slug: str
     title: str
-    must_divide: list[str] = []  # keys of a model's configuration that tp_size must divide
+    must_divide: list[str] = []  # keys of a model's configuration that the number of ranks must divide
     allow_gpu_sharing: bool = False  # its collectives exist in gloo for CUDA tensors too
     options: dict[str, Any] = {}  # every option with its default
     choices: dict[str, list[Any]] = {}  # the values of those options that take only some
@@ -203,7 +203,6 @@ class Variant(Needy):
     strategy: str | None = None
     stack: str | None = None
     world_size: int | None = Field(default=None, ge=1)  # this variant's own number of ranks: wins over the cell's
-    tp_size: int | None = Field(default=None, ge=1)
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     env: dict[str, str] = {}
     # Beside the case's: the machine's facts that decide this variant's answer.
@@ -213,7 +212,6 @@ class Variant(Needy):
 
 class Launch(Strict):
     world_size: int = Field(default=2, ge=1)  # the case's own number of ranks
-    tp_size: int = Field(default=1, ge=1)  # of strategies other than tp, which goes over all ranks
     devices: int | None = Field(default=None, ge=1)  # GPUs that each rank sees; default: as many as there are ranks
     deadline: float = Field(default=120, gt=0)  # seconds of work, start-up apart; then it hangs, or is too slow
     imports: list[str] = []  # what a fork server imports ahead for this case
@@ -229,7 +227,7 @@ class Requires(Strict):
     gpus: int = Field(default=0, ge=0)
     # On GPUs every rank computes on every GPU: one in an exclusive mode lets one process in.
     requires_default_compute_mode: bool = False
-    divisible: bool = True  # tp_size must divide the heads; False: that is what the case is about, or it sets its own
+    divisible: bool = True  # tp must divide the heads; False: that is what the case is about, or it sets its own
     stack: str | None = None  # the shipped stack on which the case is known to reproduce
     reason: str = ""
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from repro_matrix.config.catalog import read_yaml
 from repro_matrix.config.project import conf_folders
 from repro_matrix.errors import ConfigError, describe_validation, nearest, unknown
 from repro_matrix.paths import CONF
@@ -28,7 +27,6 @@ class RunSettings(BaseModel):
     weights: Literal["random", "hub"] = "random"
     repeat: Count | None = None
     jobs: Count | None = None
-    tp_size: Count | None = None
     steps: Count | None = None
     seed: Annotated[int, Field(strict=True)] = 0
     deadline: Seconds | None = None
@@ -36,7 +34,6 @@ class RunSettings(BaseModel):
     launcher: Literal["auto", "torchrun", "forkserver"] = "auto"
     order: Literal["longest", "declared"] = "longest"
     results: str | None = Field(default=None, min_length=1)
-    keep_files: bool = False
     min_cells: Annotated[int, Field(strict=True, ge=0)] = 1
     shard: str | None = None
     time_limit: str | None = None
@@ -45,18 +42,6 @@ class RunSettings(BaseModel):
 
 
 OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>", "+matrix")
-
-
-def stored_run(conf: Path = CONF) -> RunSettings:
-    """Return what conf/config.yaml says. Raise ConfigError for an unknown key or an invalid value."""
-    path = conf / "config.yaml"
-    values = read_yaml(path)
-    if values.pop("defaults", ["_self_"]) != ["_self_"]:
-        return compose_run([], conf)  # Hydra takes half a second to import
-    try:
-        return RunSettings.model_validate(values)
-    except ValidationError as error:
-        raise describe_validation(error, RunSettings, path) from None
 
 
 def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:

@@ -8,7 +8,7 @@ The files of an attempt (all under ``Attempt.directory``):
     records/rank-N.json  repro_kit/record.py         records/stacks-N.txt  kit's faulthandler
     records/phases-N.txt, ask-N, collectives-N.json  repro_kit/rank_monitor.py: the state of a running rank
     logs/rank-N.log      all output of a rank  logs/launcher.log     all output of the worker
-    work/ tmp/ cache/    private to the attempt, always removed with it
+    work/ tmp/ cache/    private to the attempt
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class Attempt:
     files: Mapping[str, Path] = field(default_factory=dict)  # of its case, model, strategy, where they are not shipped
     command: AdhocCase | None = None  # a user's own command line (launch/torchrun.py), instead of the script
     trace: Mapping[str, str] = field(default_factory=dict)  # variables of its trace (worker/tracer); empty: none
-    keep: bool = False  # keep records and logs in ``directory`` after the attempt
     references: Path | None = None  # where attempts of this run share their references (repro_kit/reference.py)
 
     @property
@@ -242,20 +241,9 @@ def prepare(attempt: Attempt, spec: Json | None = None) -> None:
     if attempt.trace:
         shutil.rmtree(attempt.trace[TRACE], ignore_errors=True)
         Path(attempt.trace[TRACE]).mkdir(parents=True)
-    if attempt.keep:
-        (attempt.directory / "keep").touch()
     settings = json.dumps(attempt.full_settings(), indent=1)
     (attempt.directory / "settings.json").write_text(settings, encoding="utf-8")
     attempt.spec_file.write_text(json.dumps(spec or attempt.spec(), indent=1), encoding="utf-8")
-
-
-def clear_directory(directory: Path) -> None:
-    """Remove the files of the attempt in ``directory``; with ``Attempt.keep`` its settings, records and logs stay."""
-    if not (directory / "keep").exists():
-        remove(directory)
-        return
-    for folder in (directory / "work", tmp_of(directory), directory / "cache"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def describe_exit(code: int | None) -> str:
@@ -311,8 +299,6 @@ def torchrun_line(attempt: Attempt) -> str:
     for name, default in (("scale", "tiny"), ("weights", "random")):
         value = settings["model"].get(name, default)
         words += [f"--{name}", value] if value != default else []
-    default_tp = attempt.world_size if settings["strategy"]["slug"] == "tp" else 1
-    words += ["--tp-size", str(settings["tp_size"])] if settings["tp_size"] != default_tp else []
     words += ["--device", attempt.device, "--steps", str(settings["steps"]), "--seed", str(settings["seed"])]
     if attempt.device == "cuda" and settings["devices"] < attempt.world_size:  # they share a GPU
         words += ["--backend", attempt.backend, "--devices", str(settings["devices"])]

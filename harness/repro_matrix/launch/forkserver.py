@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.launch import observe, processes
-from repro_matrix.launch.attempt import Attempt, Json, clear_directory, describe_exit, prepare, stack_environment
+from repro_matrix.launch.attempt import Attempt, Json, describe_exit, prepare, remove, stack_environment
 from repro_matrix.launch.torchrun import (
     HOOKS,
     TorchrunLauncher,
@@ -66,7 +66,7 @@ class ForkserverLauncher:
             except Refused as refused:
                 reason = f"no fork server ({refused.kind}): {refused}"
             finally:
-                clear_directory(attempt.directory)
+                remove(attempt.directory)
         observation = self._torchrun.launch(attempt, stop)
         if forked or attempt.command is None:
             observation["attempt"]["cold_start_reason"] = reason

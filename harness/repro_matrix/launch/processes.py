@@ -70,23 +70,13 @@ def with_token(name: str, value: str) -> set[psutil.Process]:
 
 
 def tree(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Return the living processes below ``roots``, and ``roots`` themselves, in one pass over /proc."""
-    members = {root for root in roots if alive(root)}
-    below: dict[int, list[int]] = {}
-    for pid in psutil.pids() if members else ():
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as source:
-                parent = int(source.read().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue  # ended meanwhile
-        below.setdefault(parent, []).append(pid)
-    todo = [root.pid for root in members]
-    while todo:
-        for pid in below.pop(todo.pop(), ()):
-            todo.append(pid)
-            child = process(pid)
-            if child is not None and alive(child):
-                members.add(child)
+    """Return the living processes below ``roots``, and ``roots`` themselves."""
+    members: set[psutil.Process] = set()
+    # Parents are older than their children, and a search passes over all of /proc: one for each tree.
+    for root in sorted(filter(alive, roots), key=lambda root: root.create_time()):
+        if root not in members:
+            with suppress(psutil.Error):
+                members |= {root, *filter(alive, root.children(recursive=True))}
     return members
 
 

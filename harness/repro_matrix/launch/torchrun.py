@@ -26,11 +26,11 @@ from repro_matrix.launch.attempt import (
     PARENT_TOKEN,
     Attempt,
     Json,
-    clear_directory,
     environment,
     prepare,
     private_environment,
     read_launch,
+    remove,
 )
 from repro_matrix.launch.script_checks import add_checks
 from repro_matrix.launch.tracebacks import Errors, Labels
@@ -57,7 +57,7 @@ class TorchrunLauncher:
                 lambda: run_worker(attempt, self.name, command, command, environment(attempt), stop), ("port",), stop
             )
         finally:
-            clear_directory(attempt.directory)
+            remove(attempt.directory)
 
     def close(self) -> None:
         pass

@@ -25,7 +25,7 @@ from repro_matrix.text import counted
 
 # How this machine's ranks reach each other: needed on some machines, and results are compared across machines.
 TRANSPORT = ("NCCL_", "GLOO_")
-MEASUREMENT = ("scale", "weights", "steps", "seed", "tp_size")  # settings that change what is measured
+MEASUREMENT = ("scale", "weights", "steps", "seed")  # settings that change what is measured
 REPRODUCING = "reproducing"  # of the axis stack: those on which the case is known to reproduce
 MAX_NAME = 150  # characters of a file name
 _PLAIN = re.compile(r"[\w./:-]+")  # a value that needs no quotes in an override
@@ -230,12 +230,8 @@ def unsuitable(
         own = counted(case.launch.world_size, "rank")
         needed = f"exactly {own} (the case does not declare `supports_other_world_sizes`)"
         yield Skip("ranks", f"needs {needed}; ranks={ranks}")
-    size, world_size, config = settings["tp_size"], settings["world_size"], settings["model"]["config"]
-    if not strategy.must_divide and size > 1:
-        yield Skip("tp_size", f"strategy {strategy.slug} has no tensor parallelism; tp_size={size}")
-    elif strategy.must_divide and size != world_size:
-        yield Skip("tp_size", f"tensor parallelism is over all {world_size} ranks here; tp_size={size}")
-    yield from wrong_hardware(case, strategy, settings["devices"], world_size, profile)
+    size, config = settings["world_size"], settings["model"]["config"]
+    yield from wrong_hardware(case, strategy, settings["devices"], size, profile)
     for name, flag in case.flags.items():
         value = settings["flags"].get(name)
         if flag.strategies and strategy.slug not in flag.strategies and value not in (flag.default, flag.full):

@@ -117,7 +117,6 @@ class Planner:
             scale=run.scale,
             weights=run.weights,
             world_size=cell.ranks,
-            tp_size=run.tp_size,
             steps=run.steps,
             seed=run.seed,
             device=profile.accelerator,

@@ -69,7 +69,7 @@ def run_attempt(
         stack = session.stacks[plan.stack]
         attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
         shared = None if attempt.trace else place.run_dir / REFERENCES  # a traced attempt makes its own
-        attempt = replace(attempt, keep=session.settings.keep_files, references=shared)
+        attempt = replace(attempt, references=shared)
         observation = cast(Observation, place.launcher.launch(attempt, stop))
         if attempt.trace:
             tracing.keep(attempt, observation, runs.results_folder(session.settings))

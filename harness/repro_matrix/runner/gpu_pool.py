@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from filelock import FileLock, Timeout
 from repro_matrix.environment.gpus import RUN_TOKEN, Gpu, GpuProcess, GpuState, Nvml, stranger
 from repro_matrix.errors import ReproError
 from repro_matrix.launch import processes
-from repro_matrix.launch.attempt import clear_directory, read_launch
+from repro_matrix.launch.attempt import read_launch, remove
 from repro_matrix.text import counted
 
 RELEASE_S = 10.0  # how long a device may take to free the memory of a process that has ended
@@ -103,10 +104,9 @@ def _clear_run(state: Path, run_id: str) -> list[str]:
         with contextlib.suppress(OSError):
             since = (directory / "spec.json").stat().st_mtime
             lines += [f"/dev/shm/{name} removed" for name in processes.clear_shared_memory(set(), numbers - {0}, since)]
-        clear_directory(directory)
+        remove(directory)
         lines.append(f"files of attempt {directory.name} removed")
-    with contextlib.suppress(OSError):
-        folder.rmdir()  # it stays where the user wants to keep the files
+    shutil.rmtree(folder, ignore_errors=True)
     return lines
 
 

@@ -8,8 +8,6 @@ import re
 import shutil
 import signal
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,7 @@ from repro_matrix.records.document import Document, Made
 from repro_matrix.records.outcome import FailureId
 from repro_matrix.results import runs
 from repro_matrix.results.store import Store
-from repro_matrix.runner.attempts import REFERENCES, Workplace, imports_of, new_run_dir
+from repro_matrix.runner.attempts import Workplace, new_run_dir
 from repro_matrix.runner.engine import Engine, Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks, clear_leftovers, register_run
 from repro_matrix.runner.session import Session, selected_by
@@ -44,7 +42,7 @@ _MODEL = {"slug": "none", "title": "no model", "hub": "none", "model_type": "non
 _INVARIANTS = {"collectives": ["reduce"]}
 _STRATEGY = {"slug": "none", "title": "no strategy", "allow_gpu_sharing": True, "invariants": _INVARIANTS}
 NCCL_ALONE = "nccl-alone"  # the profile of one rank with NCCL on any of the run's GPUs
-LOADED = 0.5  # the share of a core that a process gets, below which load explains a canary that timed out
+LOADED = 2.0  # processes that want to run for each core, above which load explains a canary that timed out
 # case -> variant -> (verdict, failures it must report)
 PLANTED: dict[str, dict[str, tuple[str, list[str]]]] = {
     "canary-failure": {"works": ("FIXED", []), "lies": ("DIFFERENT_FAILURE", ["check sum"])},
@@ -139,11 +137,9 @@ def _name(cell: Cell) -> str:
 # published result includes them (conf/canary).
 
 
-def canary_catalogue(of: Catalogue, imports: Sequence[str] = ()) -> Catalogue:
-    """Return the canary cases with the run's stacks and hardware. ``imports``: of their fork server."""
+def canary_catalogue(of: Catalogue) -> Catalogue:
+    """Return the canary cases with the run's stacks and hardware."""
     raws = {path.stem: read_yaml(path) for path in sorted((CONF / "canary").glob("*.yaml"))}
-    for raw in raws.values() if imports else ():
-        raw["launch"]["imports"] = list(imports)
     cases = {slug: parse(Case, raw, CONF / "canary" / f"{slug}.yaml") for slug, raw in raws.items()}
     raw_of = {**of.raw, "case": raws, "model": {"none": _MODEL}, "strategy": {"none": _STRATEGY}}
     models, strategies = {"none": Model(**_MODEL)}, {"none": Strategy(**_STRATEGY)}
@@ -169,16 +165,6 @@ def plan_canary(session: Session, ranks: Mapping[str, int]) -> list[CellPlan]:
 def _has_nccl(session: Session, stack: str) -> bool:
     probe = session.stacks[stack].probe
     return not probe or bool(probe["nccl_version"])
-
-
-def _usual_imports(of: Catalogue, among: Iterable[CellPlan]) -> tuple[str, ...]:
-    """Return what most variants' servers import: such a server serves the canary cells too."""
-    counts: Counter[tuple[str, ...]] = Counter()
-    for plan in among:
-        case = of.cases[plan.cell.case]
-        if not case.launch.env and not case.launch.cold_start_reason:
-            counts.update(imports_of(of, case, variant) for variant in plan.variants if not variant.skipped)
-    return counts.most_common(1)[0][0] if counts else ()
 
 
 def wrong_canaries(documents: Iterable[Document]) -> list[str]:
@@ -209,7 +195,7 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
 
     Their documents are not kept. There are no canary cells where nothing is launched.
     """
-    planted = canary_catalogue(session.catalogue, _usual_imports(session.catalogue, session.plans))
+    planted = canary_catalogue(session.catalogue)
     alone = [Profile(NCCL_ALONE, "cuda", "nccl", tuple(session.gpus))] if session.gpus else []
     inner = replace(session, catalogue=planted, time_limit=None, profiles=[*session.profiles, *alone])
     two = {profile.name for profile in session.profiles if not profile.gpus or profile.shared or len(profile.gpus) > 1}
@@ -224,9 +210,9 @@ def canary_problem(session: Session, place: Workplace, stop: threading.Event) ->
         if problems:
             attempts = (attempt for document in summary.documents for attempt in _attempts(document))
             slow = any(attempt["observation"]["attempt"]["timed_out"] for attempt in attempts)
-            share = core_share() if slow else 1.0
-            loaded = f"this machine is too loaded (a process gets {share:.0%} of a core). Wait until less runs here"
-            what = loaded if share < LOADED else "the harness itself does not work here (see `repro doctor`)"
+            load = os.getloadavg()[0] / session.machine.cores
+            loaded = f"this machine is too loaded ({load:.1f} processes for each core). Wait until less runs here"
+            what = loaded if slow and load > LOADED else "the harness itself does not work here (see `repro doctor`)"
             return f"{what}; nothing was measured: {'; '.join([*_nccl_errors(summary.documents), *problems])}"
         # Others use the GPUs. Cells that need as many will report it; try the canary cells with fewer.
         fewer = {document["hardware"]["profile"] for document in lacking}
@@ -240,14 +226,6 @@ def _attempts(document: Document) -> list[Made]:
 
 def _lacks_gpus(attempt: Made) -> bool:
     return attempt["outcome"].get("infra_error") == "not_enough_gpus"
-
-
-def core_share(seconds: float = 1.0) -> float:
-    """Return how much of a core a process that computes gets: 1 on an idle machine, less under load or a quota."""
-    began, used = time.monotonic(), time.process_time()
-    while time.monotonic() < began + seconds:
-        pass
-    return (time.process_time() - used) / (time.monotonic() - began)
 
 
 # The run
@@ -264,25 +242,12 @@ def workplace(
     for text in clear_leftovers(state):
         on_warning(f"cleared what an earlier run left: {text}")
     run_dir = new_run_dir(state)
-    with (
-        register_run(state, run_dir.name),
-        _removing(run_dir),
-        Nvml(gpu.uuid for gpu in gpus) as nvml,
-        GpuLocks(state, run_dir.name, nvml) as locks,
-        contextlib.closing(open_launcher(launcher)) as opened,
-    ):
-        yield Workplace(opened, locks, nvml, run_dir)
-
-
-@contextlib.contextmanager
-def _removing(run_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(run_dir / REFERENCES, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            if not any((path / "records").exists() for path in run_dir.iterdir()):  # keep_files=true keeps records
-                shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(register_run(state, run_dir.name))
+        opened.callback(shutil.rmtree, run_dir, ignore_errors=True)
+        nvml = opened.enter_context(Nvml(gpu.uuid for gpu in gpus))
+        locks = opened.enter_context(GpuLocks(state, run_dir.name, nvml))
+        yield Workplace(opened.enter_context(contextlib.closing(open_launcher(launcher))), locks, nvml, run_dir)
 
 
 def execute(

@@ -113,8 +113,6 @@ def base_of(case: Case, variant: str, given: Request, cell: Cell) -> Request:
     """Return the request without the settings that vary, and with the axes that the variant changes."""
     spec = case.variants[variant]
     axes: dict[str, Any] = {"model": spec.model or cell.model, "strategy": spec.strategy or cell.strategy}
-    if spec.tp_size:
-        axes["tp_size"] = spec.tp_size
     if case.launch.env:
         axes["case.launch.env"] = {}  # each is a parameter
     groups = ("flags.", "case.options.", "strategy.options.", "env.")

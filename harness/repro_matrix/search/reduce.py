@@ -177,7 +177,7 @@ class CaseReduction(Reduction):
             raise MeasureError(f"{case.slug}, variant {variant}: {plan.skipped}")
         self.base = parameters.base_of(case, variant, request, cell)
         self.fix = next((name for name, each in case.variants.items() if each.role == "fix" and not (
-            each.model or each.strategy or each.tp_size or each.stack)), None)  # fmt: skip
+            each.model or each.strategy or each.stack)), None)  # fmt: skip
         usual = self._prepare(self.base, self.variant).plans[0].variants[0]
         env = dict(given.settings.env)
         self.parameters = parameters.of_case(given.catalogue, case, variant, plan.settings, usual.settings, env)
