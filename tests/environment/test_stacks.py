@@ -42,6 +42,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty").as_uri())
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
     (tmp_path / "conf" / "stack").mkdir(parents=True)
+    monkeypatch.setattr(paths, "CONF", tmp_path / "conf")
     define(tmp_path / "conf", "small", pins=["top==1.0", "other==1.0"])
     return tmp_path / "conf"
 
@@ -50,7 +51,7 @@ def define(conf: Path, name: str, lock: bool = True, **keys: object) -> None:
     values = {"slug": name, "title": name, "python": HERE, **keys}
     (conf / "stack" / f"{name}.yaml").write_text(json.dumps(values), encoding="utf-8")
     if lock:
-        make_lock(name, conf=conf)
+        make_lock(name)
 
 
 def versions(stack: Stack, *packages: str) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ def versions(stack: Stack, *packages: str) -> tuple[str, ...]:
 
 
 def test_shipped_locks_fit_their_definitions_and_contain_hashes_and_no_address() -> None:
-    for item in defined_stacks(ROOT / "conf"):
+    for item in defined_stacks():
         if item.state in ("here", "floating"):
             continue
         lock = locks.read(ROOT / "conf" / "stack" / "locks" / f"{item.name}.txt")
@@ -80,29 +81,29 @@ def test_shipped_locks_fit_their_definitions_and_contain_hashes_and_no_address()
 def test_resolve_outdated_or_missing_lock_raises(conf: Path) -> None:
     define(conf, "small", lock=False, pins=["top==1.1"])
     define(conf, "bare", lock=False, pins=["top==1.0"])
-    assert {item.name: item.state for item in defined_stacks(conf)} == {"small": "out of date", "bare": "not locked"}
+    assert {item.name: item.state for item in defined_stacks()} == {"small": "out of date", "bare": "not locked"}
     for name in ("small", "bare"):
         with pytest.raises(StackError, match=f"repro stack lock {name}"):
-            resolve(name, conf=conf)
+            resolve(name)
 
 
 def test_no_deps_are_installed_as_they_are(conf: Path) -> None:
     define(conf, "bent", pins=["part==2.0"], no_deps=["top==1.0"])  # top 1.0 requires part<2
-    assert versions(resolve("bent", conf=conf), "top", "part") == ("1.0", "2.0")
+    assert versions(resolve("bent"), "top", "part") == ("1.0", "2.0")
 
 
 def test_floating_stack_is_resolved_daily_also_offline(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     define(conf, "moving", lock=False, floating=True, pins=["top"])
-    assert resolve("moving", conf=conf).versions["top"] == "2.0"
+    assert resolve("moving").versions["top"] == "2.0"
     stack_wheels.wheel(conf.parent / "wheels", "top", "3.0")
-    assert resolve("moving", conf=conf).versions["top"] == "2.0"  # the same day
+    assert resolve("moving").versions["top"] == "2.0"  # the same day
     cached = next((paths.cache_dir() / "locks").glob("moving-*.txt"))
     os.utime(cached, (0, 0))
     with monkeypatch.context() as patch:
         patch.setattr(locks, "run_uv", mock.Mock(side_effect=StackError("infra", "away")))
-        assert resolve("moving", conf=conf).versions["top"] == "2.0"
-    make_lock("moving", conf=conf)
-    assert resolve("moving", conf=conf).versions["top"] == "3.0"
+        assert resolve("moving").versions["top"] == "2.0"
+    make_lock("moving")
+    assert resolve("moving").versions["top"] == "3.0"
 
 
 # -- building
@@ -110,18 +111,18 @@ def test_floating_stack_is_resolved_daily_also_offline(conf: Path, monkeypatch: 
 
 def test_build_happens_once(conf: Path) -> None:
     log: list[str] = []
-    stack = resolve("small", conf=conf, say=log.append)
+    stack = resolve("small", say=log.append)
     assert log and versions(stack, "top", "part") == ("1.0", "1.0")
     assert stack.versions["top"] == "1.0" and stack.versions["python"].startswith(HERE)
     assert list((build.stacks_dir() / stack.key).glob("env-*/lib/python3*/site-packages/top/__pycache__/*.pyc"))
     log.clear()
-    assert resolve("small", conf=conf, say=log.append) == stack and log == []
-    assert [item.state for item in defined_stacks(conf)] == ["built"]
+    assert resolve("small", say=log.append) == stack and log == []
+    assert [item.state for item in defined_stacks()] == ["built"]
 
 
 def test_concurrent_builds_make_one_environment(conf: Path) -> None:
-    code = "import sys, pathlib; from repro_matrix.environment.stacks import resolve\n"
-    code += "print(resolve('small', conf=pathlib.Path(sys.argv[1])).python)"
+    code = "import sys, pathlib; from repro_matrix import paths; paths.CONF = pathlib.Path(sys.argv[1])\n"
+    code += "from repro_matrix.environment.stacks import resolve; print(resolve('small').python)"
     command = [sys.executable, "-c", code, str(conf)]
     runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     pythons = {run.communicate(timeout=600)[0].strip() for run in runs}
@@ -133,24 +134,24 @@ def test_concurrent_builds_make_one_environment(conf: Path) -> None:
 def test_failed_build_leaves_nothing(conf: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(build, "inspect_python", mock.Mock(side_effect=error))
     with pytest.raises((KeyboardInterrupt, StackError)) as caught:
-        resolve("small", conf=conf)
+        resolve("small")
     assert [path for path in build.stacks_dir().iterdir() if path.is_dir()] == []
     assert not isinstance(caught.value, StackError) or caught.value.infra_error
 
 
 def test_damaged_cache_is_rebuilt(conf: Path) -> None:
-    folder = build.stacks_dir() / resolve("small", conf=conf).key
+    folder = build.stacks_dir() / resolve("small").key
     for damage in ("package", "marker"):
         env = next(folder.glob("env-*"))
         if damage == "marker":
             (folder / "done.json").write_text("{", encoding="utf-8")
         else:
             shutil.rmtree(next(env.glob("lib/python3*/site-packages/top-1.0.dist-info")))
-        assert versions(resolve("small", conf=conf), "top") == ("1.0",) and next(folder.glob("env-*")) != env
+        assert versions(resolve("small"), "top") == ("1.0",) and next(folder.glob("env-*")) != env
 
 
 def test_prune_removes_old_named_and_unfinished_stacks(conf: Path) -> None:
-    resolve("small", conf=conf)
+    resolve("small")
     (build.stacks_dir() / "feedbeef" / "env-half").mkdir(parents=True)
     assert [(item.name, item.whole) for item in stacks.cached_stacks(["small"])] == [("small", True)]
     assert [item.key for item in prune()] == ["feedbeef"]
@@ -162,35 +163,35 @@ def test_prune_removes_old_named_and_unfinished_stacks(conf: Path) -> None:
 
 def test_overlay_contains_the_replaced_package_and_what_has_to_move_with_it(conf: Path) -> None:
     stack_wheels.wheel(conf.parent / "wheels", "deepspeed", "1.0")
-    base, over = resolve("small", conf=conf), resolve("small+top==2.0", conf=conf)
+    base, over = resolve("small"), resolve("small+top==2.0")
     assert over.python == base.python and over.path and over.key != base.key
     assert over.moved == {"top": ("1.0", "2.0"), "part": ("1.0", "2.0")}
     assert versions(over, "top", "part", "other") == ("2.0", "2.0", "1.0")
     assert versions(base, "top", "part") == ("1.0", "1.0")
     assert over.versions == {**base.versions, "top": "2.0", "part": "2.0"}
-    assert resolve("small+top@2.0", conf=conf).key == over.key
+    assert resolve("small+top@2.0").key == over.key
     assert over.extensions_dir == base.extensions_dir  # minutes to compile, and the same
-    assert resolve("small+top==1.0", conf=conf).key == base.key  # replaced by itself
-    assert versions(resolve(f"python:{base.python}+top==1.1", conf=conf), "top") == ("1.1",)
-    compiled = resolve("small+deepspeed==1.0", conf=conf)
+    assert resolve("small+top==1.0").key == base.key  # replaced by itself
+    assert versions(resolve(f"python:{base.python}+top==1.1"), "top") == ("1.1",)
+    compiled = resolve("small+deepspeed==1.0")
     assert compiled.moved == {"deepspeed": ("", "1.0")} and compiled.extensions_dir != base.extensions_dir
     prune(names=("small",))
-    again = resolve("small+top==2.0", conf=conf)  # follows its base, which is built again
+    again = resolve("small+top==2.0")  # follows its base, which is built again
     assert again.python != over.python and again.key == over.key and versions(again, "top") == ("2.0",)
 
 
 def test_another_torch_is_a_whole_environment_and_keeps_the_rest(conf: Path) -> None:
     define(conf, "loose", pins=["torch==1.0", "other<1.1"])  # other could move, and stays
-    base, other = resolve("loose", conf=conf), resolve("loose+torch==2.0", conf=conf)
+    base, other = resolve("loose"), resolve("loose+torch==2.0")
     assert other.path == () and other.python != base.python
     assert versions(other, "torch", "other") == ("2.0", "1.0")
     with pytest.raises(StackError) as caught:
-        resolve(f"python:{base.python}+torch==2.0", conf=conf)
+        resolve(f"python:{base.python}+torch==2.0")
     assert caught.value.kind == "usage"
 
 
 def test_resolve_compatible_leaves_conflicting_companions_to_the_installer(conf: Path) -> None:
-    stack = stacks.resolve_compatible(f"python:{resolve('small', conf=conf).python}+top@2.0+part@1.0", {"top"})
+    stack = stacks.resolve_compatible(f"python:{resolve('small').python}+top@2.0+part@1.0", {"top"})
     assert versions(stack, "top", "part") == ("2.0", "2.0") and stack.name.endswith("+top@2.0")
     with pytest.raises(StackError):
         stacks.resolve_compatible(f"{stack.name}+part@1.0", {"top", "part"})
@@ -220,13 +221,13 @@ def test_requirements_file_is_a_stack_and_follows_its_includes(conf: Path, tmp_p
     (tmp_path / "more.txt").write_text("other<1.1\n", encoding="utf-8")
     mine = tmp_path / "requirements.txt"
     mine.write_text(f"# python: {HERE}\n-r more.txt\ntorch==1.0\ntop==1.1\n", encoding="utf-8")
-    stack = resolve(str(mine), conf=conf)
+    stack = resolve(str(mine))
     assert versions(stack, "top", "part", "other") == ("1.1", "1.0", "1.0")
-    other = resolve(f"{mine}+torch@2.0+top@2.0", conf=conf)  # another torch keeps the rest
+    other = resolve(f"{mine}+torch@2.0+top@2.0")  # another torch keeps the rest
     assert versions(other, "torch", "top", "other") == ("2.0", "2.0", "1.0")
     assert other.path == () and set(stacks.differences(stack.versions, other.versions)) == {"torch", "top", "part"}
     (tmp_path / "more.txt").write_text("other==1.1\n", encoding="utf-8")
-    assert versions(resolve(str(mine), conf=conf), "other") == ("1.1",)
+    assert versions(resolve(str(mine)), "other") == ("1.1",)
 
 
 def test_uv_lock_is_a_stack(conf: Path, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_uv_lock_is_a_stack(conf: Path, tmp_path: Path) -> None:
     text = '[project]\nname = "mine"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["top==1.0"]\n'
     (project / "pyproject.toml").write_text(text, encoding="utf-8")
     locks.run_uv("lock", ["lock", "--project", str(project)])
-    assert versions(resolve(str(project / "uv.lock"), conf=conf), "part") == ("1.0",)
+    assert versions(resolve(str(project / "uv.lock")), "part") == ("1.0",)
 
 
 def test_existing_environment_has_one_label_in_every_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,11 +267,11 @@ def test_resolve_errors_have_a_kind_and_a_hint(conf: Path, monkeypatch: pytest.M
         ("no/such/requirements.txt", "usage", "No such file"),
     ]:
         with pytest.raises(StackError, match=hint) as caught:
-            resolve(text, conf=conf)
+            resolve(text)
         assert (caught.value.kind, caught.value.exit_code) == (kind, 2)
     with pytest.raises(StackError, match=r"3\.7") as caught:
         define(conf, "far", python="3.7", pins=["part==1.0"])
-        resolve("far", conf=conf)
+        resolve("far")
     assert caught.value.kind == "python"
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("UV_HTTP_RETRIES", "0")

@@ -249,13 +249,12 @@ class Server:
                 pass  # the server has ended: the pipe has no other end
             finally:
                 os.close(theirs)
-            answer: Json
-            if wait([life], ANSWER_S) and (line := os.read(life, 1 << 16)):
-                answer = json.loads(line)
+            if wait([life], ANSWER_S) and (pid := os.read(life, 32)):
+                yield Supervisor(int(pid), life)
             else:
-                answer = {"kind": "launcher_died", "message": f"the fork server {self._describe_end()}"}
+                problem = {"kind": "launcher_died", "message": f"the fork server {self._describe_end()}"}
                 self.close()  # it may hang
-            yield Supervisor(answer["pid"], life) if "pid" in answer else answer
+                yield problem
         finally:
             os.close(life)
 

@@ -103,14 +103,11 @@ def check_stacks(session: Session, cells: Iterable[matrix.Cell]) -> dict[str, tu
     }
 
 
-def plan(
-    session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus: bool = False, ask_models: bool = False
-) -> None:
+def plan(session: Session, cells: Sequence[matrix.Cell], build: bool, check_gpus: bool = False) -> None:
     """Build what is missing and plan the cells; what cannot be built is the reason why they are skipped.
 
     ``build``: whether stacks may be built, and ops compiled. ``check_gpus``: ask the stacks' torch about them.
-    ``ask_models``: ask the stacks what their models need, where that is not known yet. Raises StackError for a name
-    without a stack.
+    Raises StackError for a name without a stack.
     """
     catalogue, machine, settings = session.catalogue, session.machine, session.settings
     _locate(session, cells, build)
@@ -131,7 +128,7 @@ def plan(
     plans = Planner(catalogue, settings, profiles, machine, stacks, code).plan(list(cells))
     if build and settings.weights == "hub":
         plans = with_weights(plans, session.stacks)
-    session.plans, session.unplanned = with_memory(plans, catalogue, usable, machine, settings, ask_models)
+    session.plans, session.unplanned = with_memory(plans, catalogue, usable, machine, settings)
 
 
 def _locate(session: Session, cells: Sequence[matrix.Cell], build: bool) -> None:
@@ -259,11 +256,11 @@ def question(settings: Mapping[str, Any]) -> tuple[str, Json]:
     return spec.short_hash(json.dumps({**asked, "model": same}, sort_keys=True)), {**asked, "model": model}
 
 
-def model_facts(stack: Stack, questions: Mapping[str, Json], ask: bool) -> tuple[dict[str, Json], str]:
+def model_facts(stack: Stack, questions: Mapping[str, Json]) -> tuple[dict[str, Json], str]:
     """Return what a stack has answered (a file per stack and version of the code that asks), and what went wrong or "".
 
-    ``ask``: one process of it, for what is not known yet. That takes some seconds of CPU: importing torch and
-    transformers, and building each model on meta tensors.
+    One process of it is asked what is not known yet. That takes some seconds of CPU: importing torch and transformers,
+    and building each model on meta tensors.
     """
     kit = ("models.py", "weights.py", "lora_training.py", "tp_plan.py")
     sources = [_WORKER, *(REPROS / "repro_kit" / name for name in kit)]
@@ -271,7 +268,7 @@ def model_facts(stack: Stack, questions: Mapping[str, Json], ask: bool) -> tuple
     code = spec.short_hash(*(path.read_text(encoding="utf-8") for path in sources))
     path = cache_dir() / "facts" / f"{stack.key}-{code}.json"
     known: dict[str, Json] = read_json(path) or {}
-    missing = {key: query for key, query in questions.items() if ask and key not in known}
+    missing = {key: query for key, query in questions.items() if key not in known}
     if not missing:
         return known, ""
     env = {**os.environ, **stack.environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -285,18 +282,16 @@ def model_facts(stack: Stack, questions: Mapping[str, Json], ask: bool) -> tuple
 
 
 def with_memory(
-    plans: list[CellPlan], catalogue: Catalogue, stacks: Mapping[str, Stack], machine: Machine, settings: RunSettings,
-    ask: bool,
-) -> tuple[list[CellPlan], list[str]]:  # fmt: skip
-    """Return the plans with the memory they need, and what could not be found out. ``ask``: the stacks, for what is not
-    known yet (seconds, once); otherwise only what is known is used."""
+    plans: list[CellPlan], catalogue: Catalogue, stacks: Mapping[str, Stack], machine: Machine, settings: RunSettings
+) -> tuple[list[CellPlan], list[str]]:
+    """Return the plans with the memory they need at full size, and what could not be found out."""
     cases = catalogue.cases
     questions: dict[str, dict[str, Json]] = {}
-    for variant in (variant for plan in plans for variant in plan.variants if variant.stack in stacks):
+    for variant in (variant for plan in plans for variant in plan.variants if settings.scale == "full"):
         # Fake tensors have no data: a simulated case holds nothing of its model.
-        if not variant.skipped and not cases[variant.cell.case].simulated:
+        if variant.stack in stacks and not variant.skipped and not cases[variant.cell.case].simulated:
             questions.setdefault(variant.stack, {}).update([question(variant.settings)])
-    facts = {name: model_facts(stacks[name], asked, ask) for name, asked in questions.items()}
+    facts = {name: model_facts(stacks[name], asked) for name, asked in questions.items()}
 
     def look_up(variant: VariantPlan) -> ModelSizes | None:
         """Return None where nothing is known, or the stack cannot build the model."""

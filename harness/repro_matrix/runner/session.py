@@ -304,7 +304,7 @@ def prepare(
         elsewhere=elsewhere, displaced=displaced, usual_gpus=usual_gpus,
         time_limit=time_limit, as_locked=as_locked,
     )  # fmt: skip
-    prerequisites.plan(session, cells, build_stacks, build_stacks or probe, settings.scale == "full")
+    prerequisites.plan(session, cells, build_stacks, build_stacks or probe)
     names = list(dict.fromkeys(cell.stack for cell in cells))
     if all(name in session.unavailable for name in names):
         kind = MeasureError if names[0] in session.unusable else ConfigError

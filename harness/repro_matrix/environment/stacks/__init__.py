@@ -27,18 +27,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-def resolve(text: str, *, conf: Path | None = None, say: Log = quiet) -> Stack:
+def resolve(text: str, *, say: Log = quiet) -> Stack:
     """Return the stack that ``text`` names; build it if it has to be. ``say`` receives a line about what takes time.
 
     A stack whose environment was changed since it was installed gets a key of its own. Raises StackError.
     """
-    stack = spec.with_changes(_resolve(spec.parse(text), conf, say))
+    stack = spec.with_changes(_resolve(spec.parse(text), say))
     if stack.changed and not stack.path:  # for an overlay it was logged with its base
         say(f"note: {spec.describe_changes(stack)}")
     return stack
 
 
-def _resolve(requested: Spec, conf: Path | None, say: Log) -> Stack:
+def _resolve(requested: Spec, say: Log) -> Stack:
     if requested.file:
         lock = locks.lock_file(requested.file)
         return _from_lock(requested, lock, None, say) or build.build(
@@ -46,11 +46,11 @@ def _resolve(requested: Spec, conf: Path | None, say: Log) -> Stack:
         )
     if requested.base == "current" or requested.python:
         return _overlay(requested, existing(requested.base, requested.python or sys.executable), say)
-    definition = spec.find_definition(requested.base, conf)
+    definition = spec.find_definition(requested.base)
     if definition.floating:
         lock = locks.lock_floating(definition)
     else:
-        lock = locks.committed(definition, spec.lock_path(definition.slug, conf))
+        lock = locks.committed(definition, spec.lock_path(definition.slug))
     return _from_lock(requested, lock, definition, say) or build.build(
         requested.text, locks.lock_with_swaps(definition, requested.swaps, lock), say
     )
@@ -140,20 +140,20 @@ def resolve_compatible(text: str, fixed: Collection[str], *, say: Log = quiet) -
             text = "+".join([requested.base, *remaining])
 
 
-def make_lock(name: str, *, conf: Path | None = None) -> Path:
+def make_lock(name: str) -> Path:
     """Resolve a stack's definition anew and write its lock: beside conf/stack, or into the cache where it floats."""
     requested = spec.parse(name)
     if requested.file:
         path = locks.file_lock_path(requested.file)
         locks.write(path, locks.resolve_file(requested.file))
         return path
-    definition = spec.find_definition(requested.base, conf)
+    definition = spec.find_definition(requested.base)
     if definition.slug == "current":
         raise StackError("usage", f"stack {name} has no lock: it is the environment at {sys.executable}")
     if definition.floating:
         locks.lock_floating(definition, renew=True)
         return locks.floating_path(definition)
-    path = spec.lock_path(definition.slug, conf)
+    path = spec.lock_path(definition.slug)
     if path.is_relative_to(paths.CONF) and not paths.CHECKOUT:
         raise StackError("usage", f"stack {name} is shipped with repro-matrix: its lock is made in a checkout of that")
     locks.write(path, locks.resolve_definition(definition))

@@ -242,19 +242,19 @@ class CachedStack:
     versions: dict[str, str]
 
 
-def defined_stacks(conf: Path | None = None) -> list[DefinedStack]:
+def defined_stacks() -> list[DefinedStack]:
     """Return the stacks of conf/stack, and whether each is built."""
-    return [_defined(definition, conf) for definition in spec.definitions(conf).values()]
+    return list(map(_defined, spec.definitions().values()))
 
 
-def _defined(definition: Definition, conf: Path | None) -> DefinedStack:
+def _defined(definition: Definition) -> DefinedStack:
     here = definition.slug == "current"
     if here:
         state = "here"
     elif definition.floating:
         state = "floating"
     else:
-        path = spec.lock_path(definition.slug, conf)
+        path = spec.lock_path(definition.slug)
         try:
             state = "built" if read_marker(stacks_dir() / locks.committed(definition, path).key) else "locked"
         except StackError:

@@ -186,10 +186,10 @@ def parse(text: str) -> Spec:
     return Spec(text.strip(), base, tuple(swap for _, swap in sorted(swaps.items())))
 
 
-def definitions(conf: Path | None = None) -> Options[Definition]:
+def definitions() -> Options[Definition]:
     """Return every stack of conf/stack; one whose file is wrong is left out, with the reason."""
     out: Options[Definition] = Options()
-    for path in project.files("stack", conf or paths.CONF).values():
+    for path in project.files("stack", paths.CONF).values():
         try:
             definition = catalog.parse(Definition, catalog.read_yaml(path), path)
         except ConfigError as error:
@@ -199,18 +199,17 @@ def definitions(conf: Path | None = None) -> Options[Definition]:
     return out
 
 
-def find_definition(name: str, conf: Path | None = None) -> Definition:
+def find_definition(name: str) -> Definition:
     """Return a stack of conf/stack by its name. Raises StackError."""
-    known = definitions(conf)
+    known = definitions()
     if name not in known:
         raise StackError("usage", str(known.left_out.get(name) or f"no stack named {name!r}{nearest(name, known)}"))
     return known[name]
 
 
-def lock_path(name: str, conf: Path | None = None) -> Path:
+def lock_path(name: str) -> Path:
     """Return where a definition's lock is: beside the definition."""
-    folder = conf or paths.CONF
-    return project.files("stack", folder).get(name, folder / "stack" / name).parent / "locks" / f"{name}.txt"
+    return project.files("stack", paths.CONF)[name].parent / "locks" / f"{name}.txt"
 
 
 def replaced(definition: Definition, swaps: tuple[Requirement, ...]) -> Definition:

@@ -4,9 +4,9 @@
 
 Its standard input is a socket of the controller (harness/repro_matrix/launch/forkserver.py). It sends one message, in
 JSON: {"ready": true}, or {"ready": false, "kind": "import"|"thread"|"cuda", "message": ...}. Each message that it
-receives is the path of an attempt's spec.json, with a pipe. The supervisor of that attempt, a process forked from the
-server, writes one line into the pipe, {"pid": ...} or {"kind": ..., "message": ...}, and holds it open until it ends.
-How the ranks ended is in launch.json. The server ends when the socket is closed; its supervisors then end their ranks.
+receives is the path of an attempt's spec.json, with a pipe. The server forks a supervisor of that attempt, which holds
+the pipe open until it ends, and writes its pid into it. How the ranks ended is in launch.json. The server ends when the
+socket is closed; its supervisors then end their ranks.
 
 It runs inside the stack's environment (Python 3.9, standard library, torch, and the packages named), never runs an
 operation, and keeps one thread: a fork copies only the thread that calls it, so that a lock which another thread holds
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -43,7 +44,6 @@ import elastic  # noqa: E402
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 
 PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
-CONSTANT_SEED = 67280421310721  # torch's default generator, in the releases that do not seed it from the system
 
 # What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); parts that an
 # older torch lacks are left out. A case whose failure depends on the order of imports has to start with torchrun.
@@ -58,13 +58,8 @@ LAZY = {
         "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama",
         "transformers.integrations.deepspeed",
     ],
-    # What deepspeed.initialize imports; the first of them compiles at import, which loads all of inductor (2 CPU s).
-    "deepspeed": [
-        "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops",
-        "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
-        "deepspeed.comm.mori", "torch.utils.cpp_extension", "distutils.ccompiler", "distutils.sysconfig",
-        "distutils.compilers.C.unix", "torch._subclasses.schema_check_mode",
-    ],
+    # What takes long in deepspeed.initialize; the first compiles at import, which loads all of inductor (2 CPU s).
+    "deepspeed": ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"],
 }  # fmt: skip
 # Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what transformers costs.
 # Accelerator.prepare and Trainer import deepspeed wherever it is installed.
@@ -75,9 +70,7 @@ LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
 
 
 class Refused(Exception):
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+    """Arguments: the kind of the reason, and its text."""
 
 
 def preload(packages: list[str]) -> None:
@@ -142,30 +135,21 @@ def serve(requests: socket.socket) -> None:
         if thread_count() > 1:
             print("the fork server has a second thread", file=sys.stderr)
             return
-        answer: dict[str, Any]
-        try:
-            pid = os.fork()
-        except OSError as error:
-            answer = {"kind": "memory", "message": f"no process: {error}"}
-        else:
-            if pid == 0:
-                try:
-                    Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno()).run()
-                finally:
-                    os._exit(70)  # the supervisor must never return into the server's loop
-            answer = {"pid": pid}
-        try:
-            os.write(fds[0], json.dumps(answer).encode() + b"\n")
-        except BrokenPipeError:
-            pass  # the supervisor ends when the controller does not want it any more
+        pid = os.fork()
+        if pid == 0:
+            try:
+                Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno()).run()
+            finally:
+                os._exit(70)  # the supervisor must never return into the server's loop
+        with contextlib.suppress(BrokenPipeError):  # the controller does not want the attempt any more
+            os.write(fds[0], str(pid).encode())
         os.close(fds[0])
 
 
 def main(packages: list[str]) -> int:
     requests = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # imported packages can no longer read the requests
-    os.close(null)
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)  # imported packages can no longer read the requests
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C in the terminal
     gc.disable()  # imports make hardly any garbage, and looking for it takes a fifth of their time
@@ -173,7 +157,8 @@ def main(packages: list[str]) -> int:
         preload(packages)
     except Refused as refused:
         traceback.print_exc()
-        requests.send(json.dumps({"ready": False, "kind": refused.kind, "message": str(refused)}).encode())
+        kind, message = refused.args
+        requests.send(json.dumps({"ready": False, "kind": kind, "message": message}).encode())
         return 1
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every inherited page in every rank
@@ -181,8 +166,8 @@ def main(packages: list[str]) -> int:
     try:
         requests.send(json.dumps({"ready": True}).encode())
         serve(requests)
-    except OSError:
-        pass  # the controller was killed
+    except OSError as error:  # the controller was killed, or there is no memory for a process
+        print(f"the fork server ends: {error}", file=sys.stderr)
     return 0
 
 
@@ -247,10 +232,8 @@ class Supervisor:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.answer["port"] = self.store.port
         for send in ports:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # that rank has already ended; it is reaped below
                 os.write(send, str(self.store.port).encode())
-            except BrokenPipeError:
-                pass  # that rank has already ended; it is reaped below
             os.close(send)
 
     def _running(self) -> list[int]:
@@ -371,9 +354,7 @@ def reset_state() -> None:
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    torch: Any = sys.modules["torch"]
-    if torch.default_generator.initial_seed() != CONSTANT_SEED:
-        torch.default_generator.seed()
+    sys.modules["torch"].default_generator.seed()
     tempfile.tempdir = None
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
