@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from repro_matrix.config.catalog import read_yaml
 from repro_matrix.config.project import conf_folders
 from repro_matrix.errors import ConfigError, describe_validation, nearest, unknown
 from repro_matrix.paths import CONF
@@ -42,6 +43,18 @@ class RunSettings(BaseModel):
 
 
 OVERRIDE_GROUPS = ("case", "model", "strategy", "ranks", "stack", "hardware", "flags.<name>", "+matrix")
+
+
+def stored_run(conf: Path = CONF) -> RunSettings:
+    """Return what conf/config.yaml says. Raise ConfigError for an unknown key or an invalid value."""
+    path = conf / "config.yaml"
+    values = read_yaml(path)
+    if values.pop("defaults", ["_self_"]) != ["_self_"]:
+        return compose_run([], conf)  # Hydra takes half a second to import
+    try:
+        return RunSettings.model_validate(values)
+    except ValidationError as error:
+        raise describe_validation(error, RunSettings, path) from None
 
 
 def compose_run(overrides: Sequence[str], conf: Path = CONF) -> RunSettings:

@@ -16,7 +16,7 @@ from repro_matrix.config import catalog
 from repro_matrix.config import selection as overrides
 from repro_matrix.config.catalog import Catalogue, check_syntax
 from repro_matrix.config.selection import Selection
-from repro_matrix.config.settings import RunSettings, compose_run
+from repro_matrix.config.settings import RunSettings, compose_run, stored_run
 from repro_matrix.environment import machine as machine_module
 from repro_matrix.environment import stacks as stacks_module
 from repro_matrix.environment.gpus import Gpu, describe_unusable
@@ -125,7 +125,7 @@ def ask(texts: Sequence[str]) -> Request:
     catalogue = catalog.load(patches=line.patches, cases=line.case)
     if "model" in line.patches:
         _check_models(line.patches["model"], set(line.added), catalog.load())
-    settings = compose_run(line.run)
+    settings = compose_run(line.run) if line.run else stored_run()
     return Request(line.words, catalogue, settings, overrides.blocks(settings.matrix, line))
 
 
