@@ -213,7 +213,7 @@ class Headline:
         if self.failures:
             yield Fact(f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}.", "reproduces")
         if self.unselected:
-            yield Fact(f"{self.unselected} more of the catalog were not run.", "")
+            yield Fact(f"{self.unselected} more not run.", "")
 
     def _simulated(self) -> Iterator[Fact]:
         if number := sum(each.simulated and each.state == "reproduces" for each in self.cases):
