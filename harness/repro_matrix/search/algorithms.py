@@ -29,11 +29,7 @@ class Side(Enum):
     UNKNOWN = "unknown"
 
 
-class NoMoreProbes(Exception):
-    """The limit of probes is reached."""
-
-
-class Stopped(NoMoreProbes):
+class Stopped(Exception):
     """No more probes are possible (interrupted, disk full, package index unreachable); the stored ones stay."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
@@ -45,19 +41,16 @@ class Stopped(NoMoreProbes):
 class Trail(Generic[Q, A]):
     """All answers so far, in order. No question is asked twice.
 
-    ``probe`` may raise NoMoreProbes. A search then ends with what it knows, and ``ended`` has the reason.
+    ``probe`` may raise Stopped. A search then ends with what it knows, and ``ended`` has the reason.
     """
 
     probe: Callable[[Q], A]
     answers: dict[Q, A] = field(default_factory=dict)
-    max_probes: int | None = None
-    ended: NoMoreProbes | None = None
+    ended: Stopped | None = None
 
     def ask(self, question: Q) -> A:
-        """Return the answer to a question. Raises NoMoreProbes."""
+        """Return the answer to a question. Raises Stopped."""
         if question not in self.answers:
-            if self.max_probes is not None and len(self.answers) >= self.max_probes:
-                raise NoMoreProbes(f"the limit of {self.max_probes} probes is reached")
             self.answers[question] = self.probe(question)
         return self.answers[question]
 
@@ -124,7 +117,7 @@ def bisect(
                 if not good:
                     return None
                 low, high = max(good), (low if side is Side.BAD else high)
-    except NoMoreProbes as ended:
+    except Stopped as ended:
         trail.ended = ended
     return _boundary(trail.answers, low, high)
 
@@ -169,7 +162,7 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
             if point_between is None:
                 return
             trail.ask(point_between)
-    except NoMoreProbes as ended:
+    except Stopped as ended:
         trail.ended = ended
 
 
