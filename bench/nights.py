@@ -44,7 +44,7 @@ def cut(folder: Path, attempts: int) -> Iterator[Side]:
                                   for name, one in each["variants"].items()}}
             for each in documents
         ]  # fmt: skip
-        graded = regrade(cells, cases).documents
+        graded = regrade(cells, cases)
         rows = [from_row(row) for each in graded for row in rows_of(each, cases)]
         yield Side(f"{folder.name}-{night}", [replace(row, started=row.started + night) for row in rows])
 

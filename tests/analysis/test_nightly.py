@@ -264,10 +264,6 @@ def test_load_requested_reads_the_overrides_of_a_run(tmp_path: Path) -> None:
     requested = nightly.load_requested(tmp_path, [])
     assert requested.cells == {KEY: {"current"}} and requested.hardware == ("cpu",)
     assert requested.variants == {CASE: {"unfixed", "non-reentrant"}} and requested.unstarted == ("a b c",)
-    written = {"schema": 1, "shard": 1, "of": 2, "selection": [], "repeat": {}, "cells": []}
-    manifest = json.dumps({**written, "commit": "c", "changed": False, "stacks": {}})
-    (tmp_path / "shard-1-of-2.manifest").write_text(manifest)
-    assert nightly.load_requested(tmp_path, []).cells == {}, "in the other shard"
     gone = replace(A[0], case=CASE, key=KEY, hardware="cpu", stack="current", variant="removed")
     assert requested.excuse(gone) == "no longer in the catalog"
     for text in ("case=no-such-case", "case=[["):
@@ -361,8 +357,15 @@ def test_nightly_another_machine_or_half_of_the_shards_is_neither_alarm_nor_gree
     assert code == 3 and "shard 1/2 has no results" in text
     shard("wed-1", 1)
     write(results / "wed-1", {"unfixed": FIRED}, 3.0, cell_id="some-case/other")
-    words = ["--history", str(results / "history"), "--run-id", "wed"]
+    words = ["--history", str(results / "history"), "--run-id", "whole"]  # the half is stored as wed
     assert cli.main(["nightly", str(results / "wed"), str(results / "wed-1"), *words]) == 0
+    shard("thu", 1)
+    runs.note(results / "thu", ["+matrix=full", "shard=1/2"], runs.ENDED, [])
+    code, text = night("thu", {"unfixed": FIRED}, 4.0, cell_id="some-case/other")
+    assert code == 3 and f"{KEY} on cpu" in text, "in the other shard"
+    shard("fri", 1)
+    code, text = night("fri", {"unfixed": PASSED}, 5.0, cell_id="some-case/other")
+    assert code == 1 and "shard 2/2 has no results" in text and "1 case changed" in text
 
 
 def test_nightly_first_run_that_is_broken_is_not_green(results: Path, night: Night) -> None:

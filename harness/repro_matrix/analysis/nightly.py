@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from repro_matrix.analysis import history
 from repro_matrix.analysis.diff import describe_row
+from repro_matrix.analysis.history import by_place
 from repro_matrix.analysis.inputs import Side, VariantResult
 from repro_matrix.analysis.missing import SHOWN, Requested, describe_missing, find_missing
 from repro_matrix.analysis.regressions import ChangedCase, compare_to_last_passing, name_files
@@ -111,13 +112,13 @@ def finish(
         differs = [f"results of {counted(len(changed), 'case')} changed"] if changed else []
         differs += [f"{counted(len(unexpected), 'result')} not as expected"] if unexpected else []
         differs += [entry.describe_expired() for entry in expired]
-        incomplete = [
-            f"{folder}: the run did not end. `repro matrix --resume` continues it"
-            for folder in folders
-            if not _is_finished(folder)
-        ]
+        unfinished = [str(folder) for folder in folders if not _is_finished(folder)]
+        incomplete = [f"{each}: the run did not end, or a shard of it is missing" for each in unfinished]
         incomplete += _missing_shards(folders)
-        before = next((each for each, at in stored.items() if at == started and each != run_id), None)
+        again = (
+            run for run in earlier if run.started == started and by_place(rows).keys() <= by_place(run.rows).keys()
+        )
+        before = next((run.run_id for run in again if run.run_id != run_id), None)
         incomplete += [f"this run is stored as {before}: nothing was measured since"] if before else []
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
@@ -155,7 +156,7 @@ def finish(
         what = f"{counted(len(edited), 'file')} of expectations not committed"
         messages.append(f"Not reviewed: {what} ({list_some(edited, SHOWN)})")
     by_runs = [f"the runs ended with exit code {run_exit_code}"] if run_exit_code else []
-    reasons = differs or [*by_runs, *incomplete]
+    reasons = [*differs, *by_runs, *incomplete]
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 
 
@@ -194,9 +195,6 @@ def load_requested(folder: Path, rows: Iterable[VariantResult]) -> Requested:
     stacks: dict[str, set[str]] = {}
     for cell in cells:
         stacks.setdefault(cell.key, set()).add(cell.stack)
-    if asked.settings.shard:
-        with suppress(ResultsError):
-            stacks = {key: stacks[key] for _, _, key in runs.read_manifest(folder).cells if key in stacks}
     patterns = asked.settings.variants
     variants = {}
     for case in (asked.catalogue.cases[slug] for slug in {cell.case for cell in cells}):
