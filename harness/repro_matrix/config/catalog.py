@@ -25,7 +25,6 @@ from repro_matrix.paths import CONF, REPROS, file_state
 T = TypeVar("T", bound=BaseModel)
 Raw = dict[str, Any]
 Patch = tuple[list[str], Any]  # the path of a key and its new value
-Errors = dict[str, ConfigError]
 
 GROUPS: dict[str, type[BaseModel]] = {
     "case": Case, "model": Model, "strategy": Strategy, "stack": Stack, "hardware": Hardware,
@@ -73,7 +72,7 @@ class Catalogue:
         return {group: self.own[group][name] for group, name in names.items() if name in self.own.get(group, {})}
 
 
-def left_out(options: Mapping[str, Any]) -> Errors:
+def left_out(options: Mapping[str, Any]) -> dict[str, ConfigError]:
     """Return name -> error for the invalid files of a group."""
     return options.left_out if isinstance(options, Options) else {}
 
@@ -215,33 +214,19 @@ def _check_patched_options(patches: Mapping[str, list[Patch]], catalogue: Catalo
 def _add_expectations(conf: Path, cases: Options[Case]) -> None:
     """Give each case its expectations, shipped or the user's own; leave out the cases whose file is invalid."""
     shipped = conf.parent / "results" / "expected"
-    found, errors = _read_expectations(shipped, cases)
-    folder = project.current().expected
-    if conf == CONF and folder != shipped:
-        own, own_errors = _read_expectations(folder, cases)
-        for slug in own.keys() & found.keys():
-            clash = f"{folder / slug}.yaml: the expectations of {slug} are also in {shipped / slug}.yaml"
-            own_errors[slug] = ConfigError(clash)
-        found, errors = found | own, errors | own_errors
-    for slug, entries in found.items():
-        cases[slug] = cases[slug].model_copy(update={"expect": entries})
-    _leave_out(cases, errors)
-
-
-def _read_expectations(folder: Path, cases: Options[Case]) -> tuple[dict[str, list[Expectation]], Errors]:
-    """Return case -> its expectations, and case -> error for the invalid files."""
-    found: dict[str, list[Expectation]] = {}
-    errors: Errors = {}
-    for path in sorted(folder.glob("*.yaml")):
-        if path.stem in cases.left_out:
-            continue
-        try:
-            if path.stem not in cases:
-                raise unknown("case", path.stem, cases, shorten(path))
-            found[path.stem] = _expectations(path, file_state(path))
-        except ConfigError as error:
-            errors[path.stem] = error
-    return found, errors
+    known: dict[str, Path] = {}
+    for folder in dict.fromkeys([shipped, *([project.current().expected] if conf == CONF else ())]):
+        for path in (path for path in sorted(folder.glob("*.yaml")) if path.stem not in cases.left_out):
+            slug = path.stem
+            try:
+                if slug not in cases:
+                    raise unknown("case", slug, cases, shorten(path))
+                if slug in known:
+                    raise ConfigError(f"{path}: the expectations of {slug} are also in {known[slug]}")
+                cases[slug] = cases[slug].model_copy(update={"expect": _expectations(path, file_state(path))})
+                known[slug] = path
+            except ConfigError as error:
+                _leave_out(cases, slug, error)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -257,10 +242,9 @@ def parse_expectations(raw: Raw, path: Path) -> list[Expectation]:
     return table.expectations
 
 
-def _leave_out(options: Options[Any], errors: Errors) -> None:
-    for name, error in errors.items():
-        options.pop(name, None)
-        options.left_out[name] = error
+def _leave_out(options: Options[Any], name: str, error: ConfigError) -> None:
+    options.pop(name, None)
+    options.left_out[name] = error
 
 
 def shorten(path: Path) -> str:
@@ -270,7 +254,6 @@ def shorten(path: Path) -> str:
 
 def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched: bool) -> None:
     """Leave out the cases that name a missing script, model or other option. Raise what a patch made invalid."""
-    errors: Errors = {}
     for slug, case in list(cases.items()):
         cases[slug] = case = _without_invalid(case, catalogue)
         path = shorten(catalogue.own["case"].get(slug, conf / "case" / f"{slug}.yaml"))
@@ -280,8 +263,7 @@ def _check_cases(cases: Options[Case], catalogue: Catalogue, conf: Path, patched
         except ConfigError as error:
             if patched and slug in load(conf, catalogue.repros).cases:
                 raise
-            errors[slug] = error
-    _leave_out(cases, errors)
+            _leave_out(cases, slug, error)
 
 
 def _without_invalid(case: Case, catalogue: Catalogue) -> Case:
