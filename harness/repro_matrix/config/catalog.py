@@ -135,30 +135,21 @@ def load(
     patch that makes a file invalid.
     """
     patches, selected = dict(patches or {}), list(cases)
-    raws: dict[str, dict[str, Raw]] = {group: {} for group in GROUPS}
-    groups: dict[str, Options[Any]] = {group: Options() for group in GROUPS}
+    groups: dict[str, Options[Any]] = {}
+    raws: dict[str, dict[str, Raw]] = {}
     own: dict[str, dict[str, Path]] = {}
-    for group, options in groups.items():
+    for group in GROUPS:
         files = project.files(group, conf)
         if not files:
             raise ConfigError(f"{conf / group}: no *.yaml file here; is {conf} the project's conf/ folder?")
         own[group] = {name: path for name, path in files.items() if path.parent.parent != conf}
-        for path in project.misnamed(group, conf):
-            name = path.name if path.stem in files else path.stem
-            options.left_out[name] = ConfigError(f"{path}: is not read: its ending must be .yaml")
-        for name, path in files.items():
-            try:
-                raw, option = _option(group, path, file_state(path))
-            except ConfigError as error:
-                options.left_out[name] = error
-                continue
-            applicable = [change for change in patches.get(group, []) if _applies(group, name, raw, change, selected)]
-            if applicable:
-                raw = copy.deepcopy(raw)
-                for change in applicable:
-                    _patch(raw, *change)
-                option = _validate(group, raw, path)
-            raws[group][name], options[name] = raw, option
+        groups[group], raws[group] = options, plain = read_group(group, conf)
+        for name, raw in plain.items():
+            if changes := [each for each in patches.get(group, []) if _applies(group, name, raw, each, selected)]:
+                plain[name] = copy.deepcopy(raw)
+                for change in changes:
+                    _patch(plain[name], *change)
+                options[name] = _validate(group, plain[name], files[name])
     _add_expectations(conf, groups["case"])
     catalogue = Catalogue(
         groups["case"], groups["model"], groups["strategy"], groups["stack"], groups["hardware"], raws, repros, own
@@ -166,6 +157,22 @@ def load(
     _check_patched_options(patches, catalogue)
     _check_cases(groups["case"], catalogue, conf, bool(patches))
     return catalogue
+
+
+def read_group(group: str, conf: Path) -> tuple[Options[Any], dict[str, Raw]]:
+    """Return a group's options by name, with what is wrong with those that are left out, and the mapping of each."""
+    options: Options[Any] = Options()
+    raws: dict[str, Raw] = {}
+    files = project.files(group, conf)
+    for path in project.misnamed(group, conf):
+        name = path.name if path.stem in files else path.stem
+        options.left_out[name] = ConfigError(f"{path}: is not read: its ending must be .yaml")
+    for name, path in files.items():
+        try:
+            raws[name], options[name] = _option(group, path, file_state(path))
+        except ConfigError as error:
+            options.left_out[name] = error
+    return options, raws
 
 
 @functools.lru_cache(maxsize=1024)

@@ -32,7 +32,7 @@ from repro_matrix import paths
 from repro_matrix.config import catalog, project
 from repro_matrix.config.schema import Stack as Definition
 from repro_matrix.config.vocabulary import RELEVANT, TRAINERS, UPSTREAM
-from repro_matrix.errors import ConfigError, Options, ReproError, nearest
+from repro_matrix.errors import Options, ReproError, nearest
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -188,15 +188,7 @@ def parse(text: str) -> Spec:
 
 def definitions() -> Options[Definition]:
     """Return every stack of conf/stack; one whose file is wrong is left out, with the reason."""
-    out: Options[Definition] = Options()
-    for path in project.files("stack", paths.CONF).values():
-        try:
-            definition = catalog.parse(Definition, catalog.read_yaml(path), path)
-        except ConfigError as error:
-            out.left_out[path.stem] = error
-            continue
-        out[definition.slug] = definition
-    return out
+    return catalog.read_group("stack", paths.CONF)[0]
 
 
 def find_definition(name: str) -> Definition:
