@@ -5,7 +5,8 @@
 -k, -m (failure, control, simulated), --lf, -x and --junitxml do what they say; -n is ignored, because the run itself
 measures attempts side by side. A test passes when its verdict is as expected (or nothing is expected yet, and it was
 measured), fails with the difference otherwise, and is skipped with its reason. A fix that is expected to fail is xfail,
-and strictly so: that it works is a failure. A run in which all tests were skipped ends with 5.
+and strictly so: that it works is a failure. An invalid file of the selection is a test that fails, and a run in which
+all tests were skipped ends with 5.
 """
 
 from __future__ import annotations
@@ -130,9 +131,12 @@ class VariantItem(pytest.Item):
 
     measurement: Measurement
     place: Place
-    skipped: str | None  # why it is not measured
+    skipped: str | None = None  # why it is not measured
+    left_out = ""  # the error of an invalid file, which stands for what the file would have added
 
     def runtest(self) -> None:
+        if self.left_out:
+            pytest.fail(f"left out, and not measured: {self.left_out}", pytrace=False)
         if self.skipped:
             pytest.skip(self.skipped)
         try:
@@ -179,8 +183,6 @@ class Cells:
             raise pytest.UsageError(f"--repro {given}: {error}") from None
         except ReproError as error:
             raise pytest.UsageError(str(error)) from None
-        if prepared.left_out:
-            raise pytest.UsageError("\n".join(f"left out: {text}" for text in prepared.left_out))
         self.measurement = Measurement(prepared, texts, entries)
 
     @pytest.hookimpl(tryfirst=True)
@@ -203,13 +205,17 @@ class Cells:
                 item.measurement, item.place = self.measurement, place_of(plan)
                 item.skipped = plan.skipped or variant.skipped
                 items.append(item)
+        for text in prepared.left_out:
+            item = VariantItem.from_parent(top, name=text.partition(": ")[0])
+            item.left_out = text
+            items.append(item)
         # Counted as what pytest collects itself is: else what -k leaves out is taken from nothing.
         session.ihook.pytest_collectreport(report=pytest.CollectReport("repro", "passed", None, [*items]))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Measure what is selected, and nothing that was deselected."""
         for item in session.items:
-            if isinstance(item, VariantItem) and not item.skipped:
+            if isinstance(item, VariantItem) and not (item.skipped or item.left_out):
                 self.measurement.wanted.setdefault(item.place, []).append(item.name)
 
     @pytest.hookimpl(tryfirst=True)
