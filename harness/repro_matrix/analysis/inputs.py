@@ -159,14 +159,11 @@ def load_side(name: str) -> Side:
 
 
 def load_folder(root: Path, name: str = "") -> Side:
-    """Load the results in a folder. Raises ResultsError: the folder cannot be read."""
+    """Load the results in a folder. Raises ResultsError: there is none; OSError."""
     side = Side(name or str(root))
     if not root.is_dir():
         raise ResultsError(f"{root}: no such folder of results")
-    try:
-        rows = load_rows(root, notes=side.unreadable)
-    except OSError as error:
-        raise ResultsError(f"{root}: {error.strerror or error}") from None
+    rows = load_rows(root, notes=side.unreadable)
     side.rows = [from_row(row, str(root)) for row in rows]
     side.lacking = list(dict.fromkeys(row.cell_id for row in lacking(rows)))
     cases = catalog.load().cases
