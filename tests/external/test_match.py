@@ -462,16 +462,6 @@ def test_match_of_what_is_left_of_an_error_is_a_failure(lines: list[str], kind: 
     assert found.kinds == ([kind] if kind else []) and not any(failure.perhaps for failure in found.failures)
 
 
-def test_recognize_of_a_log_that_ends_in_its_message_is_possible_only() -> None:
-    for end, found in (
-        ("Must flatten tensors with unif", True),
-        ("Must flatten", False),
-        ("Must flatten them all", False),
-    ):
-        cut = answer([*UNIFORM[:-1], f"ValueError: {end}"])
-        assert not cut.names and ("fsdp-uniform-dtype" in possible(cut)) == found
-
-
 ONE_LINE = "\\n".join(UNIFORM)  # line breaks are written as two characters
 
 

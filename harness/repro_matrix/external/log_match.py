@@ -43,7 +43,6 @@ _PYTHON = re.compile(
 _AMBIGUOUS = "it may as well be"
 _MIXED = "lines of several tracebacks stand among each other"
 _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
-_META = re.compile(r"(?<!\\)[][.*+?(){}|^$]|\\\w")  # where a regular expression is no plain text
 
 
 @dataclass(frozen=True)
@@ -247,8 +246,6 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
         if error.record and not matches(signature, replace(error, record=located(error.record))):
             missing.append("its files do not lie in an installed package")
         return tuple(missing)
-    if clear and _is_beginning(error, signature):
-        return ("its message is cut off",)
     unframed = signature.model_copy(update={"frames": []})
     if signature.package == "torch" and error.places and clear and not signature.frames:
         copied = signature.model_copy(update={"package": None})
@@ -268,18 +265,6 @@ def _missing(signature: Signature, error: Error, clear: bool) -> tuple[str, ...]
     if signature.frames and matches(unframed, error) and not _in_other_model(signature, error):
         return ("the frames that would tell are cut off",)
     return None
-
-
-def _is_beginning(error: Error, signature: Signature) -> bool:
-    """Whether a message is only the beginning of the signature's: the log ends there."""
-    literal = re.sub(r"\\(\W)", r"\1", _META.split((signature.message or "").removeprefix("(?i)"))[0])
-    words = error.message.strip().lower()
-    return (
-        error.type == signature.type
-        and words.count(" ") > 1
-        and words != literal.lower()
-        and literal.lower().startswith(words)
-    )
 
 
 def _in_any_model(signature: Signature) -> Signature | None:

@@ -105,9 +105,9 @@ def _strings(text: str) -> Iterator[str]:
     for part in (part for record in _RECORD.split(text) for part in _PART.split(record)):
         printed = _PRINTED.search(part)
         fields = part[: printed.start()] if printed else part
-        if _FIELD.match(fields):
+        if named := _FIELD.match(fields):
             yield "{" + fields.lstrip("{")
-        if not printed and _FIELD.match(part):
+        if named and not printed:
             continue
         inner = _ENDS.sub("", part[printed.end() if printed else 0 :])
         try:
