@@ -26,11 +26,12 @@ from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
 from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, runs_before, scratch
-from repro_matrix.results.store import changed_files
+from repro_matrix.results.store import UNCOMMITTED, changed_files
 from repro_matrix.results.summary import lost, missing_cells
 from repro_matrix.text import list_some
 
 MOST_FILES = 2
+UNKNOWN_FILES = ("files that were not committed",)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,17 @@ class ChangedCase:
         pairs = (*self.versions.items(), *self.machine.items())
         moved = [f"{name}: {then} -> {now}" for name, (then, now) in pairs]
         moved += [list_some(self.files, MOST_FILES)] if self.files else []
-        return moved + ["the passing run had uncommitted files"] * self.passing.dirty
+        moved += ["the passing run had uncommitted files"] * self.passing.dirty
+        return moved + ["no package"] * bool(moved and not self.versions)
+
+    @property
+    def suspect(self) -> str:
+        """Return the command that shows the catalog's first file that changed, where no package did; else ""."""
+        if self.versions or self.files in ((), UNKNOWN_FILES):
+            return ""
+        name = self.files[0].removesuffix(UNCOMMITTED)
+        commit = (self.passing.commit or "")[:7] if name == self.files[0] else ""
+        return " ".join(filter(None, ("git diff", commit, name)))
 
     @property
     def digest(self) -> str:
@@ -254,7 +265,7 @@ def _worked(row: Row, case: Case | None, passing: Iterable[NightlyRun]) -> tuple
 
 def name_files(since: Regressions, now: NightlyRun) -> Regressions:
     """Add the files of the catalog that differ to each change, as far as git knows."""
-    unknown = ["files that were not committed"] if now.dirty else []
+    unknown = UNKNOWN_FILES if now.dirty else ()
     changed = [
         replace(each, files=tuple(changed_files(each.passing.commit, now.commit, now.dirty) or unknown))
         for each in since.changed

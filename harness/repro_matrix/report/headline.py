@@ -266,7 +266,10 @@ class Headline:
 
     def _what_to_do(self) -> Iterator[Fact]:
         """Yield what to write for the fix of one failure; where nothing below has the command, also the one that tells
-        the same of every other."""
+        the same of every other. Where only the catalog's own files changed, they come first."""
+        suspects = (each.change.suspect for each in self.attention if each.change and each.change.suspect)
+        if command := next(suspects, ""):
+            yield Fact(f"Check {command}.", "attention-list")
         if case := self.example:
             fix = (case.case, *case.fixes[:1])
             helps = [_FIRST.split(row.help)[0] for row in self.rows if (row.case, row.variant) == fix and row.help]
@@ -283,7 +286,7 @@ class Headline:
         parts = [counted(self.changes, "result")] if self.changes else []
         parts += [f"{counted(len(self.lost), 'result')} missing now ({list_some(self.lost)})"] if self.lost else []
         what = " and ".join(parts) or "Nothing"
-        return f"{what} since {self.previous}{f'; {list_some(causes, 1)}' if causes else ''}."
+        return f"{what} since {self.previous}.{f' What else changed: {list_some(causes, 2)}.' if causes else ''}"
 
     def _compared(self) -> Iterator[Fact]:
         """Yield with what the results were compared, and what was not."""

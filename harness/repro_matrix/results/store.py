@@ -34,6 +34,7 @@ from repro_matrix.records.document import LINES, Document, DocumentPath, validat
 SUMMARY = "summary.jsonl"  # computed from the documents beside it (results/summary.py)
 MANIFEST = "run.manifest"  # of a run (results/runs.py); no .json: these are cells
 ENDED, UNFINISHED = "ended", "unfinished"  # its state
+UNCOMMITTED = " (not committed)"  # after the name of a file
 LATEST = "latest"  # in a folder of runs: the last of them
 LOCK = ".lock"  # held while a run writes to a folder
 
@@ -321,7 +322,7 @@ def changed_files(before: str | None, now: str | None, uncommitted: bool) -> lis
                 found += (
                     git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
                 ).splitlines()
-            found += [f"{file} (not committed)" for file in uncommitted_files(root, paths)] if uncommitted else []
+            found += [f"{file}{UNCOMMITTED}" for file in uncommitted_files(root, paths)] if uncommitted else []
     return list(dict.fromkeys(found))
 
 
