@@ -13,7 +13,13 @@ from packaging.version import Version
 from report_cells import rows
 from repro_matrix.analysis.history import make_run
 from repro_matrix.analysis.inputs import from_row
-from repro_matrix.analysis.regressions import Regressions, against_history, compare_to_last_passing
+from repro_matrix.analysis.regressions import (
+    UNKNOWN_FILES,
+    ChangedCase,
+    Regressions,
+    against_history,
+    compare_to_last_passing,
+)
 from repro_matrix.config import catalog
 from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.paths import BASELINE
@@ -168,7 +174,7 @@ def test_changes_since_the_last_passing_run() -> None:
         return headline(rows, {}, compare_to_last_passing(map(from_row, rows), [monday]))
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
-    assert head.changed == "1 result since monday; deepspeed: 0.19.7 -> 0.19.8."
+    assert head.changed == "1 result since monday. What else changed: deepspeed: 0.19.7 -> 0.19.8."
     assert "Documented fixes: 1 stopped working: some-case/a." in head.sentences
     assert (head.attention[0].causes, "monday" in head.attention[0].since) == (["deepspeed: 0.19.7 -> 0.19.8"], True)
     assert " ".join(head.attention[0].search).startswith(
@@ -177,6 +183,24 @@ def test_changes_since_the_last_passing_run() -> None:
     same = since_monday(night("NOT_FIXED", "0.19.7")).attention[0]
     assert (same.search, same.causes) == ((), [NOTHING])
     assert since_monday(night("FIXED", "0.19.8")).changed.startswith("Nothing since monday")
+
+
+@pytest.mark.parametrize(
+    ("files", "versions", "command"),
+    [
+        (("repros/a.py (not committed)", "conf/case/a.yaml"), {}, "git diff repros/a.py"),
+        (("repros/a.py",), {}, "git diff abc1234 repros/a.py"),
+        (("repros/a.py",), {"torch": ("2.12", "2.13")}, ""),
+        (UNKNOWN_FILES, {}, ""),
+        ((), {}, ""),
+    ],
+)
+def test_edited_files_are_suspected_where_no_package_changed(
+    files: tuple[str, ...], versions: dict[str, tuple[str, str]], command: str
+) -> None:
+    passing = replace(make_run("monday", [], 0), commit="abc1234567")
+    change = ChangedCase("some-case", "current", passing, (), versions, (), files=files)
+    assert change.suspect == command
 
 
 def test_fix_that_stopped_working_in_several_cells_is_one_item() -> None:

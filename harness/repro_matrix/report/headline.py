@@ -28,7 +28,7 @@ from repro_matrix.text import counted, list_some
 SKIPS = {
     "gpus": "needs more GPUs", "accelerator": "needs a GPU", "packages": "needs other packages",
     "stack": "needs a stack that is not built", "build": "needs an extension that cannot be built",
-    "memory": "needs more memory", "weights": "needs weights", "same": "changes nothing here",
+    "memory": "needs more memory", "weights": "needs weights", "same": "the same as unfixed here",
 }  # fmt: skip
 _FIRST = re.compile(r"; |(?<=\))[:.] ")  # ends what to write, before what else there is to say of it
 
@@ -310,8 +310,8 @@ class Headline:
     @property
     def not_measured(self) -> str:
         """Count the variants that were not launched by reason."""
-        counts = Counter(SKIPS.get(row.skip_kind or "", "other reason") for row in self.skipped)
-        reasons = ", ".join(f"{text} ({count})" for text, count in counts.most_common())
+        counts = Counter(SKIPS.get(row.skip_kind or "", "other reason") for row in self.skipped).most_common()
+        reasons = ", ".join(f"{text} ({count})" if counts[1:] else text for text, count in counts)
         return f"{counted(len(self.skipped), 'variant')}: {reasons}"
 
     @property
