@@ -115,6 +115,12 @@ def test_claim_uses_the_newest_decisive_result_of_a_cell() -> None:
     assert status(FIXED, older, at("FIXED", 2.0, stack=OLD)) == "mixed"
 
 
+def test_claim_names_measurements_with_uncommitted_files() -> None:
+    edited = cell("NOT_FIXED", provenance={**cell("FIXED")["provenance"], "git_dirty": True})
+    assert "not committed" in row(FIXED, edited).brief
+    assert "not committed" not in row(FIXED, cell("NOT_FIXED")).brief
+
+
 def test_simulation_decides_only_without_a_real_measurement() -> None:
     simulated = cell("NOT_FIXED", simulated="fake tensors", model="n")
     alone = row(FIXED, simulated)

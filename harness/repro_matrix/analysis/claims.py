@@ -96,11 +96,13 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
         return result("untested", claim.untestable)
     evidence: list[Evidence] = []
     missing: list[str] = []
+    uncommitted = False
     for prediction in claim.predictions:
         slug = prediction.case or case.slug
         cells = [cell for cell in by_case.get(slug, ()) if _is_about(prediction, _first(cell))]
         each = [_evidence(prediction, cell, cells) for cell in cells]
         evidence += _newest(each, cells)
+        uncommitted = uncommitted or any(_first(cell).dirty for cell in cells)
         if not cells:
             missing.append(f"no stored measurement of {_scope(prediction, slug)}")
     evidence = _real_before_simulated(evidence)
@@ -111,6 +113,7 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
     if len({item.holds for item in decided}) == 2:
         return result("mixed", ("simulated: " if decided[0].simulated else "") + _conditions(decided), evidence)
     brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
+    brief += ", with files that were not committed" * uncommitted
     shown = list(dict.fromkeys(f"{item.variant} {item.measured}" for item in decided))
     detail = f"{brief}: {list_some(shown, 2, '; ')}" + (f"; not decided: {undecided}" if undecided else "")
     return result("supported" if decided[0].holds else "refuted", detail, evidence, brief)
