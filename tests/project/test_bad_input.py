@@ -43,7 +43,7 @@ def refused(capsys: Capsys, *words: str) -> str:
         ("run", "Nothing to run."),
         ("run train-step results=", "run settings: results: "),
         ("run --module", "--module: a module's name is missing"),
-        ("versions train-step --samples 1", "'1' is not a number of at least 2"),
+        ("versions train-step --max-probes 0", "'0' is not a number of at least 1"),
     ],
 )
 def test_command_with_bad_arguments_is_refused_and_writes_nothing(

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from repro_matrix.search.algorithms import (
     Boundary,
+    NoMoreProbes,
     Side,
-    Stopped,
     Trail,
     bisect,
     boundaries,
@@ -46,23 +46,21 @@ def log2(value: float) -> int:
 
 
 class Probe:
-    """Answers from a function, once each, until ``most`` were asked; ``asked`` in order."""
+    """Answers from a function, once each; ``asked`` in order."""
 
-    def __init__(self, answer: Any, most: int | None = None) -> None:
-        self.answer, self.most = answer, most
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
         self.asked: list[Any] = []
 
     def __call__(self, question: Any) -> Any:
         assert question not in self.asked, f"asked twice: {question}"
-        if len(self.asked) == self.most:
-            raise Stopped("interrupted", 130)
         self.asked.append(question)
         return self.answer(question)
 
 
-def bisected(history: list[Side], most: int | None = None) -> tuple[Boundary, Trail[int, Side]]:
+def bisected(history: list[Side], **how: Any) -> tuple[Boundary, Trail[int, Side]]:
     last = len(history) - 1
-    trail = Trail(Probe(history.__getitem__, most), {0: GOOD, last: BAD})
+    trail = Trail(Probe(history.__getitem__), {0: GOOD, last: BAD}, **how)
     found = bisect(trail, 0, last)
     assert found is not None and (history[found.before], history[found.after]) == (GOOD, BAD)
     assert all(history[i] is UNKNOWN for i in found.unknown)
@@ -81,11 +79,10 @@ def test_bisect_monotone_history_is_exact_within_its_probes(case: tuple[int, int
     assert len(trail.answers) <= log2(count) + 2
 
 
-@given(st.lists(SIDES, max_size=80) | st.lists(st.sampled_from([GOOD, BAD]), max_size=120), st.integers(0, 10))
+@given(st.lists(SIDES, max_size=80) | st.lists(st.sampled_from([GOOD, BAD]), max_size=120), st.integers(2, 12))
 def test_bisect_any_history_gives_a_real_change(middle: list[Side], most: int) -> None:
-    _, limited = bisected([GOOD, *middle, BAD], most)
-    asked = len(limited.answers) - 2
-    assert asked <= most and (limited.ended is None or asked == most)
+    _, limited = bisected([GOOD, *middle, BAD], max_probes=most)
+    assert len(limited.answers) <= most and (limited.ended is None or len(limited.answers) == most)
     found, trail = bisected([GOOD, *middle, BAD])
     assert found.unprobed == ()
     assert UNKNOWN in middle or (found.exact and len(trail.answers) <= log2(len(middle) + 2) + 2)
@@ -101,10 +98,10 @@ def test_bisect_confirm_continues_before_a_flaky_good_point() -> None:
 # -- version maps
 
 
-def mapped(history: list[tuple[Any, ...]], samples: int = 8, most: int | None = None) -> tuple[Trail[int, Any], Probe]:
+def mapped(history: list[tuple[Any, ...]], samples: int = 8, **how: Any) -> tuple[Trail[int, Any], Probe]:
     names = "ab"[: len(history[0])]
-    probe = Probe(lambda at: dict(zip(names, history[at])), most)
-    trail: Trail[int, Any] = Trail(probe)
+    probe = Probe(lambda at: dict(zip(names, history[at])))
+    trail: Trail[int, Any] = Trail(probe, **how)
     version_map(trail, len(history), names, samples)
     return trail, probe
 
@@ -131,8 +128,8 @@ def test_version_map_stays_within_its_probes(history: list[str], samples: int) -
     assert all(edge.exact for edge in edges)
 
 
-def test_version_map_that_is_stopped_has_asked_once_for_all_variants() -> None:
-    trail, probe = mapped([(i // 7 % 2, i // 5 % 2) for i in range(200)], most=12)
+def test_version_map_limit_counts_all_variants() -> None:
+    trail, probe = mapped([(i // 7 % 2, i // 5 % 2) for i in range(200)], max_probes=12)
     assert len(probe.asked) == 12 and probe.asked[:3] == [0, 199, 85] and trail.ended is not None
     assert len(mapped([("passed", None)] * 100, 4)[1].asked) == 4
 
@@ -244,7 +241,7 @@ def reduced(answer: Answers, most: int | None = None) -> tuple[Config, bool, Tra
     def probe(config: Config) -> bool | None:
         assert config not in asked
         if len(asked) == most:
-            raise Stopped("interrupted", 130)
+            raise NoMoreProbes
         asked.append(config)
         return answer(config)
 
@@ -342,7 +339,7 @@ def test_reduce_statements_keeps_needed_ones_and_valid_python(data: st.DataObjec
 
     text, done = reduce_statements(BLOCKS, Trail(probe))
     assert done and wanted <= set(statements(text)) and len(statements(text)) <= 5 * len(wanted)
-    stopped = Trail(Probe(lambda text: wanted <= set(statements(text)), 3))
+    stopped = Trail(lambda text: wanted <= set(statements(text)), max_probes=3)
     part, done = reduce_statements(BLOCKS, stopped)
     assert wanted <= set(statements(part)) and done == (stopped.ended is None)
 

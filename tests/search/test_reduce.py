@@ -14,7 +14,6 @@ from repro_matrix.environment import stacks
 from repro_matrix.runner import session
 from repro_matrix.runner.session import ask
 from repro_matrix.search import prober
-from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.prober import Answer
 from repro_matrix.search.reduce import CaseReduction
 from script_observations import FINE, of_attempt, raised, rank, seen
@@ -89,7 +88,7 @@ def test_reduce_case_keeps_sizes_at_which_the_fix_passes(cell: Cell) -> None:
 
 
 def test_reduce_case_command_gives_the_reduced_cell() -> None:
-    search = CaseReduction(None, ask([f"case={CASE}"]), stacks.resolve("current"), print, threading.Event())
+    search = CaseReduction(None, ask([f"case={CASE}"]), stacks.resolve("current"), None, print, threading.Event())
     simplest = tuple(each.simplest for each in search.parameters)
     prepared = session.prepare([f"case={CASE}", *search.command(simplest)[3:]])
     found = prepared.plans[0].variants[0].settings
@@ -119,15 +118,10 @@ def test_reduce_without_the_failure_is_refused(cell: Cell, answer: Any, code: in
     assert cell.reduce()[0] == code
 
 
-def test_reduce_that_is_stopped_ends_with_a_failing_cell(cell: Cell) -> None:
-    def outcome(at: Json) -> Any:
-        if len(cell.launched) > 4:
-            raise Stopped("interrupted", 130)
-        return at["flags.find_unused"]
-
-    cell.outcome = outcome
-    code, data = cell.reduce()
-    assert code == 130 and not data["done"] and data["attempts"] == 4
+def test_reduce_max_probes_ends_with_a_failing_cell(cell: Cell) -> None:
+    cell.outcome = lambda at: at["flags.find_unused"]
+    code, data = cell.reduce("--max-probes", "4")
+    assert code == 3 and not data["done"] and data["attempts"] == len(cell.launched) == 4
     assert data["minimal"]["flags.find_unused"] is True
 
 

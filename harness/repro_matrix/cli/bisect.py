@@ -42,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "search for any change of the result, not only of this failure"
     add("--any-change", action="store_true", help=text)
     add("--repo", metavar="DIR", help="a local git clone of the package, to find the commit; the clone is only read")
+    add("--max-probes", type=options.number(3), metavar="N", help="at most N probes in each search")
     text = "the failure: a number of the training differs from the good end's by more than rounding; names the module"
     add("--numbers", action="store_true", help=text)
     options.trace(parser)
@@ -52,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     prober, variant, base = _of_script(args) if options.names_script(args) else _of_case(args)
     package = canonical(args.package) if args.package else None
     clone = Clone(Path(args.repo).expanduser().absolute(), package or "transformers") if args.repo else None
-    search = Search(prober, variant, args.any_change, clone)
+    search = Search(prober, variant, args.any_change, clone, args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:
         try:
             search.run(args.good, args.bad, package, base)

@@ -4,7 +4,7 @@ Overrides are those of `repro run` (model=, strategy=, flags.<name>=, model.conf
 ...), and stack=: where it fails (default: the stack on which the case is known to fail; of a script: current).
 Every probe is a launched attempt, graded by the case's signature or by the failure that you describe;
 the probes are stored, and the same command continues from them.
-Exit code 0: minimal; 2: it does not fail to begin with; 3: no outcome.
+Exit code 0: minimal; 2: it does not fail to begin with; 3: no outcome, or no attempts are left.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.case_or_script(parser)
     add = parser.add_argument
     add("--variant", help="of a case: the variant to reduce (default: the first)")
+    add("--max-probes", type=options.number(1), metavar="N", help="launch at most N attempts")
     add("--out", metavar="FILE", help="of a script: the reduced file (default: train.reduced.py in its folder)")
 
 
@@ -44,10 +45,12 @@ def main(args: argparse.Namespace) -> int:
             return options.stopped(error)
     text = report.render("reduce", {**data, "command_line": shlex.join(data["command"])})
     print_json(data) if args.json else print(text)
-    if search.ended:
+    if isinstance(search.ended, Stopped):
         return options.stopped(search.ended)
     if data["unsure"]:
         log(f"No answer because of the machine: {'; '.join(data['unsure'])}. Run the same command again.")
+    elif not data["done"]:
+        log("No attempts are left. The probes are stored; run the same command with a larger --max-probes to continue.")
     return 0 if data["done"] else 3
 
 
@@ -55,14 +58,14 @@ def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
     if args.out:
         raise ConfigError("--out is for a script of your own; the reduced cell of a case is a command.")
     _, request, spec = options.case_of(args, {"variants": "reduce one variant with --variant NAME"})
-    return CaseReduction(args.variant, request, _stack(spec), log, stop)
+    return CaseReduction(args.variant, request, _stack(spec), args.max_probes, log, stop)
 
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
     script, spec, settings = options.script_of(args)
     out = output_path(script.command.script, args.out) if script.command.script else None
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
-    return ScriptReduction(script, args.case, args.script_args, out, stack, repeat, log, stop)
+    return ScriptReduction(script, args.case, args.script_args, out, stack, repeat, args.max_probes, log, stop)
 
 
 def _stack(spec: str) -> Stack:

@@ -23,7 +23,7 @@ from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.search import algorithms, report
-from repro_matrix.search.algorithms import Label, Trail
+from repro_matrix.search.algorithms import Label, Stopped, Trail
 from repro_matrix.search.prober import Point, Prober, Target
 from repro_matrix.text import log
 
@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--range", metavar="FIRST..LAST", help=text)
     text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
     add("--samples", type=options.number(2), metavar="N", default=8, help=text)
+    add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -54,17 +55,20 @@ def main(args: argparse.Namespace) -> int:
         points[at] = prober.probe(Target(names[at], stacks.with_release(base, package, names[at])))
         return {variant: answer.result for variant, answer in points[at].variants.items()}
 
-    trail = Trail(probe)
+    trail = Trail(probe, max_probes=args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:
         algorithms.version_map(trail, len(names), prober.variants, args.samples)
+    stopped = trail.ended if isinstance(trail.ended, Stopped) else None
     data = report.version_map(prober, base, package, names, trail, points)
-    data["stopped"] = str(trail.ended) if trail.ended else None
+    data["stopped"] = str(stopped) if stopped else None
     print_json(data) if args.json else print(report.render("versions", data))
-    if trail.ended:
-        return options.stopped(trail.ended)
+    if stopped:
+        return options.stopped(stopped)
     if not any(variant["segments"] for variant in data["variants"].values()):
         raise MeasureError("No release in the range has a result. The reasons are listed above.")
-    return 0
+    if trail.ended:
+        log("The map is not complete. The probes are stored; to continue, run the command with a larger --max-probes.")
+    return 3 if trail.ended else 0
 
 
 def _prober(args: argparse.Namespace) -> tuple[Prober, str]:

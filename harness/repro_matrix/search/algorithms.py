@@ -29,7 +29,11 @@ class Side(Enum):
     UNKNOWN = "unknown"
 
 
-class Stopped(Exception):
+class NoMoreProbes(Exception):
+    """The limit of probes is reached."""
+
+
+class Stopped(NoMoreProbes):
     """No more probes are possible (interrupted, disk full, package index unreachable); the stored ones stay."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
@@ -41,16 +45,19 @@ class Stopped(Exception):
 class Trail(Generic[Q, A]):
     """All answers so far, in order. No question is asked twice.
 
-    ``probe`` may raise Stopped. A search then ends with what it knows, and ``ended`` has the reason.
+    ``probe`` may raise NoMoreProbes. A search then ends with what it knows, and ``ended`` has the reason.
     """
 
     probe: Callable[[Q], A]
     answers: dict[Q, A] = field(default_factory=dict)
-    ended: Stopped | None = None
+    max_probes: int | None = None
+    ended: NoMoreProbes | None = None
 
     def ask(self, question: Q) -> A:
-        """Return the answer to a question. Raises Stopped."""
+        """Return the answer to a question. Raises NoMoreProbes."""
         if question not in self.answers:
+            if self.max_probes is not None and len(self.answers) >= self.max_probes:
+                raise NoMoreProbes(f"the limit of {self.max_probes} probes is reached")
             self.answers[question] = self.probe(question)
         return self.answers[question]
 
@@ -117,7 +124,7 @@ def bisect(
                 if not good:
                     return None
                 low, high = max(good), (low if side is Side.BAD else high)
-    except Stopped as ended:
+    except NoMoreProbes as ended:
         trail.ended = ended
     return _boundary(trail.answers, low, high)
 
@@ -162,7 +169,7 @@ def version_map(trail: Trail[int, Mapping[str, Label]], count: int, variants: Se
             if point_between is None:
                 return
             trail.ask(point_between)
-    except Stopped as ended:
+    except NoMoreProbes as ended:
         trail.ended = ended
 
 

@@ -67,6 +67,7 @@ class Search:
     variant: str
     any_change: bool = False
     clone: Clone | None = None
+    max_probes: int | None = None
     stages: list[dict[str, Any]] = field(default_factory=list)
     culprits: Culprits | None = None
     notes: list[str] = field(default_factory=list)
@@ -193,16 +194,17 @@ class Search:
             points[at] = self._ask(targets[at])
             return roles.side(points[at].variants[self.variant])
 
-        trail = Trail(probe, {last: probe(last), 0: probe(0)})
+        trail = Trail(probe, {last: probe(last), 0: probe(0)}, self.max_probes)
         valid = (trail.answers[0], trail.answers[last]) == (Side.GOOD, Side.BAD)
         boundary = algorithms.bisect(trail, 0, last, confirm=probe) if valid else None
         if boundary is None:
             ends = "; ".join(f"{targets[at].name}: {points[at].variants[self.variant]}" for at in (0, last))
             raise ConfigError(f"Cannot bisect: the two ends do not differ as expected ({ends}).")
+        stopped = trail.ended if isinstance(trail.ended, Stopped) else None
         return Bisection(
             roles, len(targets), boundary, list(points.values()), points[boundary.before],
             points[boundary.after], [points[i] for i in boundary.unknown], [targets[i] for i in boundary.unprobed],
-            trail.ended,
+            stopped,
         )  # fmt: skip
 
     def _find_culprits(self, roles: Roles, spec: str, good: Stack, bad: Stack, only: Sequence[str] = ()) -> Culprits:

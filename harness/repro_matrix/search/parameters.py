@@ -16,7 +16,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case, Flag
 from repro_matrix.planning.cells import Cell
 from repro_matrix.runner.session import Request
-from repro_matrix.search.algorithms import Stopped, Trail, ddmin, least
+from repro_matrix.search.algorithms import NoMoreProbes, Trail, ddmin, least
 
 Value = Any  # of JSON: a configuration's values are hashable
 Config = tuple[Value, ...]  # a value for each parameter, in their order
@@ -80,7 +80,7 @@ def reduce(parameters: Sequence[Parameter], trail: Trail[Config, bool | None]) -
         for index in choices:
             for value in parameters[index].values:
                 trail.ask(replaced(best, index, value))
-    except Stopped as ended:
+    except NoMoreProbes as ended:
         trail.ended = ended
         return best, False
     return best, True
@@ -260,7 +260,7 @@ def reduce_statements(text: str, trail: Trail[str, bool | None]) -> tuple[str, b
 
     try:
         ddmin(range(len(_statements(ast.parse(text)))), reproduced)
-    except Stopped as ended:
+    except NoMoreProbes as ended:
         trail.ended = ended
     return best, trail.ended is None
 

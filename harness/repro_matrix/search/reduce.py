@@ -25,7 +25,7 @@ from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request
 from repro_matrix.search import parameters, prober
-from repro_matrix.search.algorithms import Stopped, Trail, repeats_for
+from repro_matrix.search.algorithms import NoMoreProbes, Trail, repeats_for
 from repro_matrix.search.parameters import OUT, Config, Parameter, arguments_of
 from repro_matrix.search.prober import Answer, CellRunner, Say
 from repro_matrix.text import counted
@@ -39,20 +39,20 @@ DEADLINE_FACTOR, MIN_DEADLINE_S = 5.0, 20.0  # of an attempt's deadline: times t
 
 
 class Reduction(CellRunner):
-    """One reduction. ``repeat``: attempts per configuration."""
+    """One reduction. ``max_attempts``: limit of launches. ``repeat``: attempts per configuration."""
 
     slug: str
     variant: str  # that is launched
     parameters: tuple[Parameter, ...]
 
-    def __init__(self, stack: Stack, repeat: int, say: Say, stop: threading.Event) -> None:
+    def __init__(self, stack: Stack, repeat: int, max_attempts: int | None, say: Say, stop: threading.Event) -> None:
         super().__init__(say, stop)
-        self.stack, self.repeat = stack, repeat
+        self.stack, self.repeat, self.max_attempts = stack, repeat, max_attempts
         self.probes: dict[Hashable, Answer] = {}  # by configuration, or by the text of a script; in order
         self.notes: list[str] = []
         self.unsure: list[str] = []  # the configurations without an answer because of the machine
         self.attempts = 0
-        self.ended: Stopped | None = None
+        self.ended: NoMoreProbes | None = None
 
     def request(self, config: Config) -> Request:
         """Return the request for a configuration's one cell. Raises ConfigError."""
@@ -74,7 +74,7 @@ class Reduction(CellRunner):
             self.ended = trail.ended
             try:
                 answer = self._probe(config, max(CONFIRMED, self.repeat)) if done else None
-            except Stopped as ended:
+            except NoMoreProbes as ended:
                 self.ended, answer = ended, None
             if answer is None or self._has_enough_attempts(answer):
                 return config, first
@@ -105,8 +105,10 @@ class Reduction(CellRunner):
     def _launch(
         self, key: Hashable, what: str, request: Callable[[], Request], repeat: int, variant: str = ""
     ) -> Answer:  # fmt: skip
-        """Measure a request, or read its stored result. Raises Stopped."""
+        """Measure a request, or read its stored result. Raises NoMoreProbes."""
         variant = variant or self.variant
+        if self.max_attempts is not None and self.attempts + repeat > self.max_attempts:
+            raise NoMoreProbes(f"the limit of {self.max_attempts} attempts is reached")
         began, attempts = time.monotonic(), 0
         try:
             document, path, attempts = self.measure(request(), self.stack, [variant], repeat)
@@ -160,10 +162,13 @@ class CaseReduction(Reduction):
     Sizes count only where the first fix of the same cell still passes: else every variant fails at them.
     """
 
-    def __init__(self, variant: str | None, request: Request, stack: Stack, say: Say, stop: threading.Event) -> None:
+    def __init__(
+        self, variant: str | None, request: Request, stack: Stack, max_attempts: int | None, say: Say,
+        stop: threading.Event,
+    ) -> None:  # fmt: skip
         """Raise ConfigError where there is no such case or variant, or more than one cell."""
         case, cell = prober.one_cell(request)
-        super().__init__(stack, request.settings.repeat or case.repeat, say, stop)
+        super().__init__(stack, request.settings.repeat or case.repeat, max_attempts, say, stop)
         self.slug, self.variant = case.slug, next(iter(case.variants))
         self.reduced_variant = variant = prober.one_variant(case, variant)
         given = self._prepare(request, variant)
@@ -224,9 +229,9 @@ class ScriptReduction(Reduction):
 
     def __init__(
         self, script: Script, word: str, args: str, out: Path | None, stack: Stack, repeat: int,
-        say: Say, stop: threading.Event,
+        max_attempts: int | None, say: Say, stop: threading.Event,
     ) -> None:  # fmt: skip
-        super().__init__(stack, repeat, say, stop)
+        super().__init__(stack, repeat, max_attempts, say, stop)
         self.script, self.word, self.out = script, word, out
         self.slug, self.variant = script.slug, VARIANT
         self.arguments = arguments_of(shlex.split(args))
@@ -327,7 +332,7 @@ class ScriptReduction(Reduction):
                 if not complete:
                     break
                 done = self._has_enough_attempts(launch(smallest, max(CONFIRMED, self.repeat)))
-        except Stopped as ended:
+        except NoMoreProbes as ended:
             self.ended = ended
         finally:
             path.unlink()
