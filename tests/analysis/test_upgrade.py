@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from observations import document, exception, failed, observation, ok
 from probing import BASE, CASE, World, world
-from repro_matrix.analysis import upgrade
-from repro_matrix.analysis.upgrade import End, Upgrade
+from repro_matrix.analysis.upgrade import End, Upgrade, compare
 from repro_matrix.cli.main import main
 from repro_matrix.config import catalog, project
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.environment import stacks
+from repro_matrix.report import upgrade
 from repro_matrix.results.rows import Row, rows_of
 from repro_matrix.runner.session import Request, ask
 
@@ -45,7 +45,7 @@ def rows(versions: Mapping[str, str], outcomes: Mapping[str, str], **changes: An
 
 
 def compared(stored: list[Row], variants: tuple[str, ...] = FIXES, old: Any = OLD, new: Any = NEW) -> Upgrade:
-    return upgrade.compare(asked(variants), (End("a", old), End("b", new)), stored)
+    return compare(asked(variants), (End("a", old), End("b", new)), stored)
 
 
 def asked(variants: tuple[str, ...] = FIXES) -> Request:
@@ -123,10 +123,10 @@ def test_what_cannot_be_compared_has_a_reason_and_what_to_measure() -> None:
 def test_what_a_stack_lacks_is_no_missing_measurement() -> None:
     request = ask(["case=train-step", "model=qwen1.5-0.5b", "strategy=fsdp2", "hardware=cpu"])
     old = {**OLD, "torch": "2.2.2", "transformers": "4.36.2"}
-    (lacks,) = upgrade.compare(request, (End("a", old), End("b", NEW)), []).unknown
+    (lacks,) = compare(request, (End("a", old), End("b", NEW)), []).unknown
     assert lacks.reason.startswith("a lacks ") and lacks.ends == ()
     newer = {**OLD, "transformers": "4.39.3"}  # the model and the strategy can run there
-    (never,) = upgrade.compare(request, (End("a", newer), End("b", NEW)), []).unknown
+    (never,) = compare(request, (End("a", newer), End("b", NEW)), []).unknown
     assert never.ends == ("a", "b")
 
 
@@ -178,13 +178,11 @@ def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: py
     case = known.cases[CASE].model_copy(update={"expect": expect})
     monkeypatch.setitem(known.cases, CASE, case)
     ends = End("a", {**OLD, "transformers": "4.39.3"}), End("b", {**OLD, "transformers": "5.5.5"})
-    result = upgrade.compare(replace(asked(), catalogue=known), ends, [])
+    result = compare(replace(asked(), catalogue=known), ends, [])
     (problem,) = result.problems
     assert result.verdict == "NO-GO" and problem.boundary == ("transformers", "5.1.0", "5.0.0", True)
     assert upgrade.headline(result).startswith("NO-GO: hold transformers below 5.1.0 because")
-    outside = upgrade.compare(
-        replace(asked(), catalogue=known), (ends[0], End("c", {**OLD, "transformers": "6.0"})), []
-    )
+    outside = compare(replace(asked(), catalogue=known), (ends[0], End("c", {**OLD, "transformers": "6.0"})), [])
     assert outside.verdict == "UNDECIDED" and outside.compared == 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,14 +23,14 @@ from repro_matrix.analysis.releases import STATES, releases_of
 from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.environment.stacks.spec import canonical, differences, parse
+from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.grading.expectations import expected, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
 from repro_matrix.planning.plan import needs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner.schedule import UNKNOWN_S, recorded
 from repro_matrix.runner.session import Request
-from repro_matrix.text import counted, first_line, list_some
+from repro_matrix.text import counted, first_line
 
 State = Literal["passes", "reproduces", "fails", "flaky"]
 _OF_OUTCOME: Mapping[str, State] = {"passed": "passes", "reproduced": "reproduces"}
@@ -42,7 +42,6 @@ _OF_VERDICT: Mapping[str, State] = {
 ABSENT, UNPINNED, DISAGREE = " (it has none)", "pins no", "attempts disagree"
 UNREAD = "the releases of {} are not known"
 EXIT_CODES = {"GO": 0, "GO with these fixes": 1, "NO-GO": 1, "UNDECIDED": 3}
-SHOWN, FIXES, CHANGES = 6, 3, 10  # reasons and cases, fixes of a problem, and packages that are listed
 
 
 class End(NamedTuple):
@@ -233,7 +232,7 @@ class _Side:
                     return f"{DISAGREE} on {self.end.name}"
                 text = first_line(failed[0].reason) if failed else ""
                 return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings, here)
-        patched = any("+" in _release(versions.get(name, "")) for name in deciding)
+        patched = any("+" in release_of(versions.get(name, "")) for name in deciding)
         found = None if patched else self._expected(case, cell, variant, hardware, deciding)
         return found and found._replace(releases=here)
 
@@ -257,13 +256,13 @@ class _Side:
 
 
 def _releases(names: Iterable[str], versions: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    return frozenset((name, _release(versions.get(name, ""))) for name in names if name in UPSTREAM)
+    return frozenset((name, release_of(versions.get(name, ""))) for name in names if name in UPSTREAM)
 
 
 _BUILD = re.compile(r"cpu|cu\d|rocm|xpu")
 
 
-def _release(text: str) -> str:
+def release_of(text: str) -> str:
     """Return a version without what it was built for (+cpu, +cu124); a patched build (+x) keeps its label."""
     try:
         version = Version(text)
@@ -299,133 +298,3 @@ def _boundary(case: Case, ends: Sequence[End]) -> Boundary | None:
         if begins and Version(old) < Version(after.first) <= Version(new):
             return Boundary(found.package, after.first, before.last, after.follows)
     return None
-
-
-# -- as text and as JSON
-
-
-def headline(upgrade: Upgrade) -> str:
-    """Return the verdict and its reason in a sentence."""
-    verdict, source, problems = upgrade.verdict, upgrade.source.name, upgrade.problems
-    if verdict == "GO with these fixes":
-        fixes = "; ".join(f"{each.case.slug}: {_fix(each.case, each.fixes[0])}" for each in problems)
-        return f"{verdict}: {fixes} ({_share(upgrade)})"
-    if verdict == "NO-GO":
-        unfixed = [each for each in problems if not each.fixes]
-        lowest: dict[str, Boundary] = {}
-        for boundary in (each.boundary for each in unfixed if each.boundary):
-            other = lowest.setdefault(boundary.package, boundary)
-            lowest[boundary.package] = min(other, boundary, key=lambda each: Version(each.first))
-        hold = " and ".join(each.hold for each in lowest.values())
-        if not all(each.boundary for each in unfixed):
-            hold = f"stay on {source}" + (f", at least {hold}," if hold else "")
-        more = f" (and {counted(len(unfixed) - 1, 'more problem')})" if unfixed[1:] else ""
-        return f"NO-GO: {hold} because {_what(unfixed[0])}{more} ({_share(upgrade)})"
-    if verdict == "GO":
-        return f"GO: no new failure, and every fix that works still works ({_share(upgrade)})"
-    lost = [each for each in upgrade.unknown if each.lost]
-    worse = ": nothing gets worse in these" if upgrade.compared else ""
-    gone = f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}" if lost else ""
-    return f"UNDECIDED: {_share(upgrade)}{worse}{gone}{_unread(upgrade)}"
-
-
-def _share(upgrade: Upgrade) -> str:
-    return f"{upgrade.compared} of {counted(upgrade.compared + len(upgrade.unknown), 'result')} compared"
-
-
-def _unread(upgrade: Upgrade) -> str:
-    """Say what to do where the releases of a stack are not known."""
-    names = [each.name for each in (upgrade.source, upgrade.target) if not each.versions]
-    todo = [f"pin torch in {name}" if parse(name).file else f"run `repro stack lock {name}`" for name in names]
-    return f"; {UNREAD.format(' and '.join(names))}: {', '.join(todo)}" if names else ""
-
-
-Moved = dict[str, tuple[str, str]]
-
-
-def _moved(upgrade: Upgrade) -> tuple[Moved, Moved, Moved]:
-    """Return the packages whose releases differ: those that results depend on, the others, and those that only one
-    stack has ("" in the other)."""
-    found: tuple[Moved, Moved, Moved] = {}, {}, {}
-    for name, pair in differences(upgrade.source.versions, upgrade.target.versions).items():
-        if _release(pair[0]) != _release(pair[1]):
-            found[2 if not all(pair) else name not in UPSTREAM][name] = pair
-    return found
-
-
-def _what(problem: Problem) -> str:
-    if problem.kind == "new_failure":
-        return f"{problem.case.slug} begins to fail: {problem.case.title}"
-    return f"{problem.case.slug} has no fix left that works: {problem.case.title}"
-
-
-def _fix(case: Case, variant: str) -> str:
-    if variant == next(iter(case.variants)):
-        return f"no fix ({variant} passes)"
-    return f"{variant} ({case.variants[variant].help})"
-
-
-def describe(upgrade: Upgrade) -> Iterator[str]:
-    """Yield the verdict, then its details."""
-    source, target = upgrade.source.name, upgrade.target.name
-    yield headline(upgrade)
-    for each in upgrade.problems:
-        failing = "" if each.kind == "new_failure" else f" (variant {', '.join(each.variants)})"
-        yield from ("", f"{each.kind.replace('_', ' ')}: {each.case.slug}{failing}: {each.case.title}")
-        yield f"  in {', '.join(cell.where for cell in each.cells)}: {each.text or each.state}"
-        if each.boundary:
-            nearest = "" if each.boundary.exact else f"; {each.boundary.last} does not have it"
-            yield f"  from {each.boundary.package} {each.boundary.first}{nearest}"
-        else:
-            yield f"  the release is not known; search: {each.bisect(source, target)}"
-        fixes = [_fix(each.case, name) for name in each.fixes]
-        yield f"  works there: {list_some(fixes, FIXES, '; ') or 'nothing that was compared'}"
-    yield ""
-    *both, single = _moved(upgrade)
-    for head, moved in zip(("Changes", "Changes that are not judged here"), both):
-        listed = [f"{name} {old} -> {new}" for name, (old, new) in moved.items()]
-        yield from [f"{head}: {list_some(listed, CHANGES, more='more (--json)')}."] if listed else []
-    for index, name in enumerate((source, target)):
-        listed = [f"{package} {pair[index]}" for package, pair in single.items() if pair[index]]
-        judged = [package for package, pair in single.items() if pair[index] and package in UPSTREAM]
-        consequence = f" What needs {' or '.join(judged)} is not compared." if judged else " Not judged here."
-        yield from (
-            [f"Only in {name}: {list_some(listed, CHANGES, more='more (--json)')}.{consequence}"] if listed else []
-        )
-    if upgrade.gone:
-        yield f"Fixed by the upgrade: {counted(len(upgrade.gone), 'known failure')} ({list_some(upgrade.gone, SHOWN)})."
-    other = upgrade.compared - upgrade.same
-    yield f"Compared: {counted(upgrade.compared, 'result')}, {upgrade.same} unchanged, {other} changed."
-    reasons = Counter(each.reason for each in upgrade.unknown).most_common()
-    if reasons:
-        yield f"Not compared: {counted(len(upgrade.unknown), 'result')}."
-    shown = SHOWN if reasons[SHOWN + 1 :] else SHOWN + 1
-    yield from (f"  {count} {reason}" for reason, count in reasons[:shown])
-    if reasons[shown:]:
-        yield f"  {sum(count for _, count in reasons[shown:])} for other reasons, which --json lists"
-    if upgrade.missing:
-        cells = counted(len({key for key, _ in upgrade.missing}), "cell")
-        minutes = f"about {max(1, round(upgrade.seconds / 60))} min"
-        yield f"To measure {cells}: --measure ({minutes}, and building {source} or {target} if they are missing)."
-
-
-def to_json(upgrade: Upgrade) -> dict[str, Any]:
-    """Return the answer under stable keys."""
-    source, target = upgrade.source.name, upgrade.target.name
-    return {
-        "schema": 1, "from": source, "to": target, "verdict": upgrade.verdict, "headline": headline(upgrade),
-        "problems": [
-            {"kind": each.kind, "case": each.case.slug, "title": each.case.title, "variants": list(each.variants),
-             "cells": [cell.key for cell in each.cells], "text": each.text, "fixes": list(each.fixes),
-             "boundary": each.boundary and each.boundary._asdict(), "bisect": each.bisect(source, target)}
-            for each in upgrade.problems
-        ],
-        **dict(zip(("changes", "not_judged", "only_one_side"), _moved(upgrade))),
-        "fixed": upgrade.gone, "compared": upgrade.compared, "unchanged": upgrade.same,
-        "not_compared": [
-            {"cell": each.cell.key, "variant": each.variant, "reason": each.reason, "measure_on": list(each.ends)}
-            for each in upgrade.unknown
-        ],
-        "measure": {"cells": len({key for key, _ in upgrade.missing}), "seconds": round(upgrade.seconds)},
-        "exit_code": upgrade.exit_code,
-    }  # fmt: skip

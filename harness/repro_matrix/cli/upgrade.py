@@ -4,8 +4,8 @@ The answer comes from stored results: the baseline, your own runs, and the range
 results/expected. Nothing is downloaded, built or launched without --measure. Restrict it to what you use:
 strategy=fsdp model=qwen1.5-0.5b case='fsdp*'.
 
-exit codes: 0 GO; 1 NO-GO, or GO with fixes to apply first; 3 UNDECIDED: nothing gets worse, but less than half of the
-results can be compared; 2 usage, also two stacks with the same packages
+exit codes: 0 GO; 1 NO-GO, or GO with fixes to apply first; 3 UNDECIDED: nothing gets worse, but too little of what
+depends on the changed packages can be compared; 2 usage, also two stacks with the same packages
 
 For a script of your own: repro bisect ./train.py --good STACK --bad STACK
 """
@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import threading
 
-from repro_matrix.analysis import upgrade
-from repro_matrix.analysis.upgrade import End, Upgrade
+from repro_matrix.analysis.upgrade import End, Upgrade, compare
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks.spec import parse
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.external import lockfiles
+from repro_matrix.report import upgrade
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
@@ -57,10 +57,10 @@ def main(args: argparse.Namespace) -> int:
     rows = runs.rows_of_stacks(versions, folder, notes)
     if damaged := lost(notes):
         raise MeasureError(f"evidence cannot be used: {list_some(damaged)}. Without it there is no answer.")
-    result = upgrade.compare(request, list(ends.values()), rows)
+    result = compare(request, list(ends.values()), rows)
     if args.measure and result.missing:
         rows += _measure(request, result, ends)
-        result = upgrade.compare(request, list(ends.values()), rows)
+        result = compare(request, list(ends.values()), rows)
     if args.json:
         print_json(upgrade.to_json(result))
     else:
