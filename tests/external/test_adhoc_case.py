@@ -16,7 +16,8 @@ from repro_matrix.config import catalog
 from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.errors import ConfigError
 from repro_matrix.external import adhoc_case
-from repro_matrix.external.adhoc_case import Failure, error, exit_code, hang, known_failures, learned, log, metric
+from repro_matrix.external.adhoc_case import known_failures
+from repro_matrix.external.script_failure import Failure, error, exit_code, hang, learned, log, metric
 from repro_matrix.external.scripts import describe
 from repro_matrix.grading.grade import grade
 from repro_matrix.launch.attempt import CUT

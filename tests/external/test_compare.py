@@ -15,7 +15,8 @@ from probing import ScriptLab, before, lab, result, world
 from repro_matrix.cli.main import main
 from repro_matrix.environment import stacks
 from repro_matrix.external import compare
-from repro_matrix.external.adhoc_case import Failure, Script, command_of_script
+from repro_matrix.external.adhoc_case import Script, command_of_script
+from repro_matrix.external.script_failure import Failure
 from repro_matrix.launch.attempt import TRACE, Attempt
 from repro_matrix.search.prober import CellRunner
 from script_observations import FINE, UPSTREAM, raised, rank, seen

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import spec
-from repro_matrix.external import adhoc_case
-from repro_matrix.external.adhoc_case import Failure, Script, error, exit_code, hang, in_shell, metric
+from repro_matrix.external import adhoc_case, script_failure
+from repro_matrix.external.adhoc_case import Script, in_shell
+from repro_matrix.external.script_failure import Failure, error, exit_code, hang, metric
 from repro_matrix.external.scripts import describe
 from repro_matrix.runner import session, workspace
 
@@ -244,7 +245,7 @@ def test_parameters_of_a_script_are_checked_at_its_end(
     how: str, checks: tuple[str, ...], outcome: str, text: str, bench: Bench
 ) -> None:
     bench.write(TRAINS)
-    wanted = adhoc_case.with_checks(ANY, checks) if checks else ANY
+    wanted = script_failure.with_checks(ANY, checks) if checks else ANY
     document = bench.document(f"torchrun --standalone --nproc-per-node 2 train.py {how}", wanted, checks=checks)
     (attempt,) = document["variants"]["unfixed"]["attempts"]
     assert attempt["outcome"]["outcome"] == outcome, attempt["outcome"]
@@ -253,6 +254,6 @@ def test_parameters_of_a_script_are_checked_at_its_end(
 
 def test_script_without_a_model_is_not_checked_rather_than_passed(bench: Bench) -> None:
     bench.write("print('no model')")
-    document = bench.document("python train.py", adhoc_case.with_checks(ANY, FINITE), checks=FINITE)
+    document = bench.document("python train.py", script_failure.with_checks(ANY, FINITE), checks=FINITE)
     outcome = document["variants"]["unfixed"]["attempts"][0]["outcome"]
     assert outcome["infra_error"] == "missing_check" and "no optimizer of torch has stepped" in outcome["reason"]

@@ -21,7 +21,8 @@ from repro_matrix.text import log, wrap
 
 if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
-    from repro_matrix.external.adhoc_case import Failure, Script
+    from repro_matrix.external.adhoc_case import Script
+    from repro_matrix.external.script_failure import Failure
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
 
@@ -31,7 +32,7 @@ OVERRIDES = (
 )
 SETTINGS = tuple(f"{name}=" for name in (*GROUPS, "ranks", *RunSettings.model_fields))
 TAKEN = ("stack", "repeat", "results", "deadline", "env")  # overrides that apply to a script
-# Option of a script -> the function of external/adhoc_case.py that reads the failure it describes.
+# Option of a script -> the function of external/script_failure.py that reads the failure it describes.
 FAILURES = {"error": "error", "log": "log", "exit": "exit_code", "hang": "hang", "metric": "metric"}
 
 
@@ -206,14 +207,14 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def _failure_of(args: argparse.Namespace) -> Failure:
-    from repro_matrix.external import adhoc_case
+    from repro_matrix.external import script_failure
 
     names = _failures(args)
     if len(names) > 1:
         raise ConfigError(f"--{names[0]} and --{names[1]} both describe the failure. Give one of them.")
     if not names or names == ["numbers"]:
-        return adhoc_case.Failure()
-    failure: Failure = getattr(adhoc_case, FAILURES[names[0]])(getattr(args, names[0]))
+        return script_failure.Failure()
+    failure: Failure = getattr(script_failure, FAILURES[names[0]])(getattr(args, names[0]))
     return failure
 
 
@@ -221,7 +222,7 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     """Return the script, the stack's specification and the run's settings. Raises ConfigError before anything starts.
 
     ``needs_limit``: a metric without a limit is refused."""
-    from repro_matrix.external import adhoc_case
+    from repro_matrix.external import adhoc_case, script_failure
 
     if getattr(args, "variant", None):
         raise ConfigError(f"--variant {args.variant}: a script has no variants.")
@@ -247,7 +248,7 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
         text = "write NAME > NUMBER; only a bisection can find the limit itself"
         raise ConfigError(f"--metric {failure.text!r}: {text}.")
     checks = tuple(sorted(set(getattr(args, "checks", ()))))
-    failure = adhoc_case.with_checks(failure, checks) if checks else failure
+    failure = script_failure.with_checks(failure, checks) if checks else failure
     env, results = tuple(sorted(settings.env.items())), adhoc_case.results_folder(settings.results)
     deadline = settings.deadline or adhoc_case.DEADLINE_S
     return adhoc_case.Script(command, failure, results, deadline, env, checks), stack or "current", settings

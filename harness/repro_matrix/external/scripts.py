@@ -14,7 +14,8 @@ from repro_matrix.config.schema import VARIANT, AdhocCase
 from repro_matrix.config.selection import override_text as written
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
-from repro_matrix.external.adhoc_case import DEADLINE_S, Failure, Script, in_shell, learned, normal
+from repro_matrix.external.adhoc_case import DEADLINE_S, Script, in_shell
+from repro_matrix.external.script_failure import Failure, learned, normal
 from repro_matrix.grading.observation import Attempt, parse_threads
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.records.attempt import Observation

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
-from repro_matrix.external.adhoc_case import Script, command_of_script, learned
+from repro_matrix.external.adhoc_case import Script, command_of_script
+from repro_matrix.external.script_failure import learned
 from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.failure_text import comparable_text
 from repro_matrix.runner import session
