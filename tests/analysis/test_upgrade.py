@@ -186,6 +186,40 @@ def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: py
     assert outside.verdict == "UNDECIDED" and outside.compared == 0
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ("4.39.3", "4.45.0", "GO"),  # between measured releases
+        ("4.39.3", "5.0.1", "UNDECIDED"),  # later than all measured ones: that nothing changes is not known
+        ("4.37.0", "4.39.3", "UNDECIDED"),
+        ("4.39.3", "4.45.0.dev0", "UNDECIDED"),
+        ("5.0.1", "5.0.1", "GO"),  # nothing changes
+    ],
+)
+def test_expectation_is_no_evidence_of_no_change_beyond_the_measured_releases(
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str, verdict: str
+) -> None:
+    known, ends = catalog.load(), [{"transformers": each, "torch": "2.99.0"} for each in ("4.38.0", "5.0.0")]
+    entry = Expectation(versions={"transformers": ">=4.36,<5.1"}, measured_at=ends, reason="r",
+                        verdicts=dict.fromkeys(FIXES, "FIXED"))  # fmt: skip
+    monkeypatch.setitem(known.cases, CASE, known.cases[CASE].model_copy(update={"expect": [entry]}))
+    sides = End("a", {**OLD, "transformers": old}), End("b", {**OLD, "transformers": new})
+    result = compare(replace(asked(), catalogue=known), sides, [])
+    assert result.verdict == verdict
+    assert {end for each in result.unknown for end in each.ends} == ({"a", "b"} & {
+        side.name for side in sides if side.versions["transformers"] in ("5.0.1", "4.37.0", "4.45.0.dev0")
+    } if verdict == "UNDECIDED" else set())  # fmt: skip
+
+
+def test_fixes_are_no_go_where_too_little_is_known() -> None:
+    names = ("small-min", "summon", "no-cache", "no-root-cast", "no-orig-params")
+    stored = [*rows(OLD, dict.fromkeys(("unfixed", *names), "passed")),
+              *rows(NEW, {"unfixed": "reproduced", "small-min": "passed"})]  # fmt: skip
+    result = compared(stored, names)
+    assert (result.verdict, result.exit_code, len(result.problems)) == ("UNDECIDED", 3, 1)
+    assert "small-min" in upgrade.headline(result)
+
+
 # -- the command
 
 

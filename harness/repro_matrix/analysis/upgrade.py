@@ -53,12 +53,13 @@ class End(NamedTuple):
 
 class Known(NamedTuple):
     """What a variant shows on a stack. ``settings``: empty where an expectation says it. ``releases``: those of the
-    packages that it depends on."""
+    packages that it depends on. ``assumed``: an expectation says it, and they do not lie between measured ones."""
 
     state: State
     text: str = ""
     settings: Mapping[str, Any] = {}
     releases: frozenset[tuple[str, str]] = frozenset()
+    assumed: bool = False
 
 
 class Unknown(NamedTuple):
@@ -128,11 +129,11 @@ class Upgrade:
 
     @property
     def verdict(self) -> str:
-        if self.problems:
-            return "GO with these fixes" if all(each.fixes for each in self.problems) else "NO-GO"
+        if not all(each.fixes for each in self.problems):
+            return "NO-GO"
         missing = sum(bool(each.ends) for each in self.unknown)
         enough = self.compared and self.informed >= missing and not any(each.lost for each in self.unknown)
-        return "GO" if enough else "UNDECIDED"
+        return "UNDECIDED" if not enough else "GO with these fixes" if self.problems else "GO"
 
     @property
     def exit_code(self) -> int:
@@ -194,6 +195,11 @@ def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tu
     difference = settings_difference(old.settings, new.settings)  # type: ignore[arg-type]
     if difference:
         return Unknown(cell, variant, f"measured with other settings: {difference}", tuple(s.end.name for s in sides))
+    assumed = tuple(side.end.name for side, each in zip(sides, (old, new)) if each.assumed)
+    if assumed and old.state == new.state and old.releases != new.releases:  # that nothing changes is not known
+        return Unknown(
+            cell, variant, f"{' and '.join(assumed)}: its releases do not lie between measured ones", assumed
+        )
     return old, new
 
 
@@ -251,12 +257,23 @@ class _Side:
             state = _OF_UNFIXED.get(STATES.get(verdict, "")) if unfixed else _OF_VERDICT.get(verdict)
             if entry and state:
                 listed = [] if unfixed else entry.failure_ids_of(name) or []
-                return Known(state, " or ".join(listed))
+                within = all(_within(each, entry.measured_at, self.end.versions) for each in deciding)
+                return Known(state, " or ".join(listed), assumed=not within)
         return None
 
 
 def _releases(names: Iterable[str], versions: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     return frozenset((name, release_of(versions.get(name, ""))) for name in names if name in UPSTREAM)
+
+
+def _within(package: str, measured: Iterable[Mapping[str, str]], versions: Mapping[str, str]) -> bool:
+    """Whether a release lies between those that were measured; a pre-release never does."""
+    ends = sorted(Version(release_of(each[package])) for each in measured if package in each)
+    try:
+        version = Version(release_of(versions.get(package, "")))
+    except InvalidVersion:
+        return not ends
+    return not ends or (ends[0] <= version <= ends[-1] and not version.is_prerelease)
 
 
 _BUILD = re.compile(r"cpu|cu\d|rocm|xpu")

@@ -20,8 +20,8 @@ SHOWN, FIXES, CHANGES = 6, 3, 10  # reasons and cases, fixes of a problem, and p
 def headline(upgrade: Upgrade) -> str:
     """Return the verdict and its reason in a sentence."""
     verdict, source, problems = upgrade.verdict, upgrade.source.name, upgrade.problems
+    fixes = "; ".join(f"{each.case.slug}: {_fix(each.case, each.fixes[0])}" for each in problems if each.fixes)
     if verdict == "GO with these fixes":
-        fixes = "; ".join(f"{each.case.slug}: {_fix(each.case, each.fixes[0])}" for each in problems)
         return f"{verdict}: {fixes} ({_share(upgrade)})"
     if verdict == "NO-GO":
         unfixed = [each for each in problems if not each.fixes]
@@ -37,7 +37,8 @@ def headline(upgrade: Upgrade) -> str:
     if verdict == "GO":
         return f"GO: no new failure, and every fix that works still works ({_share(upgrade)})"
     lost = [each for each in upgrade.unknown if each.lost]
-    worse = ": nothing gets worse in these" if upgrade.compared else ""
+    worse = f": at least these fixes are needed: {fixes}" if fixes else ": nothing gets worse in these"
+    worse *= bool(upgrade.compared)
     gone = f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}" if lost else ""
     return f"UNDECIDED: {_share(upgrade)}{worse}{gone}{_unread(upgrade)}"
 
