@@ -311,6 +311,10 @@ WATCHDOG = (
         *[(example, rule.name, None) for rule in rules().values() if not rule.case for example in rule.examples],
         ("  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 7)", "ended-without-error", 2),
         ("srun: error: node1: task 3: Out Of Memory", "host-out-of-memory", 3),
+        (
+            "[E ProcessGroupGloo.cpp:138] Rank 2 successfully reached monitoredBarrier, but received errors while "
+            "waiting for send/recv from rank 1. Please check rank 1 logs for faulty rank.", "collective-timeout", None,
+        ),
         ("3: srun: error: task 0: Exited with exit code 1", "ended-without-error", 0),
         ("[177/train/578 (pid 28936)] RuntimeError: CUDA out of memory.", "cuda-out-of-memory", None),
     ],
@@ -344,6 +348,9 @@ def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank
         "POST /metrics status=200/OK, exit_code 0",
         "caught signal 10 (SIGUSR1): saving a checkpoint",
         "NCCL error count: 0",
+        "Saved /data/fix-oom-killed/checkpoint-300",
+        "val loss: nan (no validation data)",
+        "slurmstepd: error: Failed to destroy CPU frequency",
         "0 out of memory events, 0 NCCL errors",
         f'{{"step": 4, "sample": "{OWN[0]} ... RuntimeError: CUDA out of memory"}}',
     ],
@@ -650,7 +657,7 @@ def test_match_of_a_log_that_stops_after_a_step_says_so(last: str, ended: bool, 
 
 @pytest.mark.parametrize(
     ("line", "kinds"),
-    [("loss 1.2 val_loss nan (no validation set)", ["validation-not-a-number"]),
+    [("loss 1.2 val_loss nan (in 3 batches)", ["validation-not-a-number"]),
      ("train_loss nan val_loss nan", ["not-a-number"]), ("latest loss: nan", ["not-a-number"]),
      ("{'eval_loss': nan, 'epoch': 1.0}", ["validation-not-a-number"])],
 )  # fmt: skip

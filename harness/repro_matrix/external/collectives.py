@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from repro_matrix.config.failure_rules import ADVICE
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.hangs import collective_kind
+from repro_matrix.launch.tracebacks import Line
 from repro_matrix.text import list_ranks
 
 MAX_WAITS = 100_000
 # What a line about a collective has, in lower case: one of these.
 WORDS = ("worknccl(", "nccl work", "enqueued work", "watchdog", "nccl operations", "heartbeat", "collective",
          "monitoredbarrier", "for recv operation")  # fmt: skip
+# Of two the first counts: torch's label names the rank of all ranks, what follows that of the process group.
 _RANK = re.compile(r"\b[Rr]ank:? ?(\d+)\]")
 _GROUP = re.compile(r"\[PG (?:ID )?(\w+)")
 _WORK = re.compile(
@@ -32,12 +34,16 @@ _FINGERPRINT = re.compile(
     r"[Rr]ank (\d+)\]? (?:is running|Running|running) collective: "
     r"CollectiveFingerPrint\((?:SequenceNumber=(\d+), )?OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\])?"
 )
-_BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+_BARRIER = re.compile(
+    r"Ranks? ([\d, ]+) failed to pass monitoredBarrier"
+    r"|reached monitoredBarrier, but received errors while waiting for send/recv from rank (\d+)"
+)
 _HANG = re.compile(
     r"collective (?:operation )?timeout|Watchdog caught collective|milliseconds before timing out"
     r"|NCCL operations have failed or timed out|Heartbeat monitor timed out"
     r"|ncclCommWatchdog|Timeout at NCCL work|timed out in blocking wait|Timed out waiting \d+ ?ms for (?:send|recv)"
     r"|watchdog got stuck|detected by watchdog at work|mismatch between collectives|failed to pass monitoredBarrier"
+    r"|reached monitoredBarrier, but received errors"
 )
 
 
@@ -52,6 +58,7 @@ class Wait:
     op: str = ""
     limit_s: float | None = None
     size: str = ""  # of its tensor, "10 elements" or its shape
+    offset: int = 0  # the rank less that in its process group
 
     def __str__(self) -> str:
         return f"{self.op or 'a collective'}{'' if self.sequence is None else f' #{self.sequence}'}"
@@ -67,8 +74,9 @@ class Waits:
     absent: tuple[int, ...] = ()  # ranks that monitoredBarrier names
     fingerprints: dict[int, Wait] = field(default_factory=dict)
 
-    def read(self, text: str, number: int, rank: int | None) -> None:
+    def read(self, line: Line) -> None:
         """Read a line that may be about a collective."""
+        text, number = line.text, line.number
         if (hang := _HANG.search(text)) and not ADVICE.search(text, 0, hang.start()):
             self.line, self.last = self.line or number, number
         for found in _FINGERPRINT.finditer(text):
@@ -77,15 +85,17 @@ class Waits:
                 number, int(found[1]), "", entered, found[3], size=f"shape [{found[4]}]" if found[4] else ""
             )
         if barrier := _BARRIER.search(text):
-            self.absent = tuple(int(each) for each in re.findall(r"\d+", barrier[1]))
-        work, at, stated, group = (pattern.search(text) for pattern in (_WORK, _AT_WORK, _RANK, _GROUP))
+            self.absent = tuple(int(each) for each in re.findall(r"\d+", barrier[1] or barrier[2]))
+        work, at, group = (pattern.search(text) for pattern in (_WORK, _AT_WORK, _GROUP))
+        ranks = [int(each) for each in _RANK.findall(line.label + text)]
         sequence = (work and work["sequence"]) or (at and at[1])
         if (work or sequence) and len(self.waits) < MAX_WAITS:
             limit = work["limit"] if work else None
             self.waits.append(Wait(
-                number, int(stated[1]) if stated else rank, group[1] if group else "",
+                number, ranks[0] if ranks else line.rank, group[1] if group else "",
                 int(sequence) if sequence else None, work["op"] if work else "", int(limit) / 1000 if limit else None,
                 f"{work['size']} elements" if work and work["size"] else "",
+                ranks[0] - ranks[1] if ranks[1:] else 0,
             ))  # fmt: skip
 
 
@@ -118,8 +128,11 @@ class Hang:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Ranks below the highest that reported, which reported nothing."""
-        return tuple(set(range(max(self.waits, default=0))) - set(self.waits)) if len(self.waits) > 1 else ()
+        """Ranks below the highest that reported, which reported nothing, of a group whose ranks are in a row."""
+        offsets = {wait.offset for wait in self.waits.values()}
+        if len(self.waits) < 2 or len(offsets) > 1:
+            return ()
+        return tuple(set(range(min(offsets), max(self.waits))) - set(self.waits))
 
     def __str__(self) -> str:
         limit = next((each.limit_s for each in (*self.waits.values(), *self.unknown) if each.limit_s), None)

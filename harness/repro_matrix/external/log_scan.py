@@ -103,7 +103,7 @@ class Summary:
 
 # --- lines that show a kind of failure (config/failure_rules.yaml)
 
-_STATED = re.compile(r"\b[Rr]ank (\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(local_rank: \d+)")
+_STATED = re.compile(r"\b[Rr]ank ?(\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(local_rank: \d+)")
 _NOTE = re.compile(r"\[I[ \d]|^I\d{4} |(?<![=\w])(?:INFO|DEBUG)\b")
 _WARNED = re.compile(r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )\b(?:WARN|WARNING|UserWarning)\b")
 _TYPED = re.compile(r"[a-z](?:Error|Exception)\b")
@@ -282,7 +282,7 @@ def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool)
     if "summary" in asked.readers:
         found.summary.read(text)
     if "waits" in asked.readers:
-        found.waits.read(text, line.number, line.rank)
+        found.waits.read(line)
     message, rule = asked.message_in(text), rule_of(text, asked.rules)
     if message and not taken and not text.startswith("│"):
         errors.add_message(line, str(message[0].type), message[1])
@@ -333,7 +333,7 @@ def _is_warning(text: str) -> bool:
 
 
 def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
-    stated = _STATED.search(line.text)
+    stated = _STATED.search(line.label + line.text)
     named = stated[stated.lastindex or 1] if stated else ""
     rank = int(named) if named.isdigit() else line.rank
     if rank is None and _SUMMARY.match(line.text):

@@ -119,6 +119,7 @@ def _strings(text: str) -> Iterator[str]:
 
 # The lines of a printed string, or list of strings, with a traceback.
 _BREAK = re.compile(r"""\\n(?:["'], *["'])?""")
+_GLUED = re.compile(r"(?<=\.)(?=(?:\[rank\d+\]:)?\[E[\d ])")  # two ranks wrote one line
 _ELEMENT = re.compile(r"""^\s*\[?(?P<quote>["'])(?P<text>.*?)(?:\\n)?(?:(?P=quote)[,\]]*)?$""")
 
 
@@ -131,7 +132,9 @@ def unescaped(raw: str) -> list[str]:
         parts = _BREAK.split(text.replace('\\"', '"'))
         return [element["text"] if (element := _ELEMENT.match(part)) else part for part in parts]
     element = _ELEMENT.match(text) if text[:1] in "['\"" and text[-1:] in ",]" else None
-    return [element["text"] if element else raw]
+    if element:
+        return [element["text"]]
+    return _GLUED.split(raw) if raw.count("[E") > 1 else [raw]
 
 
 # A traceback on one line: its frames, and the beginning of its error. A second rank's may follow without a space.
