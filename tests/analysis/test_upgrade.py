@@ -193,7 +193,6 @@ def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: py
         ("4.39.3", "5.0.1", "UNDECIDED"),  # later than all measured ones: that nothing changes is not known
         ("4.37.0", "4.39.3", "UNDECIDED"),
         ("4.39.3", "4.45.0.dev0", "UNDECIDED"),
-        ("5.0.1", "5.0.1", "GO"),  # nothing changes
     ],
 )
 def test_expectation_is_no_evidence_of_no_change_beyond_the_measured_releases(

@@ -110,10 +110,11 @@ def _claim(case: Case, claim: Claim, by_case: Mapping[str, Sequence[Cell]]) -> C
     undecided = _reasons([*(item.measured for item in evidence if item.holds is None), *missing])
     if not decided:
         return result("untested", undecided, evidence)
+    edited = ", with files that were not committed" * uncommitted
     if len({item.holds for item in decided}) == 2:
-        return result("mixed", ("simulated: " if decided[0].simulated else "") + _conditions(decided), evidence)
-    brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement")
-    brief += ", with files that were not committed" * uncommitted
+        simulated = "simulated: " * decided[0].simulated
+        return result("mixed", simulated + _conditions(decided) + edited, evidence)
+    brief = counted(len(decided), "simulated measurement" if decided[0].simulated else "measurement") + edited
     shown = list(dict.fromkeys(f"{item.variant} {item.measured}" for item in decided))
     detail = f"{brief}: {list_some(shown, 2, '; ')}" + (f"; not decided: {undecided}" if undecided else "")
     return result("supported" if decided[0].holds else "refuted", detail, evidence, brief)

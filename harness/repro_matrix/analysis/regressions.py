@@ -265,9 +265,9 @@ def _worked(row: Row, case: Case | None, passing: Iterable[NightlyRun]) -> tuple
 
 def name_files(since: Regressions, now: NightlyRun) -> Regressions:
     """Add the files of the catalog that differ to each change, as far as git knows."""
-    unknown = UNKNOWN_FILES if now.dirty else ()
+    until, unknown = (now.started, UNKNOWN_FILES) if now.dirty else (0.0, ())
     changed = [
-        replace(each, files=tuple(changed_files(each.passing.commit, now.commit, now.dirty) or unknown))
+        replace(each, files=tuple(changed_files(each.passing.commit, now.commit, until) or unknown))
         for each in since.changed
     ]
     return replace(since, changed=changed)

@@ -132,7 +132,7 @@ class Upgrade:
         if not all(each.fixes for each in self.problems):
             return "NO-GO"
         missing = sum(bool(each.ends) for each in self.unknown)
-        enough = self.compared and self.informed >= missing and not any(each.lost for each in self.unknown)
+        enough = self.informed and self.informed >= missing and not any(each.lost for each in self.unknown)
         return "UNDECIDED" if not enough else "GO with these fixes" if self.problems else "GO"
 
     @property

@@ -6,7 +6,7 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
 from repro_matrix.planning.plan import CellPlan, VariantPlan
+from repro_matrix.records.outcome import FAILING
 from repro_matrix.report import terminal
 from repro_matrix.report.page_model import symptom
 from repro_matrix.report.terminal import print_json, print_notes, print_table, print_wrapped
@@ -93,7 +94,8 @@ def main(args: argparse.Namespace) -> int:
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
     if case.kind == "failure":
         print_wrapped(ROLES)
-        if todo := " ".join(_what_to_do(case, stack.versions if stack else {})):
+        stopped = {v["variant"] for v in variants if v["last"].partition(" ")[0] in FAILING}
+        if todo := " ".join(_what_to_do(case, stack.versions if stack else {}, stopped)):
             print_wrapped("", f"What to do: {todo}")
     for each in variants if commands else ():
         skipped = f" (skipped here: {each['skipped']})" if each["skipped"] else ""
@@ -142,8 +144,9 @@ def _result(variant: Mapping[str, Any]) -> str:
     return f"{last} (expected {other})" if last and other else last or (f"expected {other}" if other else "")
 
 
-def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
-    """Yield what helps on these versions: what to write for the first fix, and the names of the others."""
+def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str]) -> Iterator[str]:
+    """Yield what helps on these versions: what to write for the first fix, and the names of the others. ``stopped``:
+    fixes that the last run here shows not to work."""
     found = advice(case, versions)
     if not found:
         return
@@ -153,10 +156,11 @@ def _what_to_do(case: Case, versions: Mapping[str, str]) -> Iterator[str]:
         yield "Where this one does:"
     elif found.absent:
         yield "it does not reproduce with these packages (see Releases). Where it does:"
-    if not found.helps:
+    helps = [name for name in found.helps if name not in stopped]
+    if not helps:
         yield "no fix is known to work; see the variants above."
         return
-    first, *more = found.helps
+    first, *more = helps
     yield f"{case.variants[first].help or _changes(case.variants[first])} ({first})."
     if more:
         yield f"Also: {', '.join(more)}."

@@ -25,6 +25,7 @@ from repro_matrix.report import upgrade
 from repro_matrix.report.terminal import print_json, print_wrapped
 from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
+from repro_matrix.results.store import git_state
 from repro_matrix.results.summary import lost
 from repro_matrix.runner import session
 from repro_matrix.runner.session import Request, ask
@@ -57,6 +58,11 @@ def main(args: argparse.Namespace) -> int:
     rows = runs.rows_of_stacks(versions, folder, notes)
     if damaged := lost(notes):
         raise MeasureError(f"evidence cannot be used: {list_some(damaged)}. Without it there is no answer.")
+    committed = [row for row in rows if not row.dirty]
+    if git_state()[1] and committed != rows:
+        log("note: results that were measured with files that are not committed count, too")
+    else:
+        rows = committed
     result = compare(request, list(ends.values()), rows)
     if args.measure and result.missing:
         rows += _measure(request, result, ends)

@@ -38,6 +38,7 @@ def headline(upgrade: Upgrade) -> str:
         return f"GO: no new failure, and every fix that works still works ({_share(upgrade)})"
     lost = [each for each in upgrade.unknown if each.lost]
     worse = f": at least these fixes are needed: {fixes}" if fixes else ": nothing gets worse in these"
+    worse += ", but none of them depends on what changes" * (not upgrade.informed)
     worse *= bool(upgrade.compared)
     gone = f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}" if lost else ""
     return f"UNDECIDED: {_share(upgrade)}{worse}{gone}{_unread(upgrade)}"
@@ -61,7 +62,8 @@ def _moved(upgrade: Upgrade) -> tuple[Moved, Moved, Moved]:
     """Return the packages whose releases differ: those that results depend on, the others, and those that only one
     stack has ("" in the other)."""
     found: tuple[Moved, Moved, Moved] = {}, {}, {}
-    for name, pair in differences(upgrade.source.versions, upgrade.target.versions).items():
+    known = upgrade.source.versions and upgrade.target.versions
+    for name, pair in differences(upgrade.source.versions, upgrade.target.versions).items() if known else ():
         if release_of(pair[0]) != release_of(pair[1]):
             found[2 if not all(pair) else name not in UPSTREAM][name] = pair
     return found

@@ -310,9 +310,9 @@ def _commit_state(root: Path, paths: Sequence[Path]) -> tuple[str | None, bool]:
     return (None, False) if differs is None else (commit, bool(differs))
 
 
-def changed_files(before: str | None, now: str | None, uncommitted: bool) -> list[str]:
+def changed_files(before: str | None, now: str | None, until: float) -> list[str]:
     """Return the files of the catalog that differ between two commits, and those that are not committed, as far as git
-    knows; those of the harness last."""
+    knows; those of the harness last. ``until``: a file that was edited later is left out."""
     own, found = project.current(), []
     sources = [(ROOT, [ROOT / "repros", ROOT / "conf"]), (own.folder, [*own.conf, *own.scripts] if own.file else [])]
     for root, paths in (*sources, (ROOT, [ROOT / "harness"])):
@@ -322,7 +322,9 @@ def changed_files(before: str | None, now: str | None, uncommitted: bool) -> lis
                 found += (
                     git(root, "diff", "--name-only", "--no-renames", before, now, "--", *listed) or ""
                 ).splitlines()
-            found += [f"{file}{UNCOMMITTED}" for file in uncommitted_files(root, paths)] if uncommitted else []
+            edited = [root / file for file in uncommitted_files(root, paths)] if until else []
+            before_then = [file for file in edited if file.exists() and file.stat().st_mtime <= until]
+            found += [f"{file.relative_to(root)}{UNCOMMITTED}" for file in before_then]
     return list(dict.fromkeys(found))
 
 
