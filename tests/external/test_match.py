@@ -433,6 +433,35 @@ def test_match_of_a_line_in_a_training_that_is_completed(line: str, code: int) -
     assert answer(["step 1 loss 2.0", "step 2 loss 1.9", line]).exit_code == 1
 
 
+@pytest.mark.parametrize(
+    "label", ["[default{}]:", "{}: ", "[pod/train-worker-{}/pytorch] ", "(train_fn pid=1{}) "]
+)  # fmt: skip
+def test_match_of_an_error_after_which_only_other_processes_go_on_is_a_failure(label: str) -> None:
+    error = [label.format(1) + line for line in OWN]
+    for rank, code in ((0, 1), (1, 3)):
+        steps = [f"{label.format(rank)}step {step} loss 1.8" for step in range(300)]
+        assert answer([*steps[:9], *error, *steps[9:], "Training completed."]).exit_code == code
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["each line", "the first line"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "2026-01-01 00:00:00,123 - ERROR - ", "2026-01-01 00:00:00,123 - app.train - ERROR - ", "ERROR:root:",
+        "[2024-01-01, 00:00:00 UTC] {subprocess.py:93} INFO - ", "[2026-01-01 00:00:00,123][train][ERROR] - ",
+        "2026-01-01 00:00:00.123 | ERROR    | __main__:main:12 - ", "E1120 10:00:00.123456 123 file.py:12] ",
+        "2026/01/01 00:00:00 - mmengine - ERROR - ", "2026-01-01 00:00:00 | ERROR | fairseq_cli.train | ",
+        "01/01/2026 00:00:00 - INFO - __main__ -   ", "[rank1]: 2026-01-01 00:00:00,123 - ERROR - ",
+        "[1,mpirank:0,algo-1]<stderr>:", "2024-01-01T00:00:00.000+0000\talgo-1\t",
+    ],
+)  # fmt: skip
+def test_recognize_of_a_traceback_with_a_loggers_format_before_its_lines(before: str, bare: bool) -> None:
+    launcher = re.match(r"\[rank1\]: |\[1,.*|2024-01-01T.*", before)  # stands before every line
+    label = launcher[0] if launcher else ""
+    found = answer([(label if bare and at else before) + line for at, line in enumerate(UNIFORM)])
+    assert found.names == ["fsdp-uniform-dtype"] and len(found.failures) == 1
+
+
 @pytest.mark.parametrize(("prefix", "code"), [("", 1), ("[rank0]: ", 1), ("[rank1]: ", 3)])
 def test_match_of_an_error_that_a_rank_did_not_catch_while_others_go_on(prefix: str, code: int) -> None:
     steps = [f"{prefix}step {step} loss 1.8" for step in range(300)]

@@ -23,7 +23,7 @@ from repro_matrix.external.log_words import Catalogue
 from repro_matrix.grading.observation import in_package, module_names
 from repro_matrix.grading.root_cause import find_failures, is_peer_error
 from repro_matrix.grading.signature import match_attempt
-from repro_matrix.launch.tracebacks import Error
+from repro_matrix.launch.tracebacks import Error, without_time
 
 # Errors of launchers and drivers, that only say that some process of theirs failed.
 _LAUNCHERS = re.compile(
@@ -321,12 +321,14 @@ def _fatal_lines(answer: Answer) -> list[int]:
 
 
 def _may_be_caught(error: Error, progress: Progress) -> bool:
-    """Whether lines after an error can be its rank's. torch writes ``[rank1]:`` before each line of an error that a
-    rank does not catch: other lines are then no sign that this rank went on."""
-    uncaught = re.fullmatch(r"\[rank\d+\]:?", error.label) and not any(
-        error.label in text for _, text in progress.steps
-    )
-    return not (uncaught or error.signal)
+    """Whether lines after an error can be its process's. Steps of another process, as their labels tell, are no sign
+    that it went on. torch writes ``[rank1]:`` before each line of an error that a rank does not catch."""
+    if not error.label or error.signal:
+        return not error.signal
+    label = re.sub(r"\d+", r"\\d+", re.escape(error.label))
+    labelled = [text for _, text in progress.steps if re.match(label, without_time(text))]
+    uncaught = labelled or re.fullmatch(r"\[rank\d+\]:?", error.label)
+    return not uncaught or any(without_time(text).startswith(error.label) for text in labelled)
 
 
 def _is_remark(signature: Signature, note: Note) -> bool:

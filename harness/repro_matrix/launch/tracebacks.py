@@ -27,7 +27,7 @@ _TIME = re.compile(
 _LABEL = re.compile(
     r"\[rank:? ?(?P<a>\d+)\]:? ?"  # torch, Lightning
     r"|\[[A-Za-z_]+(?P<b>\d+)\]: ?"  # torchrun --tee: its role and rank
-    r"|\[\d+,(?P<c>\d+)\]<std(?:err|out)>: ?"  # mpirun --tag-output
+    r"|\[\d+,(?:mpirank:)?(?P<c>\d+)(?:,[\w-]+)?\]<std(?:err|out)>: ?"  # mpirun --tag-output, SageMaker
     r"|\((?:[\w.:<>-]+ )*pid=\d+(?:, [a-z_]+=[^,()]+)*\) ?"  # Ray
     r"|[\w.-]*\w {1,20}\| "  # docker compose
     r"|[\w.-]+: (?=\[(?:rank|default)\d)"  # pdsh
@@ -37,7 +37,9 @@ _LEARNED = re.compile(
     r"|[\[(<][^\[\]<>]{1,80}[\])>]:? ?|(?:> ?)+|[\w.-]+ \[std(?:err|out)\] ?"  # a job's own, a quotation, milabench
 )
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
+_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")  # no process is named so
 MAX_PREFIXES = 512  # that are learned
+FORMATTED = 3  # lines after a traceback's last one of code that may begin with the logger's format
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Labels:
     """The prefixes of a log's lines; learns those of another shape."""
 
     learned: dict[str, int | None] = field(default_factory=dict)
+    _format: re.Pattern[str] | None = None  # a logger's, before the header of the last traceback
+    _until: int = 0  # the last line that is expected to begin with it
 
     def split(self, raw: str, number: int) -> Line:
         text = ESCAPE.sub("", raw).rstrip() if "\x1b" in raw else raw.rstrip()
@@ -60,33 +64,44 @@ class Labels:
         if not label:
             prefix = next((each for each in self.learned if text.startswith(each)), None)
             if prefix is not None:
-                label, rank, text = prefix, self.learned[prefix], _without_time(text[len(prefix) :])
+                label, rank, text = prefix, self.learned[prefix], without_time(text[len(prefix) :])
             else:
                 at = text.find(HEADER) if HEADER in text else text.find('  File "')
                 label, rank, text = self._learn(text, at) if at > 0 else ("", None, text)
+        text = self._without_format(text, number)
         return Line(number, label, rank, _REPEATED.sub("", text) if label and text.endswith("cluster]") else text)
 
     def _learn(self, text: str, at: int) -> tuple[str, int | None, str]:
         prefix = text[:at]
         found = _LEARNED.fullmatch(prefix)
-        if found is None or len(self.learned) >= MAX_PREFIXES:
-            # A progress bar, or a sentence: the lines that follow do not have it.
-            return "", None, text[at:] if text.startswith(HEADER, at) else text
+        if found is None or _LEVEL.search(prefix) or len(self.learned) >= MAX_PREFIXES:
+            return "", None, text
         self.learned[prefix] = int(found["rank"]) if found["rank"] else None
         return prefix, self.learned[prefix], text[at:]
 
+    def _without_format(self, text: str, number: int) -> str:
+        """Return a line without what a logger writes before the header of a traceback, and perhaps before each of the
+        lines that follow. What else stands before the header (a progress bar, a sentence) is no line's."""
+        if (at := text.find(HEADER)) > 0 and text.strip("\"': ").endswith(HEADER):
+            self._format = re.compile(re.sub(r"\d+", r"\\d+", re.escape(text[:at])))
+        found = self._format.match(text) if self._format and (at > 0 or number <= self._until) else None
+        if at > 0 or (found and text.startswith(" ", found.end())):
+            self._until = number + FORMATTED
+        return text[at:] if at > 0 else text[found.end() :] if found else text
+
 
 def _known(text: str) -> tuple[str, int | None, str]:
-    text = _without_time(text)
+    text = without_time(text)
     label, rank = "", None
     while found := _LABEL.match(text):  # a label may stand inside another one's
         label += found.group().strip()
         rank = int(found[found.lastgroup]) if found.lastgroup else rank
-        text = _without_time(text[found.end() :])
+        text = without_time(text[found.end() :])
     return label, rank, text
 
 
-def _without_time(text: str) -> str:
+def without_time(text: str) -> str:
+    """Return a line without the time stamp at its beginning."""
     found = _TIME.match(text)
     return text[found.end() :] if found else text
 
