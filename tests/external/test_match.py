@@ -471,6 +471,14 @@ def test_match_of_an_error_that_a_rank_did_not_catch_while_others_go_on(prefix: 
 STEPS = [f"step {step} loss 1.8" for step in range(300)]
 
 
+def test_match_of_an_error_after_the_last_restart_of_torchrun_is_a_failure() -> None:
+    restart = "[default] Worker group FAILED. 3/3 attempts left; will restart worker group"
+    error = ["[rank1]: " + line for line in OWN]
+    ends = ["step 5 loss 1.8", "Training finished"]
+    for lines, code in ((ends, 3), (ends[:1], 1), ([*ends, *error], 1), ([*error, *ends], 1)):
+        assert answer(["step 1 loss 2.0", *error, restart, *lines]).exit_code == code
+
+
 def test_match_of_a_timeout_before_and_after_a_restart_counts_the_last_one() -> None:
     assert answer([WATCHDOG, *STEPS]).exit_code == 3 and answer([WATCHDOG, *STEPS]).recovered
     later = WATCHDOG.replace("SeqNum=5", "SeqNum=9")

@@ -168,13 +168,18 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     later = max(_fatal_lines(answer), default=0)
     if (hang := answer.hang) and (progress.recovered(hang.last) or progress.goes_on(hang.last, later)):
         answer.hang, answer.recovered = None, [Finding(hang.line, None, hang.kind, str(hang))]
-    shown = [rules()[each.kind] for each in serious]
-    crashed = answer.hang or launchers or any(rule.shows == "end" or rule.exit_codes for rule in shown)
+    shown = [rules()[each.kind] for each in serious if each.last > progress.overcome]
+    ended = any(rule.shows == "end" or rule.exit_codes for rule in shown)
+    crashed = answer.hang or ended or any(each.last > progress.overcome for each in launchers)
 
     def recovered(last: int) -> bool:
-        return progress.goes_on(last, later) or (not crashed and progress.recovered(last))
+        return last < progress.overcome or progress.goes_on(last, later) or (not crashed and progress.recovered(last))
 
-    answer.recovered += [each for each in found if _may_be_caught(each.error, progress) and recovered(each.error.last)]
+    answer.recovered += [
+        each
+        for each in found
+        if recovered(each.error.last) and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
+    ]
     answer.recovered += [each for each in answer.findings if recovered(each.last)]
     answer.failures = [each for each in found if each not in answer.recovered]
     answer.findings = [each for each in answer.findings if each not in answer.recovered]

@@ -149,6 +149,7 @@ class Progress:
 
     steps: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=STEPS))
     done: int = 0
+    restarted: int = 0  # the last line that says that torchrun starts its processes again
     last: tuple[str, int] = ("", 0)
 
     def read(self, batch: list[str], shapes: list[bytes], first: int) -> None:
@@ -186,6 +187,11 @@ class Progress:
     def complete(self) -> bool:
         """Whether the log says that training is complete, and no step follows."""
         return self.done > 0 and self.ended
+
+    @property
+    def overcome(self) -> int:
+        """The line of a restart after which training was completed: what stands before it did not end the run."""
+        return self.restarted if self.complete and self.after(self.restarted) else 0
 
     def goes_on(self, line: int, later: int) -> bool:
         """Whether training went on after a line, until another one."""
@@ -291,8 +297,11 @@ def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool)
             errors.add_message(line, "", text)
         else:
             _find(found, line, rule)
-    if "done" in asked.readers and _DONE.search(text):
-        found.progress.done = max(found.progress.done, line.number)
+    if "done" in asked.readers:
+        if _DONE.search(text):
+            found.progress.done = max(found.progress.done, line.number)
+        if "will restart worker group" in text:
+            found.progress.restarted = line.number
     if "versions" in asked.readers:
         found.versions.read(text, line.number)
     if len(found.notes) < MAX_NOTES and any(re.search(pattern, text) for pattern in asked.patterns):

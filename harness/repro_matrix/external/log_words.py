@@ -32,7 +32,7 @@ _READERS = {
     "versions": (*UPSTREAM, *TRAINERS),
     "done": (
         "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",
-        "exit code",
+        "exit code", "will restart worker group",
     ),
 }  # fmt: skip
 _STATES = re.compile(r"(?i)error|exception|fail")
