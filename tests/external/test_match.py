@@ -264,7 +264,7 @@ def test_match_text_of_a_failure_and_of_a_healthy_log(
         *(f"[rank0]: {line}" for line in ECHO),
         "train.py FAILED",
     ]
-    caught = [*OWN, "step 2 loss 1.9", "Training completed."]
+    caught = ["step 1 loss 2.0", *OWN, "step 2 loss 1.9", "Training completed."]
     texts = []
     monkeypatch.chdir(tmp_path)
     for number, each in enumerate((lines, ["step 2 loss inf"], [WATCHDOG], caught)):
@@ -377,6 +377,19 @@ def test_match_of_an_error_that_was_caught_is_nothing(after: list[str], code: in
 
 
 @pytest.mark.parametrize(
+    ("error", "steps", "code"),
+    [
+        (OWN, 100, 1),  # standard output may have been in a buffer: the steps were before the error
+        (OWN, 600, 3),  # more than a buffer holds
+        (["ImportError: cannot import name 'flash_attn' (falling back to sdpa)"], 8, 3),
+    ],
+)
+def test_match_of_an_error_above_all_steps_may_have_ended_them(error: list[str], steps: int, code: int) -> None:
+    shown = [f"step {step} loss 1.8" for step in range(steps)]
+    assert answer([*error, *shown, "Training finished. Saving the model"]).exit_code == code
+
+
+@pytest.mark.parametrize(
     ("caught", "steps", "first"),
     [
         (OWN, 19, "KeyError"),
@@ -464,7 +477,7 @@ def test_recognize_of_a_traceback_with_a_loggers_format_before_its_lines(before:
 
 @pytest.mark.parametrize(("prefix", "code"), [("", 1), ("[rank0]: ", 1), ("[rank1]: ", 3)])
 def test_match_of_an_error_that_a_rank_did_not_catch_while_others_go_on(prefix: str, code: int) -> None:
-    steps = [f"{prefix}step {step} loss 1.8" for step in range(300)]
+    steps = [f"{prefix}step {step} loss 1.8" for step in range(600)]
     assert answer([*(f"[rank1]: {line}" for line in OWN), *steps, "Training completed."]).exit_code == code
 
 
@@ -762,6 +775,7 @@ def test_match_of_a_damaged_gzip_file_reads_what_is_before_the_damage(before: in
     code, out, err = match(gzip.compress(text)[:-9])  # the error is in the last lines, its end is cut off
     assert code == 0 and "fsdp-uniform-dtype" in out
     assert "end-of-stream" in err
+    assert match(gzip.compress(b"step 1 loss 2.0\n" * (before + 1))[:-9])[0] == 2  # perhaps it failed later
 
 
 @pytest.mark.parametrize("prefix", ["[rank{}]: ", ""])

@@ -41,9 +41,10 @@ def main(args: argparse.Namespace) -> int:
     found = []
     codes, empty = set(), True
     for path in [text for text in args.logs if not text.startswith("stack=")] or ["-"]:
-        seen = scan(lines(path), known)
+        damaged: list[str] = []
+        seen = scan(lines(path, damaged), known)
         answer, empty = recognize(seen, known), empty and not seen.lines
-        codes.add(answer.exit_code)
+        codes.add(ExitCode.USAGE if damaged and answer.exit_code == 3 else answer.exit_code)
         if args.json:
             found.append(log_json(path, seen, answer, cases.cases, given))
         else:

@@ -172,13 +172,15 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     ended = any(rule.shows == "end" or rule.exit_codes for rule in shown)
     crashed = answer.hang or ended or any(each.last > progress.overcome for each in launchers)
 
-    def recovered(last: int) -> bool:
-        return last < progress.overcome or progress.goes_on(last, later) or (not crashed and progress.recovered(last))
+    def recovered(last: int, buffered: bool = False) -> bool:
+        ends_well = not (crashed or buffered) and progress.recovered(last)
+        return last < progress.overcome or progress.goes_on(last, later) or ends_well
 
     answer.recovered += [
         each
         for each in found
-        if recovered(each.error.last) and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
+        if recovered(each.error.last, _may_be_buffered(each.error, progress))
+        and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
     ]
     answer.recovered += [each for each in answer.findings if recovered(each.last)]
     answer.failures = [each for each in found if each not in answer.recovered]
@@ -334,6 +336,12 @@ def _may_be_caught(error: Error, progress: Progress) -> bool:
     labelled = [text for _, text in progress.steps if re.match(label, without_time(text))]
     uncaught = labelled or re.fullmatch(r"\[rank\d+\]:?", error.label)
     return not uncaught or any(without_time(text).startswith(error.label) for text in labelled)
+
+
+def _may_be_buffered(error: Error, progress: Progress) -> bool:
+    """Whether an error may have ended the steps that stand below it. Those below an import that failed were made after
+    it."""
+    return "ImportError" not in error.type and "ModuleNotFound" not in error.type and progress.buffered(error.last)
 
 
 def _is_remark(signature: Signature, note: Note) -> bool:

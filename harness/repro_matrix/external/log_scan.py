@@ -139,6 +139,7 @@ _DONE = re.compile(
     r"|exits successfully|\.fit` stopped|exit code:? 0\b|^\W*(?:all )?(?:done|finished|completed)\W*$"
 )
 STEPS = 200  # more lines than a process that has crashed still writes from its buffer (8 KiB)
+BUFFER = 8192  # bytes
 STEPS_BETWEEN = 20  # after an error that was caught, before another one
 
 
@@ -148,6 +149,7 @@ class Progress:
     last one that is not empty."""
 
     steps: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=STEPS))
+    first: int = 0
     done: int = 0
     restarted: int = 0  # the last line that says that torchrun starts its processes again
     last: tuple[str, int] = ("", 0)
@@ -160,6 +162,10 @@ class Progress:
             at for at in range(len(batch) - 1, -1, -1) if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
         )
         last = list(islice(numbers, STEPS))[::-1]
+        if last and not self.first:
+            self.first = first + next(
+                at for at in range(len(batch)) if b"loss" in shapes[at].lower() and _STEP.search(batch[at])
+            )
         self.steps.extend((first + at, batch[at].strip()) for at in last)
 
     def findings(self) -> Iterator[Finding]:
@@ -187,6 +193,12 @@ class Progress:
     def complete(self) -> bool:
         """Whether the log says that training is complete, and no step follows."""
         return self.done > 0 and self.ended
+
+    def buffered(self, line: int) -> bool:
+        """Whether the steps after a line may have been made before it: the first one follows it, and all fit in the
+        buffer of a process."""
+        size = sum(len(text) + 1 for _, text in self.steps) / max(1, len(self.steps))
+        return line < self.first and (self.steps[-1][0] - self.first) * size < BUFFER
 
     @property
     def overcome(self) -> int:

@@ -26,9 +26,9 @@ class LogError(ReproError):
     """A log that cannot be read as one."""
 
 
-def lines(path: str) -> Iterator[str]:
+def lines(path: str, damaged: list[str] | None = None) -> Iterator[str]:
     """Yield the lines of a log, plain or gzip, UTF-8 or UTF-16; ``-`` is the standard input. Of a damaged gzip file
-    those before the damage. Raises LogError: there is none."""
+    those before the damage; ``damaged`` gets its path then. Raises LogError: there is none."""
     number = 0
     try:
         with open(path, "rb") if path != "-" else nullcontext(sys.stdin.buffer) as file:
@@ -39,6 +39,8 @@ def lines(path: str) -> Iterator[str]:
         reason = getattr(error, "strerror", None) or error
         if not number:
             raise LogError(f"{path} cannot be read: {reason}") from None
+        if damaged is not None:
+            damaged.append(path)
         log(f"{path}: what follows line {number} cannot be read: {reason}")
 
 
