@@ -167,10 +167,11 @@ def test_code_to_copy_stays_in_one_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("repro_matrix.results.runs.scratch", lambda: tmp_path)  # no result of a developer
     fix = 'TrainingArguments(gradient_checkpointing_kwargs={"use_reentrant": False});'
     for color in ("", "1"):  # a pipe and a terminal
         monkeypatch.setenv("FORCE_COLOR", color)
-        below = call(capsys, "show", "ddp-ready-once", f"results={tmp_path}")[1].partition("What to do:")[2]
+        below = call(capsys, "show", "ddp-ready-once")[1].partition("What to do:")[2]
         assert fix in [line.strip() for line in below.splitlines()]
 
 

@@ -247,8 +247,12 @@ def test_run_whose_evidence_is_lost_is_no_passing_run(folder: Path, tmp_path: Pa
     for place in (earlier, later):  # in the order of time, which their names do not have
         shutil.copytree(folder, place, ignore=shutil.ignore_patterns("runs"))
         runs.note(place, [], runs.ENDED)
+        runs.store_exit_code(place, 0)
     assert [run.run_id for run in since_last_passing(later, rows, cases).passing] == [str(earlier)]
     assert not since_last_passing(earlier, rows, cases).passing
+    for code, passed in ((1, False), (2, False), (3, True), (0, True)):
+        runs.store_exit_code(earlier, code)
+        assert bool(since_last_passing(later, rows, cases).passing) is passed
     (later / runs.MANIFEST).rename(later / "moved")
     assert not since_last_passing(later, rows, cases).passing  # a folder that is no run, e.g. published results
     (later / "moved").rename(later / runs.MANIFEST)

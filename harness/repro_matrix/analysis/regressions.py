@@ -25,7 +25,7 @@ from repro_matrix.grading.expectations import as_expected, expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
-from repro_matrix.results.runs import ENDED, LOOK_BACK, current_rows, runs_before, scratch
+from repro_matrix.results.runs import KEPT, current_rows, runs_before, scratch
 from repro_matrix.results.store import UNCOMMITTED, changed_files
 from repro_matrix.results.summary import lost, missing_cells
 from repro_matrix.text import list_some
@@ -200,25 +200,21 @@ def compare_to_last_passing(
 
 
 def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Case]) -> Regressions:
-    """Compare a run with those before it (``runs_before``). A run passes where nothing in it differs from what is
-    expected now, from a CPU, or from the passing runs before it. At most ``LOOK_BACK`` runs are read."""
+    """Compare a run with those before it (``runs_before``) that passed: with exit code 0, or 3 where less was measured
+    than requested. At most ``KEPT`` are read."""
     cells, found = {row.cell for row in rows}, list[NightlyRun]()
-    for run in runs_before(folder)[-LOOK_BACK:]:
+    before = runs_before(folder)
+    for run in [each for each in before if each.exit_code in (0, 3)][-KEPT:]:
         notes: list[str] = []
         stored = [compared(row, cases) for row in current_rows(run.folder, notes)]
         if cells & {row.cell for row in stored}:
-            results = [from_row(row) for row in stored]
-            since = compare_to_last_passing(results, found)
-            marked = against_history(stored, cases, since)
-            differs = since.changed or any(row.state in ("unexpected", "differs_from_cpu") for row in marked)
             name = run.folder.name if run.folder.parent == scratch().resolve() else str(run.folder)
-            made = make_run(name, results, int(bool(differs)))
-            less = missing_cells(run.folder, stored, notes) or lost(notes) or lacking(stored)
-            found.append(replace(made, partial=run.state != ENDED or bool(less)))
+            less = run.exit_code or missing_cells(run.folder, stored, notes) or lost(notes) or lacking(stored)
+            found.append(replace(make_run(name, map(from_row, stored), 0), partial=bool(less)))
     accepted = {(row.cell_id, row.variant) for row in rows if row.state == "quarantined"}
     results = [from_row(row) for row in rows]
     since = compare_to_last_passing(results, found, lambda *place: place in accepted)
-    since.earlier = bool(found)
+    since.earlier = bool(before)
     return name_files(since, make_run("", results))
 
 

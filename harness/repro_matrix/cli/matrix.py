@@ -19,7 +19,7 @@ from repro_matrix.report.terminal import columns, print_json, print_lines
 from repro_matrix.results import quarantine
 from repro_matrix.results.expectations import bisect_exit, exit_code
 from repro_matrix.results.rows import rows_of
-from repro_matrix.results.runs import results_folder
+from repro_matrix.results.runs import results_folder, store_exit_code
 from repro_matrix.runner import session, workspace
 from repro_matrix.text import counted, log
 
@@ -76,6 +76,11 @@ def measure(
     if summary.problem:
         complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"
         head = replace(head, incomplete=f"Stopped after {counted(summary.attempts, 'attempt')}, {complete}")
+    short = prepared.shortfall()
+    code = exit_code(rows, prepared.settings.min_cells, bool(prepared.left_out or short))
+    code = code or (ExitCode.USAGE if expired else ExitCode.OK)
+    if not (summary.problem or summary.interrupted):
+        store_exit_code(folder, code)
     written = write_run_page(folder) if page else None
     if args.json:
         records = [record(cell, row) for cell in cells_of(rows) for row in cell.rows]
@@ -94,11 +99,8 @@ def measure(
         return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
     for text in expired:
         log(f"repro: {text}")
-    short = prepared.shortfall()
     for text in short:
         log(f"repro: {text}")
-    code = exit_code(rows, prepared.settings.min_cells, bool(prepared.left_out or short))
-    code = code or (ExitCode.USAGE if expired else ExitCode.OK)
     if not args.json:
         print(run_summary.describe_exit(code, head, summary))
     return code

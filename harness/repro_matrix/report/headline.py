@@ -280,7 +280,7 @@ class Headline:
     def changed(self) -> str:
         """Say what changed since the last passing run: results, and what may have caused it."""
         if not self.previous:
-            why = "no earlier run here passed" if self.since.earlier else "first run here"
+            why = "no earlier run here has these cells and passed" if self.since.earlier else "first run here"
             return self.no_previous or f"Not compared: {why}."
         causes = list(dict.fromkeys(text for each in self.attention for text in each.causes))
         parts = [counted(self.changes, "result")] if self.changes else []
@@ -339,8 +339,10 @@ class Headline:
         """Return a badge in the format of an endpoint of shields.io."""
         works, measured = self.fixes
         message = f"{self.count('reproduces')} of {self.failures} reproduce, {works} of {measured} fixes work"
-        return {"schemaVersion": 1, "label": "known failures", "message": message,
-                "color": "red" if self.differences else "green"}  # fmt: skip
+        unclear = self.incomplete or self.unanswered
+        message = f"incomplete: {message}" if unclear else message
+        color = "red" if self.differences else "yellow" if unclear else "green"
+        return {"schemaVersion": 1, "label": "known failures", "message": message, "color": color}
 
 
 def _names(rows: Iterable[Row]) -> list[str]:

@@ -108,11 +108,14 @@ def load_results(
     members, stored_cases = iter(rows), {row.case for row in stored}
     cells = [replace(cell, rows=tuple(islice(members, len(cell.rows)))) for cell in cells]
     shown = [catalog.cases[name] for name in dict.fromkeys(row.case for row in rows)]
+    read = {folder: run for folder in folders if (run := runs.read(folder))}
     incomplete = [
         f"{folder}: the run was interrupted. To continue: repro matrix --resume results={folder}"
-        for folder in folders
-        if (run := runs.read(folder)) and run.interrupted
+        for folder, run in read.items()
+        if run.interrupted
     ]
+    less = "less was measured or confirmed than requested"
+    incomplete += [f"{folder}: exit code 3 of its run: {less}" for folder, run in read.items() if run.exit_code == 3]
     ungraded = sorted(stored_cases - catalog.cases.keys())
     wrong = left_out(catalog.cases)
     unknown = "the catalog has no such case"

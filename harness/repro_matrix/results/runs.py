@@ -42,7 +42,8 @@ LOOK_BACK = 5  # runs whose results count as the history of a cell
 class Run:
     """``texts``: the command line's overrides. ``left``: cells that its time limit left out, "hardware stack key"; None
     where that is unknown. ``stacks``: all packages of each stack. ``project``: the folder of the checkout or project
-    that measured it. ``written``: when its manifest was written last: at its end."""
+    that measured it. ``written``: when its manifest was written last: at its end. ``exit_code``: None where it did not
+    get that far."""
 
     folder: Path
     texts: tuple[str, ...]
@@ -51,6 +52,7 @@ class Run:
     stacks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     project: str = ""
     written: float = 0.0
+    exit_code: int | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -90,7 +92,8 @@ def check_latest(root: Path) -> None:
 def listed(root: Path) -> list[Run]:
     """Return the runs in a folder, the oldest first."""
     folders = sorted(root.iterdir()) if root.is_dir() else []
-    return [run for folder in folders if not folder.is_symlink() and (run := read(folder))]
+    found = [run for folder in folders if not folder.is_symlink() and (run := read(folder))]
+    return sorted(found, key=lambda run: run.written)
 
 
 def runs_before(folder: Path) -> list[Run]:
@@ -98,8 +101,7 @@ def runs_before(folder: Path) -> list[Run]:
     first: a folder that ``results=`` names may lie among those of others."""
     own = read(folder)
     beside = listed(folder.resolve().parent) if own else []
-    return sorted((run for run in beside if own and run.project == own.project and run.written < own.written),
-                  key=lambda run: run.written)  # fmt: skip
+    return [run for run in beside if own and run.project == own.project and run.written < own.written]
 
 
 def read(folder: Path) -> Run | None:
@@ -107,7 +109,7 @@ def read(folder: Path) -> Run | None:
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         left = tuple(map(str, data["left"])) if "left" in data else None
-        made = str(data.get("project", "")), float(data.get("written", 0.0))
+        made = str(data.get("project", "")), float(data.get("written", 0.0)), data.get("exit_code")
         return Run(folder, tuple(map(str, data["texts"])), str(data["state"]), left, data.get("stacks", {}), *made)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -127,6 +129,13 @@ def begin(root: Path, texts: Sequence[str]) -> Path:
     point(folder)
     prune(root)
     return folder
+
+
+def store_exit_code(folder: Path, code: int) -> None:
+    """Add the exit code to a run's manifest: whether it passed decides what later runs are compared with."""
+    with contextlib.suppress(OSError, ValueError):
+        path = folder / MANIFEST
+        write_text(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"exit_code": code}))
 
 
 def note(
