@@ -150,14 +150,20 @@ def finish(
         ("Not measured completely", lacking),
     ):
         messages += [f"{head}: {list_some(listed, SHOWN, '; ')}"] if listed else []
-    own = project.current()
-    places = own.expected, quarantine.file()
-    if edited := [file for place in places for file in store.uncommitted_files(own.folder, [place])]:
-        what = f"{counted(len(edited), 'file')} of expectations not committed"
-        messages.append(f"Not reviewed: {what} ({list_some(edited, SHOWN)})")
+    messages += [text] if (text := not_reviewed()) else []
     by_runs = [f"the runs ended with exit code {run_exit_code}"] if run_exit_code else []
     reasons = [*differs, *by_runs, *incomplete]
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
+
+
+def not_reviewed() -> str:
+    """Name the files of expectations and of the quarantine that are not committed; "" where there are none."""
+    own = project.current()
+    edited = [
+        file for place in (own.expected, quarantine.file()) for file in store.uncommitted_files(own.folder, [place])
+    ]
+    what = f"{counted(len(edited), 'file')} of expectations not committed"
+    return f"Not reviewed: {what} ({list_some(edited, SHOWN)})" if edited else ""
 
 
 def _is_finished(folder: Path) -> bool:

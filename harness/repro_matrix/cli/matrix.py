@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
+from repro_matrix.analysis.nightly import not_reviewed
 from repro_matrix.analysis.regressions import against_history, since_last_passing
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode
@@ -97,9 +98,7 @@ def measure(
         log("interrupted: --resume continues with what is missing")
     if summary.interrupted or for_git:
         return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
-    for text in expired:
-        log(f"repro: {text}")
-    for text in short:
+    for text in filter(None, (*expired, *short, not_reviewed())):
         log(f"repro: {text}")
     if not args.json:
         print(run_summary.describe_exit(code, head, summary))
