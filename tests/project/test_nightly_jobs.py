@@ -243,7 +243,7 @@ def test_job_steps_run_in_a_clean_clone(tmp_path: Path) -> None:
         if not name.startswith("gitlab"):
             run(text, clone, own)
     out = clone / "nightly-out"
-    assert (out / "page.html").stat().st_size > 10_000 and "The one measured reproduces" in summary.read_text()
+    assert (out / "page.html").stat().st_size > 10_000 and "1 of 1 measured reproduces" in summary.read_text()
     assert JUnitXml.fromfile(str(out / "junit.xml"))
     (night,) = load_history(home / "nightly-kept" / "cpu" / "history")
     assert night.run_id == "run-7" and {row.case for row in night.rows} == {"fsdp-uniform-dtype"}
