@@ -174,7 +174,7 @@ def test_changes_since_the_last_passing_run() -> None:
         return headline(rows, {}, compare_to_last_passing(map(from_row, rows), [monday]))
 
     head = since_monday(night("NOT_FIXED", "0.19.8"))
-    assert head.changed == "1 result since monday. What else changed: deepspeed: 0.19.7 -> 0.19.8."
+    assert head.changed == "1 result since monday. Also changed: deepspeed: 0.19.7 -> 0.19.8."
     assert "Documented fixes: 1 stopped working: some-case/a." in head.sentences
     assert (head.attention[0].causes, "monday" in head.attention[0].since) == (["deepspeed: 0.19.7 -> 0.19.8"], True)
     assert " ".join(head.attention[0].search).startswith(

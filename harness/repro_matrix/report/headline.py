@@ -274,7 +274,8 @@ class Headline:
             fix = (case.case, *case.fixes[:1])
             helps = [_FIRST.split(row.help)[0] for row in self.rows if (row.case, row.variant) == fix and row.help]
             show = [] if helps and self.attention else [f"repro show {case.case}"]
-            yield Fact(f"{case.case}: {'. More: '.join([*helps[:1], *show])}", case.case)
+            name = "Works" if command and helps else case.case
+            yield Fact(f"{name}: {'. More: '.join([*helps[:1], *show])}", case.case)
 
     @property
     def changed(self) -> str:
@@ -286,7 +287,7 @@ class Headline:
         parts = [counted(self.changes, "result")] if self.changes else []
         parts += [f"{counted(len(self.lost), 'result')} missing now ({list_some(self.lost)})"] if self.lost else []
         what = " and ".join(parts) or "Nothing"
-        return f"{what} since {self.previous}.{f' What else changed: {list_some(causes, 2)}.' if causes else ''}"
+        return f"{what} since {self.previous}.{f' Also changed: {list_some(causes, 2)}.' if causes else ''}"
 
     def _compared(self) -> Iterator[Fact]:
         """Yield with what the results were compared, and what was not."""
