@@ -20,6 +20,7 @@ from repro_matrix.environment.gpus import DriverError, Gpu, GpuProcess, GpuState
 
 A100, H200, T4 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "Tesla T4"
 MEMORY_MB = {A100: 81920, H200: 143771, T4: 15360}
+CONTEXT_MB = 500  # of each process, beside what its allocator reports
 CAPABILITY = {A100: (8, 0), H200: (9, 0), T4: (7, 5)}
 ERRORS = {
     9: "Driver Not Loaded",
@@ -78,6 +79,7 @@ class FakeNvml:
     cuda: int = 13000  # as NVML writes it
     init_error: int | None = None
     error: int | None = None
+    ranks: Path | None = None  # where ranks on a made-up GPU show themselves (tests/fake_cuda/memory.py)
 
     def __post_init__(self) -> None:
         for index, gpu in enumerate(self.gpus):
@@ -128,8 +130,11 @@ class FakeNvml:
 
     def state(self, uuid: str) -> GpuState:
         gpu = self._gpu(uuid)
-        used = sum(process.memory_mb or 0 for process in gpu.processes)
-        processes = tuple(GpuProcess(process.pid, process.memory_mb) for process in gpu.processes)
+        files = (self.ranks / uuid).glob("*") if self.ranks else ()
+        ranks = [Process(int(file.name), CONTEXT_MB) for file in files if Path("/proc", file.name).exists()]
+        running = [*gpu.processes, *ranks]
+        used = sum(process.memory_mb or 0 for process in running)
+        processes = tuple(GpuProcess(process.pid, process.memory_mb) for process in running)
         problem = gpu.problem or ("it is in MIG mode" if gpu.mig is not None else None)
         return GpuState(gpu.memory_mb - used, used, processes, gpu.ecc_uncorrected, problem)
 

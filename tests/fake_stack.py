@@ -49,7 +49,7 @@ def python_that_says(
         f'  if [ "$2" = rank ]; then {pair}; exit 0; fi\n'
         f"  {probe}\n"
         f'  cat "{folder}/said.txt"; echo "$@" >>"{folder}/asked"\n'
-        f'  printf "%s\\n" "$CUDA_VISIBLE_DEVICES" >>"{folder}/visible"; exit 0;; esac\n'
+        f'  echo "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER" >>"{folder}/visible"; exit 0;; esac\n'
         f'{first}exec {sys.executable} "$@"\n',
         encoding="utf-8",
     )

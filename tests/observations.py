@@ -62,7 +62,7 @@ def record(rank: int = 0, **changes: Any) -> dict[str, Any]:
     made = {
         "schema": 2, "rank": rank, "world_size": 2, "pid": 1, "started": 100.0, "ended": 110.0 + rank,
         "phase": "end", "done": True, "done_at": 9.0, "exception": None, "checks": [check()], "metrics": {},
-        "facts": {}, "versions": {}, "warnings": [], "logs": [], "cpu_s": 1.0, "peak_rss_mb": 300.0,
+        "facts": {}, "versions": {}, "warnings": [], "logs": [], "cpu_s": 1.0, "peak_rss_bytes": 300 << 20,
     }  # fmt: skip
     return {**made, **changes}
 
@@ -136,7 +136,7 @@ def as_promised(settings: dict[str, Any], ranks: int, also: Sequence[str] = ()) 
     items.append({"what": "collectives", "actual": dict.fromkeys(invariants.get("collectives", ()), 1)})
     items += [{"what": name, "actual": 1, "least": 1} for name in also]
     read = {"flags": list(settings["flags"]), "options": list(settings["strategy"].get("options") or {})}
-    used = {"peak_gpu_mb": 1.0, "device": "cuda:0"} if settings.get("device") == "cuda" else {}
+    used = {"peak_gpu_bytes": 512, "device": "cuda:0"} if settings.get("device") == "cuda" else {}
     return {"effects": items, "read": read, **used}
 
 

@@ -5,7 +5,10 @@ A case names those that its results depend on (``depends_on_capabilities``); gra
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
+import uuid
 from typing import Any, Callable
 
 
@@ -29,3 +32,16 @@ def machine_facts() -> dict[str, Any]:
         except Exception:  # unknown in this release or build
             continue
     return found
+
+
+def gpu_uuid(cuda: Any) -> str | None:
+    """Return the UUID of the current GPU as NVML writes it; None where neither torch (2.5 and later) nor the driver
+    reports it."""
+    device = cuda.current_device()
+    with contextlib.suppress(Exception):
+        return f"GPU-{str(cuda.get_device_properties(device).uuid).replace('GPU-', '')}"
+    with contextlib.suppress(Exception):
+        driver, handle, raw = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        if not (driver.cuDeviceGet(ctypes.byref(handle), device) or driver.cuDeviceGetUuid(raw, handle)):
+            return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
+    return None

@@ -202,7 +202,7 @@ class Record:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.data["cpu_s"] = round(usage.ru_utime + usage.ru_stime + children.ru_utime + children.ru_stime, 4)
-        self.data["peak_rss_mb"] = round(usage.ru_maxrss / 1024, 1)
+        self.data["peak_rss_bytes"] = usage.ru_maxrss * 1024
         self.data["versions"] = versions()
         if self.path is None:
             return

@@ -1,12 +1,12 @@
-"""Make the two runs of a reference, plain and perturbed, once per node or take them from an earlier attempt.
+"""Make the two runs of a reference, plain and perturbed, once or take them from an earlier attempt.
 
-The first two ranks of a node share the work and write the results into the attempt's folder, tensor by tensor; no rank
+The first two ranks share the work and write the results into the attempt's folder, tensor by tensor; no rank
 waits for them before the first check. Where the memory plan says that two do not fit (settings ``reference``: "turns"),
 the first rank does both; where not even one fits, it does both with the weights on disk ("layers",
 repro_kit/offloaded_model.py).
 
 Attempts of one run that need the same reference share it (settings ``references``: the run's folder and the attempt's
-name; absent in a run by hand). The first rank of a node looks it up under a key of everything that it depends on
+name; absent in a run by hand). Rank 0 looks it up under a key of everything that it depends on
 (cache_key.py) and informs the others. If there is none, it is made and stored when complete; attempts do not wait for
 each other. The fact ``reference`` in the record names the attempt that made it.
 """
@@ -54,8 +54,7 @@ class Runs:
         self._found: dict[str, Any] = {}
         self._wait_s = float(run.settings.get("limit_s") or WAIT_S)
         alone = run.world_size == 1
-        local = 0 if alone else int(os.environ.get("LOCAL_RANK", "0"))
-        helpers = 1 if alone else min(2, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size))))
+        helpers = min(2, run.world_size)
         where = run.settings.get("reference")
         if where in ("turns", "layers"):
             helpers = 1
@@ -63,15 +62,15 @@ class Runs:
         _made.append(token)  # a second reference in this process must not be mistaken for the first
         self.folder = run.work_dir / f"{run.case}-reference-{token}-{os.getppid()}-{len(_made)}"
         self.on_disk = self.folder.with_name(f"{self.folder.name}-weights") if where == "layers" else None
-        if self._taken(model, local):
+        if self._taken(model):
             return
-        if local == 0:
+        if run.rank == 0:
             tracing.side("trusted")
             self._plain()
             for seed, name in enumerate(tracing.NOISE if tracing.active() else (), 1):
                 tracing.side(name, seed)
                 train_alone(self.start, self._loss, run.steps, lr, lambda steps, model: None, self.on_disk)
-        if local == helpers - 1:
+        if run.rank == helpers - 1:
             tracing.side("perturbed")
             self._perturbed()
             self._share()
@@ -145,14 +144,14 @@ class Runs:
 
     # --- sharing with other attempts
 
-    def _taken(self, model: nn.Module, local: int) -> bool:
+    def _taken(self, model: nn.Module) -> bool:
         """Return whether the reference of another attempt is in the folder now."""
         shared = self.run.settings.get("references")
         if not shared:
             return False
         self.common = Common(Path(shared["folder"]), shared["attempt"])
         answer = self.folder.with_name(f"{self.folder.name}.from")
-        if local == 0:
+        if self.run.rank == 0:
             key = self._key(model)
             by = self.common.take(key, self.folder)
             self._leave(answer, {"key": key, "made_by": by or shared["attempt"], "taken": by is not None})

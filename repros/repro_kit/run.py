@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from repro_kit import manual_run, tracing
-from repro_kit.machine import machine_facts
+from repro_kit.machine import gpu_uuid, machine_facts
 from repro_kit.rank_monitor import MARGIN_S, OURS, Witness, collectives, nccl_environment
 from repro_kit.record import Record, clip, describe_exception, holds, plain
 from repro_kit.settings import host_of_its_own
@@ -139,9 +139,9 @@ class Run:
             self.witness.phase(name)
 
     def _peak(self) -> None:
-        """Record the memory peak (MiB) of the phase that ends; to be compared with the memory plan."""
-        peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        self.record.data["facts"].setdefault("peak_mb", {})[self.record.data["phase"]] = peak
+        """Record the memory peak of the phase that ends; to be compared with the memory plan."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.record.data["facts"].setdefault("peak_bytes", {})[self.record.data["phase"]] = peak
 
     def metric(self, name: str, value: float) -> None:
         self.record.data["metrics"][name] = value
@@ -223,7 +223,8 @@ def _environment(settings: dict[str, Any]) -> None:
         # NVLink switches add in an order of their own, which may change from call to call; some checks compare bits.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         if settings["devices"] < settings["world_size"]:
-            os.environ.update(host_of_its_own(int(os.environ.get("RANK", "0"))))
+            attempt = os.environ.get("REPRO_ATTEMPT") or f"repro-{os.environ.get('MASTER_PORT')}"
+            os.environ.update(host_of_its_own(int(os.environ.get("RANK", "0")), settings["world_size"], attempt))
     if settings["device"] == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
@@ -334,7 +335,9 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
             run.init_process_group()
         run.phase("body")
         if run.device_kind == "cuda":
-            record_device(record)
+            import torch
+
+            record_device(record, torch.cuda)
         tracing.install(rank, world)
         body(run)
         tracing.close()
@@ -352,12 +355,22 @@ def execute(body: Callable[[Run], None], settings: dict[str, Any]) -> int:
     return code
 
 
-def record_device(record: Record) -> None:
-    """Write down that this rank has initialized CUDA, before its body: one that hangs or is killed shows it, too."""
-    import torch
-
-    record.data["device"] = f"cuda:{torch.cuda.current_device()}"
+def record_device(record: Record, cuda: Any) -> None:
+    """Write down on which GPU this rank has initialized CUDA, before its body: one that hangs or is killed shows it,
+    too. The peak of its memory is the body's: ``_connect`` has used some."""
+    record.data["device"] = f"cuda:{cuda.current_device()}"
+    record.data["gpu_uuid"] = gpu_uuid(cuda)
+    cuda.reset_peak_memory_stats()
     record.write()
+
+
+def record_memory(record: Record, cuda: Any) -> None:
+    """Write down the memory of its GPU that this rank used. torch allocates blocks of 512 bytes."""
+    record.data["peak_gpu_bytes"] = cuda.max_memory_allocated()
+    with contextlib.suppress(Exception):  # the context may be lost
+        free, total = cuda.mem_get_info()
+        used = {"reserved": cuda.max_memory_reserved(), "used": total - free, "total": total}
+        record.data["facts"]["gpu_bytes"] = used
 
 
 def _witness(settings: dict[str, Any], rank: int) -> Witness | None:
@@ -384,12 +397,7 @@ def _finish(record: Record, settings: dict[str, Any], code: int) -> None:
     record.data["facts"].update(float32=float32_facts(), machine=machine_facts())
     torch_module = sys.modules.get("torch")
     if settings["device"] != "cpu" and torch_module is not None and torch_module.cuda.is_initialized():
-        record.data["peak_gpu_mb"] = round(torch_module.cuda.max_memory_allocated() / 2**20, 1)
-        with contextlib.suppress(Exception):  # the context may be lost
-            free, total = torch_module.cuda.mem_get_info()
-            reserved = torch_module.cuda.max_memory_reserved()
-            sizes = {"reserved": reserved, "used": total - free, "total": total}
-            record.data["facts"]["gpu_mb"] = {name: round(size / 2**20) for name, size in sizes.items()}
+        record_memory(record, torch_module.cuda)
         with contextlib.suppress(Exception):  # after some CUDA errors no event can be queried
             record.data["collectives"] = collectives()  # NCCL lets different ones complete as one, with garbage
     record.write()

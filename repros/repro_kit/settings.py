@@ -109,10 +109,14 @@ def resolve(
     return out
 
 
-def host_of_its_own(rank: int) -> dict[str, str]:
-    """Return the variables that let NCCL take a rank for another machine: it refuses two of one machine on one GPU.
+def host_of_its_own(rank: int, world_size: int = 2, attempt: str = "repro") -> dict[str, str]:
+    """Return the variables that make a rank look like the only one of its machine: NCCL refuses two of one machine on
+    one GPU, and DeepSpeed takes the device LOCAL_RANK. ``attempt``: part of NCCL's name of the machine.
 
     The ranks then talk over sockets. NVIDIA does not support this; profile gpu1-nccl is never published.
     """
     sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
-    return {"NCCL_HOSTID": f"repro-rank-{rank}", **sockets}
+    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    place.update(dict.fromkeys(("GROUP_RANK", "NODE_RANK", "CROSS_RANK"), str(rank)))
+    place.update(dict.fromkeys(("GROUP_WORLD_SIZE", "CROSS_SIZE"), str(world_size)))
+    return {"NCCL_HOSTID": f"{attempt}-rank-{rank}", **sockets, **place}

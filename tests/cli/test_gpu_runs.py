@@ -48,7 +48,7 @@ def test_visible_devices_select_gpus_or_are_refused(visible: str, shown: Any, re
     said = json.loads(done.out)
     if isinstance(shown, list):
         assert done.code == 0 and [gpu["index"] for gpu in said["gpus"]] == shown, said["problems"]
-        assert (tmp_path / "visible").read_text().strip() == ",".join(map(uuid_of, shown)), "the ranks' order"
+        assert (tmp_path / "visible").read_text().strip() == ",".join(map(str, shown)) + " PCI_BUS_ID"
         return
     on_the_cpu = visible in ("", "-1")
     assert done.code == (0 if on_the_cpu else 3) and said["hardware"] == ["cpu"]

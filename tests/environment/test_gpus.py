@@ -72,6 +72,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Detect:
 def test_auto_selects_the_largest_profile_of_usable_gpus(gpus: list[FakeGpu], profile: str, machine: Detect) -> None:
     here = machine(FakeNvml(gpus))
     settled = settle("auto", KNOWN, here)
+    counted_alike = all(gpu.mig is None and not gpu.lost and not gpu.problem for gpu in gpus)
+    assert all(gpu.visible == (str(gpu.index) if counted_alike else gpu.uuid) for gpu in settled.gpus)
     assert settled.name == profile and settled.idle == len(here.gpus) - len(settled.gpus)
     assert ("unused" in settled.words()) == (settled.idle > 0)
 
@@ -227,7 +229,7 @@ def test_states_report_processes_errors_and_lost_gpus(monkeypatch: pytest.Monkey
     assert lost.problem == "NVML: GPU is lost"
     assert run.processes and run.others == () and [gpu.index for gpu in here.gpus] == [0, 1, 3]
     assert (here.driver, here.cuda) == ("535.129.03", "12.2") and here.cores >= 1 and here.memory_gb > 0
-    assert here.gpus[1] == Gpu(1, A100, uuid_of(1), 81920, "8.0", "default")
+    assert here.gpus[1] == Gpu(1, A100, uuid_of(1), 81920, "8.0", "default", by_uuid=True), "one is lost"
 
 
 def test_nvml_reports_hardware_errors_of_the_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +391,7 @@ def answer(**parts: Any) -> dict[str, Any]:
         ({"devices": [OK, BAD]}, r"GPU 1 \(GPU-1\): AcceleratorError.* CUDA_VISIBLE_DEVICES without it", False),
         ({"devices": [OTHER, OK]}, "NVIDIA H200.* GPU 0", False),  # another order
         ({"devices": [OK, {**OK, "name": "NVIDIA A100-SXM4-40GB"}]}, "40GB.* GPU 1", False),  # of the same capability
+        ({"devices": [OK, {**OK, "uuid": "0"}]}, "it sees .*, 0.*, where NVML has GPU 1: .*GPU-1", False),
         ({"devices": [OK, NO_KERNEL]}, "GPU 1.* no kernel image", True),
         ({"devices": [{**OK, "index": 0}, {**OK, "index": 0}]}, r"devices \[0, 0\] instead of 0 to 1", False),
         ({"nccl": False}, "without NCCL", True),
@@ -439,7 +442,7 @@ def test_probe_leaves_out_locked_and_full_gpus(tmp_path: Path, monkeypatch: pyte
     assert recorded.keys() == {"torch", "cuda", "arch_list", "nccl_version", "devices"}
     assert recorded["devices"] == [{"name": A100, "capability": "8.0"}] * 3
     assert (tmp_path / "asked").read_text().split()[1:] == ["0"]
-    assert (tmp_path / "visible").read_text().strip() == ",".join(gpu.uuid for gpu in gpus)
+    assert (tmp_path / "visible").read_text().strip() == "0,1,2 PCI_BUS_ID"
 
 
 ON_THE_CPU = """

@@ -13,6 +13,8 @@ import os
 import sys
 from typing import Any
 
+import memory
+
 
 class _KitOnTheCpu(importlib.abc.MetaPathFinder):
     """Gives ``repro_kit.run`` an ``execute`` that takes a GPU for the CPU, and NCCL for gloo."""
@@ -26,7 +28,7 @@ class _KitOnTheCpu(importlib.abc.MetaPathFinder):
         def exec_module(module: Any) -> None:
             own(module)
             execute = module.execute
-            module.execute = lambda body, settings: execute(body_of(body, settings), on_the_cpu(settings))
+            module.execute = lambda body, settings: execute(body_of(body, settings), on_the_cpu(settings, module))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -58,21 +60,21 @@ def body_of(body: Any, settings: dict[str, Any]) -> Any:
     return body
 
 
-def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+def on_the_cpu(settings: dict[str, Any], kit: Any) -> dict[str, Any]:
     if settings["device"] != "cuda" or settings["backend"] == "fake":
         return settings
     from repro_kit.record import Record
 
     backend = "nccl" if settings["backend"] == "auto" else settings["backend"]
-    write = Record.write
+    write, finish = Record.write, kit._finish
+    used = "FAKE_CUDA_UNUSED" not in os.environ or settings["case"].startswith("canary")
+    gpu = memory.Gpu()
 
     def written(self: Any) -> None:
         """Write a record with GPU evidence: gloo and the CPU were in effect."""
         for item in self.data.get("effects") or []:
             if item.get("what") == "group":
                 item["backend"] = backend
-        if "FAKE_CUDA_UNUSED" not in os.environ or settings["case"].startswith("canary"):
-            self.data |= {"peak_gpu_mb": 1.0, "device": "cuda:0"}
         write(self)
 
     Record.write = written  # type: ignore[method-assign]
@@ -83,10 +85,19 @@ def on_the_cpu(settings: dict[str, Any]) -> dict[str, Any]:
     def begun(self: Any, name: str) -> None:
         """Write the record where the body begins, as on a GPU."""
         phase(self, name)
-        if name == "body":
+        if name == "body" and used:
+            gpu.start()
+            kit.record_device(self.record, gpu)
+        elif name == "body":
             self.record.write()
 
+    def finished(record: Any, *rest: Any) -> None:
+        if used:
+            kit.record_memory(record, gpu)
+        finish(record, *rest)
+
     Run.phase = begun  # type: ignore[method-assign]
+    kit._finish = finished
     if os.environ.get("RANK") == "0" and (how := os.environ.get("FAKE_CUDA_ASSERT")):
         fail_in_a_kernel(how)
     if os.environ.get("RANK") == "0" and (text := os.environ.get("FAKE_NCCL_START")):

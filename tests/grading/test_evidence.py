@@ -241,9 +241,13 @@ def test_every_rank_must_use_its_gpus(kind: str, devices: int, checks: Any, peak
     made = {"checks": [check(name) for name in checks]}
     seen = Attempt(attempt(settings={"device": "cuda", "devices": devices}, records=made))
     for rank, peak in zip(seen.ranks, peaks):
-        rank.record["peak_gpu_mb"] = peak
+        rank.record["peak_gpu_bytes"] = peak
     reason = missing_effect(training(kind=kind), "unfixed", seen)
     assert reason is None if part is None else part in str(reason)
+    for rank, peak in zip(seen.ranks, peaks):  # of an older record
+        del rank.record["peak_gpu_bytes"]
+        rank.record["peak_gpu_mb"] = peak
+    assert missing_effect(training(kind=kind), "unfixed", seen) == reason
     simulated = training(kind=kind).model_copy(update={"simulated": "devices"})
     assert missing_effect(simulated, "unfixed", seen) is None
 
@@ -263,6 +267,12 @@ def test_failure_of_ranks_that_began_without_their_gpus_is_no_evidence(backend: 
         assert never_on_gpu(training(), Attempt(stored)) is None
     away.update(phase="body", device="cuda:1")
     assert never_on_gpu(training(), Attempt(stored)) is None
+    stored["attempt"]["gpus"] = ["GPU-a", "GPU-b"]
+    for uuid, right in (("GPU-b", True), (None, True), ("GPU-a", False)):  # None: no release of torch before 2.5 tells
+        away["gpu_uuid"] = uuid
+        assert (never_on_gpu(training(), Attempt(stored)) is None) == right
+    away.update(device="cuda:0", gpu_uuid="GPU-b")
+    assert "leased to it: GPU-b, not GPU-a" in str(never_on_gpu(training(), Attempt(stored)))
     stored["ranks"][1]["record"] = None  # killed before its first record
     assert never_on_gpu(training(), Attempt(stored)) is None
 

@@ -152,9 +152,11 @@ def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path
     changed = server_environment(dataclasses.replace(plain, env={"TRANSFORMERS_VERBOSITY": "info"}))
     assert changed == {**server_environment(plain), "TRANSFORMERS_VERBOSITY": "info"}
     cuda = {**plain.settings, "device": "cuda", "backend": "nccl"}
-    leases = [dataclasses.replace(plain, gpus=gpus, settings=cuda) for gpus in (("GPU-a",), ("GPU-b", "GPU-c"))]
+    numbers = {("GPU-a",): ("0",), ("GPU-b", "GPU-c"): ("3", "1")}
+    leases = [dataclasses.replace(plain, gpus=gpus, visible=numbers[gpus], settings=cuda) for gpus in numbers]
     env = server_environment(leases[0])
     assert env == server_environment(leases[1]) and "CUDA_VISIBLE_DEVICES" not in env
     assert env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1" and server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
     spec = spec_of(leases[1])["env"]
-    assert spec["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c" and spec["PYTORCH_NVML_BASED_CUDA_CHECK"] is None
+    assert (spec["CUDA_VISIBLE_DEVICES"], spec["CUDA_DEVICE_ORDER"]) == ("3,1", "PCI_BUS_ID")
+    assert spec["PYTORCH_NVML_BASED_CUDA_CHECK"] is None

@@ -254,15 +254,17 @@ def test_ranks_that_share_a_gpu_over_nccl_are_hosts_of_their_own(
     tmp_path: Path, launcher: Launcher, devices: int, backend: str, apart: bool
 ) -> None:
     """Ranks as they are launched for profiles gpu1-nccl, gpu2 and gpu1-shared; none of them touches a GPU."""
-    attempt = scripted(
-        tmp_path / "a", "import os\nrun.fact('nccl', {k: v for k, v in os.environ.items() if 'NCCL_' in k})"
-    )
+    attempt = scripted(tmp_path / "a", "import os\nrun.fact('nccl', dict(os.environ))")
     # The kit initializes CUDA before the body.
-    stub = "import torch\ntorch.cuda.current_device = lambda: 0\n"
+    stub = "import torch\ntorch.cuda.current_device = lambda: 0\ntorch.cuda.reset_peak_memory_stats = int\n"
     attempt.script.write_text(stub + attempt.script.read_text(encoding="utf-8"), encoding="utf-8")
     attempt.settings.update(device="cuda", backend=backend, devices=devices)
     ranks = [each["nccl"] for each in facts(launched(launcher, attempt))]
-    assert [rank.get("NCCL_HOSTID") for rank in ranks] == (["repro-rank-0", "repro-rank-1"] if apart else [None] * 2)
+    hosts = [f"{attempt.id}-rank-{rank}" for rank in (0, 1)]
+    assert [rank.get("NCCL_HOSTID") for rank in ranks] == (hosts if apart else [None] * 2)
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "RANK", "WORLD_SIZE")
+    places = [" ".join(rank[name] for name in names) for rank in ranks]
+    assert places == (["0 1 0 2 0 2", "0 1 1 2 1 2"] if apart else ["0 2 0 1 0 2", "1 2 0 1 1 2"])
     wanted = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
     assert all((wanted.items() <= rank.items()) == apart for rank in ranks)
     assert all(rank.get("NCCL_NVLS_ENABLE") == ("0" if backend == "nccl" else None) for rank in ranks)

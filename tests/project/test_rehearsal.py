@@ -20,9 +20,11 @@ BUSY = Process(4242, 30000)
 
 def matrix(tmp_path: Path, gpus: list[FakeGpu], *words: str, fault: str = "") -> tuple[int, str, dict[str, Any]]:
     """Exit code, what was said, and each document by its hardware and case. ``fault``: of tests/fake_cuda."""
+    nvml = FakeNvml(gpus, ranks=tmp_path / "on-gpus")
+    fault = f"FAKE_CUDA_GPUS={','.join(gpu.uuid for gpu in gpus)} FAKE_CUDA_PROCESSES={nvml.ranks} {fault}"
     python = python_that_says(tmp_path, *lines(len(gpus), devices=devices_of(gpus)), rehearse=True, fault=fault)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    env |= FakeNvml(gpus).on_path(tmp_path / "nvml", current=python) | {"REPRO_CACHE": str(tmp_path / "cache")}
+    env |= nvml.on_path(tmp_path / "nvml", current=python) | {"REPRO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "repro_matrix", "matrix", *words]
     command += [f"stack=python:{python}", f"results={tmp_path / 'results'}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
@@ -147,6 +149,13 @@ def test_known_failure_of_ranks_without_their_gpus_is_no_evidence(
     (attempt,) = found[f"{hardware} {case}"]["variants"]["unfixed"]["attempts"]
     assert (code, attempt["outcome"]["infra_error"]) == (3, "no_effect"), said
     assert attempt["outcome"]["recognized"], "its text is the known one"
+
+
+def test_ranks_on_other_gpus_than_the_leased_ones_measure_nothing(tmp_path: Path) -> None:
+    gpus = [FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-b")]
+    words = ["case=ddp-ready-once", "model=qwen1.5-0.5b", "variants=[unfixed]", "hardware=gpu2", "repeat=1"]
+    code, said, found = matrix(tmp_path, gpus, *words, fault="FAKE_CUDA_GPUS=GPU-b,GPU-a")  # CUDA counts otherwise
+    assert code == 3 and not found and "another GPU than the one that was leased to it: GPU-" in said
 
 
 def test_matrix_where_every_answer_of_the_gpus_differs_is_not_green(tmp_path: Path) -> None:

@@ -95,9 +95,12 @@ def test_memory_of_the_reference_is_free_for_nccl_afterwards(scale: str, monkeyp
 BODY = """
 import json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
 from repro_kit.run import execute
 import torch
 torch.cuda.current_device = lambda: 3
+torch.cuda.reset_peak_memory_stats = lambda: None
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=f"1234-{index}")  # as torch writes it
 settings = json.loads(sys.argv[1])
 def body(run):
     print(Path(settings["record_dir"], "rank-0.json").read_text(), flush=True)
@@ -116,4 +119,5 @@ def test_rank_that_is_killed_in_its_body_has_recorded_its_gpu(tmp_path: Path) ->
     assert done.returncode == -signal.SIGKILL, done.stderr
     record = validate_record(json.loads(done.stdout))
     assert record == json.loads((tmp_path / "rank-0.json").read_text()), "the last record of a rank that was killed"
-    assert (record["device"], record["phase"], record["ended"]) == ("cuda:3", "body", None)
+    assert (record["device"], record["gpu_uuid"]) == ("cuda:3", "GPU-1234-3")
+    assert (record["phase"], record["ended"]) == ("body", None)

@@ -69,8 +69,8 @@ def observation(attempt: Attempt, error: dict[str, Any] | None, **extra: Any) ->
                 "schema": 2, "rank": rank, "done": not error, "exception": error, "checks": [] if error else checks,
                 "done_at": 0.9,
                 "metrics": {}, "facts": {}, "warnings": [], "logs": [], "phase": "end", "versions": {}, "started": now,
-                "ended": now + 1.0, "cpu_s": 0.1, "peak_rss_mb": 1.0,
-                "peak_gpu_mb": 512.0 if attempt.settings["device"] == "cuda" else None,
+                "ended": now + 1.0, "cpu_s": 0.1, "peak_rss_bytes": 1 << 20,
+                **({"peak_gpu_bytes": 512} if attempt.settings["device"] == "cuda" else {}),
                 **as_promised(attempt.settings, attempt.world_size, pass_criteria.effects),
             },
         }

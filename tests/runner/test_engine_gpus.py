@@ -184,13 +184,13 @@ def test_gpu_with_an_error_of_a_program_stays_in_use_and_a_pass_on_it_is_noted(r
     assert error or "root-call passed, and gpu1 reported an error of a program: Xid 13, Xid 43" in summary.gpu_notes[0]
 
 
-@pytest.mark.parametrize(("peak_mb", "noted"), [(0.0, True), (12.5, False)])
-def test_result_over_gloo_without_data_on_the_gpu_is_noted(run: Run, peak_mb: float, noted: bool) -> None:
+@pytest.mark.parametrize(("peak", "noted"), [(0, True), (512, False)])
+def test_result_over_gloo_without_data_on_the_gpu_is_noted(run: Run, peak: int, noted: bool) -> None:
     """A library may leave the GPU in the middle of a body, and gloo takes its tensors all the same."""
 
     def stay_away(attempt: Attempt, stop: threading.Event) -> Any:
         made = observation(attempt, REPRODUCED)
-        made["ranks"][1]["record"]["peak_gpu_mb"] = peak_mb
+        made["ranks"][1]["record"]["peak_gpu_bytes"] = peak
         return made
 
     run.case, run.share_mb, run.settings = "ddp-ready-once", 6000, RunSettings(variants=["non-reentrant"], repeat=1)

@@ -135,8 +135,8 @@ def test_plan_retry_repeats_some_errors_once() -> None:
         assert plan_retry(ended(why, retry_of=why)) is None, "never twice"
     why = {"kind": TOO_SLOW, "message": "still at work"}
     for gpus, first, again in (([], 2000, True), (["GPU-1"], 2000, False), (["GPU-1"], 1200, True)):
-        longer = {"retry_of": why, "deadline": LONGER * first} if again else None  # it would hold the GPU for longer
-        assert plan_retry(ended(why, deadline_s=first), gpus) == longer
+        longer = {"retry_of": why, "deadline": LONGER * first, "share_mb": 0}  # alone, as deadlines are measured
+        assert plan_retry(ended(why, deadline_s=first), gpus) == (longer if again else None), "else it holds the GPU"
     full = {"kind": "memory", "message": "m"}
     assert plan_retry(ended(full), ["GPU-1"]) is None is plan_retry(ended())
     assert plan_retry(ended(full), ["GPU-1"], shared=True) == {"retry_of": full, "share_mb": 0}, "alone on the GPU"

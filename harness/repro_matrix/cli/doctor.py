@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             "unavailable_stacks": prepared.unavailable,
         })  # fmt: skip
         return 3 if problems else 0
-    print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb} GiB; {machine.os}")
+    print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb:.1f} GiB; {machine.os}")
     _print_gpus(machine, now)
     of_torch = probe.describe(torch, len(profile.gpus))
     versions = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]

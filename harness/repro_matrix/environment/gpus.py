@@ -38,6 +38,12 @@ class Gpu:
     mode: str = "default"  # the compute mode
     busy: bool = False  # another user's process computed on it when the machine was detected
     unusable: str | None = None  # why nothing can be launched on it
+    by_uuid: bool = False  # whether CUDA may give it another number than ``index``
+
+    @property
+    def visible(self) -> str:
+        """Return its entry of a rank's CUDA_VISIBLE_DEVICES. DeepSpeed reads numbers only."""
+        return self.uuid if self.by_uuid else str(self.index)
 
     def __str__(self) -> str:
         name = f" ({self.name})" if self.name else ""
@@ -261,6 +267,8 @@ def query() -> tuple[tuple[Gpu, ...], str, str | None]:
     CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them."""
     with contextlib.closing(open_driver()) as driver:
         found = [_gpu(driver, index) for index in range(driver.count())]
+        uncounted = any(gpu.by_uuid for gpu in found)  # then all that follow may have other numbers
+        found = [replace(gpu, by_uuid=uncounted) for gpu in found]
         uuids = Counter(gpu.uuid for gpu in found if gpu.uuid)
         twice = "NVML gives another GPU the same UUID, by which a process could be given either"
         return (tuple(replace(g, unusable=twice) if uuids[g.uuid] > 1 else g for g in found), *driver.versions())
@@ -270,14 +278,15 @@ def _gpu(driver: Pynvml, index: int) -> Gpu:
     try:
         gpu = driver.gpu(index)
     except DriverError as error:
-        return Gpu(index, "", "", unusable=str(error))
+        return Gpu(index, "", "", unusable=str(error), by_uuid=True)
     state = _state(driver, gpu.uuid)
     reason = state.problem
     if gpu.mode == "prohibited":
         reason = "its compute mode is prohibited (nvidia-smi -c 0 allows computing)"
     elif not reason and gpu.mode.startswith("exclusive") and state.others:
         reason = f"its compute mode is {gpu.mode} and {state.others[0]} holds it"
-    return replace(gpu, busy=other_user(state) is not None, unusable=reason)
+    # CUDA leaves out a GPU that is lost or in MIG mode, and NVML counts it.
+    return replace(gpu, busy=other_user(state) is not None, unusable=reason, by_uuid=state.problem is not None)
 
 
 def _state(driver: Pynvml, uuid: str) -> GpuState:

@@ -98,7 +98,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         driver=driver,
         cpu=_cpu_name(),
         cores=max(1, int(min(cores, allowed_cores))),
-        memory_gb=_gib(min(memory.total, allowed_bytes)),
+        memory_gb=min(memory.total, allowed_bytes) / 2**30,
         os=platform.platform(),
         cuda=cuda,
         left_out=left_out,
@@ -106,7 +106,7 @@ def detect(env: Mapping[str, str] | None = None, root: Path = Path("/")) -> Mach
         hidden=f"{VISIBLE_DEVICES}={text!r} asks for no GPU" if asks_for_none else None,
         shell=tuple(f"{name}={value}" for name, value in sorted(env.items()) if _SHELL.match(name)),
         nccl_files=tuple(f"/{path.relative_to(root)}" for path in (root / "etc/nccl.conf",) if path.exists()),
-        free_gb=_gib(min(memory.available, allowed_bytes - cgroup_used())),
+        free_gb=min(memory.available, allowed_bytes - cgroup_used()) / 2**30,
     )
 
 
@@ -190,10 +190,6 @@ def cgroup_used(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
         return max(0, current - int(stat.get("file", 0)) + int(stat.get("shmem", 0)))  # /dev/shm cannot be dropped
     return 0
-
-
-def _gib(size: float) -> float:
-    return round(size / 2**30, 1)
 
 
 def _cpu_name() -> str:

@@ -248,10 +248,13 @@ def problem_of_torch(answer: Mapping[str, Any], profile: Profile) -> tuple[str, 
             other_build_helps = any(text in device["error"] for text in _OTHER_BUILD)
             return f"GPU {gpu.index} ({gpu.uuid}): {device['error']}{more}", other_build_helps
         name, capability = str(device.get("name") or ""), device.get("capability")
+        uuid = str(device.get("uuid") or "")
         pairs = [(capability, gpu.capability), *[[text.removeprefix("NVIDIA ") for text in (name, gpu.name)]]]
+        pairs += [(uuid.removeprefix("GPU-"), gpu.uuid.removeprefix("GPU-"))]
         if any(one and other and one != other for one, other in pairs):  # another order: other GPUs than the locked
-            sees = f"it sees {name} (compute capability {capability})"
-            return f"{sees}, where NVML has GPU {gpu.index}: {gpu.name} ({gpu.capability})", False
+            sees = f"it sees {name} (compute capability {capability}, {uuid or 'UUID unknown'})"
+            have = f"{gpu.name} ({gpu.capability}, {gpu.uuid})"
+            return f"{sees}, where NVML has GPU {gpu.index}: {have}", False
         if number in answer.get("asked", ()) and not device.get("touched"):
             return f"nothing was computed on GPU {gpu.index}, which is free (look for {_WRAPPER})", False
     if profile.backend == "nccl" and not answer.get("nccl"):

@@ -18,7 +18,7 @@ from typing import Any
 
 from repro_matrix.config.schema import Case
 from repro_matrix.grading.checks import number, same_json
-from repro_matrix.grading.observation import Attempt, Rank
+from repro_matrix.grading.observation import Attempt, Rank, peak_bytes
 from repro_matrix.records.attempt import STARTING, Effect, StrategySettings
 from repro_matrix.text import list_ranks
 
@@ -57,15 +57,21 @@ def unread_change(case: Case, variant: str, attempt: Attempt) -> str | None:
 
 
 def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
-    """Return which rank began the case's body without CUDA: it computed elsewhere, whatever it shows.
+    """Return which rank began the case's body without CUDA, or on a GPU that was not leased to it: it computed
+    elsewhere, whatever it shows.
 
     The kit initializes CUDA before the body, with any backend, and writes the record there.
     """
     if attempt.accelerator != "cuda" or case.simulated:
         return None
-    begun = (rank for rank in attempt.ranks if rank.wrote and rank.record["phase"] not in STARTING)
-    away = next((rank.rank for rank in begun if "device" not in rank.record), None)
-    return None if away is None else f"no GPU was in effect: rank {away} did not initialize CUDA"
+    for rank in attempt.ranks:
+        device, uuid = rank.record.get("device"), rank.record.get("gpu_uuid")
+        if device is None and rank.wrote and rank.record["phase"] not in STARTING:
+            return f"no GPU was in effect: rank {rank.rank} did not initialize CUDA"
+        leased = dict(zip((f"cuda:{number}" for number in range(len(attempt.gpus))), attempt.gpus)).get(device or "")
+        if uuid and attempt.gpus and uuid != leased:
+            return f"rank {rank.rank} was on another GPU than the one that was leased to it: {uuid}, not {leased}"
+    return None
 
 
 def _evidence(rank: Rank, what: str) -> list[Effect]:
@@ -94,7 +100,7 @@ def _gpus(case: Case, attempt: Attempt) -> str | None:
     if attempt.accelerator != "cuda" or case.simulated or case.pass_criteria.kind not in COMPUTES:
         return None
     for rank in attempt.ranks:
-        if not (number(rank.record.get("peak_gpu_mb")) or 0) > 0:
+        if not (peak_bytes(rank.record, "gpu") or 0) > 0:
             return f"no GPU was in effect: rank {rank.rank} used no memory of one"
         devices = number(attempt.settings.get("devices"))
         if (devices or 0) > attempt.world_size and not any(each.name == "split" for each in rank.checks):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from repro_matrix.grading.checks import CheckResult, evaluate, number
 from repro_matrix.records.attempt import Exception_, Observation, Record
@@ -232,6 +232,12 @@ NO_RECORD: Record = {
 }  # fmt: skip
 
 
+def peak_bytes(record: Record, of: Literal["rss", "gpu"]) -> float | None:
+    """Return the most memory that a rank used, on the host or of its GPU; None: unknown."""
+    size, older = number(record.get(f"peak_{of}_bytes")), number(record.get(f"peak_{of}_mb"))
+    return older * 2**20 if size is None and older is not None else size
+
+
 class Rank:
     """One rank of an attempt."""
 
@@ -340,6 +346,7 @@ class Attempt:
         self.strategy = self.settings.get("strategy", {}).get("slug", "")
         self.planned = attempt.get("versions", {})  # the releases that it was planned with
         self.accelerator = self.settings.get("device", "")
+        self.gpus = attempt.get("gpus", [])  # UUIDs of those that were leased to it
         self.infra_error = observation["infra_error"]
         self.command_exit = observation.get("command_exit")  # of a user's script
         self.startup_s = attempt.get("startup_s")  # from the start until all ranks were at work

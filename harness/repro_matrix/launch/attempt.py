@@ -66,6 +66,7 @@ class Attempt:
     deadline_s: float  # for its work: from when every rank is past init_process_group
     env: dict[str, str] = field(default_factory=dict)  # of the stack, the case, the run's setting and the variant
     gpus: tuple[str, ...] = ()  # leased devices (UUIDs), visible to every rank; empty: CPU
+    visible: tuple[str, ...] = ()  # how CUDA_VISIBLE_DEVICES names them (Gpu.visible)
     imports: tuple[str, ...] = ()  # packages that a fork server imports in advance
     overlay: tuple[str, ...] = ()  # the stack's folders, which come first on PYTHONPATH
     cold_start_reason: str | None = None  # why this attempt must start with torchrun
@@ -180,6 +181,11 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def visible_devices(attempt: Attempt) -> dict[str, str]:
+    """Return the variables that show the ranks their GPUs, and let CUDA count as NVML does."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(attempt.visible or attempt.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
 def stack_environment(attempt: Attempt) -> dict[str, str]:
     """Return the variables that all attempts of a stack have in common: a fork server's environment."""
     hub = attempt.settings.get("model", {}).get("weights") == "hub"
@@ -195,7 +201,7 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
         # Otherwise glibc returns the memory of every large tensor to the system, and the kernel clears it for the next.
         env |= {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "33554432"}
     else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
+        env |= visible_devices(attempt)
     # Otherwise gloo and NCCL look up the host's own name, which stalls for seconds where DNS does not know it.
     env["GLOO_SOCKET_IFNAME"] = "lo"
     cache = attempt.stack_cache or attempt.cache

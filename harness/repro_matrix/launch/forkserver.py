@@ -22,7 +22,15 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.launch import observe, processes
-from repro_matrix.launch.attempt import Attempt, Json, describe_exit, prepare, remove, stack_environment
+from repro_matrix.launch.attempt import (
+    Attempt,
+    Json,
+    describe_exit,
+    prepare,
+    remove,
+    stack_environment,
+    visible_devices,
+)
 from repro_matrix.launch.torchrun import (
     HOOKS,
     TorchrunLauncher,
@@ -164,7 +172,7 @@ def spec_of(attempt: Attempt) -> Json:
         own = {name: env[name] for name in OF_SCRIPT if name in env}
         return {**spec, "cwd": os.getcwd(), "env": own, "arguments": arguments, "hooks": str(HOOKS)}
     if attempt.device == "cuda":
-        spec["env"] |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
+        spec["env"] |= {**visible_devices(attempt), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
     return spec
 
 

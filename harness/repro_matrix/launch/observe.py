@@ -81,7 +81,7 @@ def not_started(attempt: Attempt, launcher: str, command: list[str], started: fl
 
 def _observed(attempt: Attempt, launcher: str, command: list[str], watched: Watched, launch: Json) -> Json:
     entries = {int(entry["rank"]): entry for entry in launch["ranks"]}
-    hang = {"starting": watched.starting, "deadlock": watched.deadlock, "limit_s": round(watched.limit_s, 3)}
+    hang = {"starting": watched.starting, "deadlock": watched.deadlock, "limit_s": watched.limit_s}
     about = {
         "id": attempt.id,
         "launcher": launcher,

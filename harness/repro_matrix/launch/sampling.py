@@ -62,13 +62,13 @@ def take(
     living = {rank: target for rank, target in ranks.items() if processes.alive(target)}
     # Measure what the processes used first: sampling costs them something, too.
     used = {rank: _used(target) for rank, target in living.items()}
-    times = {rank: round(time.monotonic() - began, 3) for rank in living}
+    times = {rank: time.monotonic() - began for rank in living}
     answers = _query_monitors(set(living), records)
     traces = backtraces({rank: target.pid for rank, target in living.items()}, records) if full else {}
     samples = {}
     for rank in range(world_size):
         if rank not in living or not processes.alive(living[rank]):
-            samples[rank] = Sample({"time_s": round(time.monotonic() - began, 3), "ended": True})
+            samples[rank] = Sample({"time_s": time.monotonic() - began, "ended": True})
             continue
         trace, reported = traces.get(rank, ""), phases(records, rank)
         answer = answers.get(rank) or _query_server(rank, records, answers.values())
@@ -107,7 +107,7 @@ def _used(target: psutil.Process) -> Json:
             io += getattr(counters, "read_chars", 0) + getattr(counters, "write_chars", 0)
         except (psutil.Error, OSError, AttributeError):
             continue  # ended meanwhile, or not readable for this user
-    return {"cpu_s": round(cpu, 3), "io": int(io), "busy": busy}
+    return {"cpu_s": cpu, "io": int(io), "busy": busy}
 
 
 def _busy(pid: int) -> bool:

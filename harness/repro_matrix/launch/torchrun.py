@@ -31,6 +31,7 @@ from repro_matrix.launch.attempt import (
     private_environment,
     read_launch,
     remove,
+    visible_devices,
 )
 from repro_matrix.launch.script_checks import add_checks
 from repro_matrix.launch.tracebacks import Errors, Labels
@@ -122,15 +123,14 @@ def run_worker(
 
 def user_environment(attempt: Attempt, command: AdhocCase) -> dict[str, str]:
     """Return the user's own environment, without what a launch sets anew."""
-    env = {
-        name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES" or not set_by_launch(name)
-    }
+    shown = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    env = {name: value for name, value in os.environ.items() if name in shown or not set_by_launch(name)}
     env.pop("PYTHONHOME", None)
     private = private_environment(attempt)
     own_values = {name: private[name] for name in ("TMPDIR", "REPRO_ATTEMPT", "REPRO_RUN", "TORCHINDUCTOR_CACHE_DIR")}
     added = {name: value for name, value in attempt.env.items() if name != "PYTHONPATH"}
     if attempt.gpus:
-        added["CUDA_VISIBLE_DEVICES"] = ",".join(attempt.gpus)
+        added |= visible_devices(attempt)
     paths = (str(HOOKS), *map(str, attempt.overlay), os.environ.get("PYTHONPATH", ""))
     hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
     hooks |= {"REPRO_CHECKS": "1"} if command.checks else {}

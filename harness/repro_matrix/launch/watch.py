@@ -136,7 +136,7 @@ class Watch:
             latest = max([latest, *since[:1]])
         ago = max(0.0, time.time() - latest) if latest else 0.0
         self._working = max(self._began, time.monotonic() - ago)
-        self.result.startup_s = round(self._working - self._began, 3)
+        self.result.startup_s = self._working - self._began
         return True
 
     def _hangs(self) -> bool:

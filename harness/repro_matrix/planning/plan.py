@@ -90,9 +90,10 @@ class Planner:
         return [self._cell(cell) for cell in cells]
 
     def _cell(self, cell: Cell) -> CellPlan:
-        if cell.ranks * MEMORY_PER_RANK_GB > self.machine.memory_gb:
-            fits = int(self.machine.memory_gb / MEMORY_PER_RANK_GB)
-            raise ConfigError(f"ranks={cell.ranks}: this machine's {self.machine.memory_gb:g} GiB hold at most {fits}")
+        memory = self.machine.memory_gb
+        if cell.ranks * MEMORY_PER_RANK_GB > memory:
+            fits = int(memory / MEMORY_PER_RANK_GB)
+            raise ConfigError(f"ranks={cell.ranks}: this machine's {memory:.4g} GiB hold at most {fits}")
         case = self.catalogue.cases[cell.case]
         plans = {name: self._variant(cell, case, name) for name in case.variants}
         requested = [plans.pop(name) for name in variants_of(case, self.settings.variants)]

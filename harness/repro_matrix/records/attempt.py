@@ -135,7 +135,8 @@ class Record(TypedDict):
     started: NotRequired[float]
     ended: NotRequired[float | None]
     phase: str
-    device: NotRequired[str]  # the GPU on which it began its body
+    device: NotRequired[str]  # the GPU on which it began its body: torch's name, and NVML's (null: unknown)
+    gpu_uuid: NotRequired[str | None]
     done: bool
     done_at: NotRequired[float | None]
     exception: Exception_ | None
@@ -151,7 +152,9 @@ class Record(TypedDict):
     read: NotRequired[Read]
     effects: NotRequired[list[Effect]]
     cpu_s: NotRequired[float]
-    peak_rss_mb: NotRequired[float]
+    peak_rss_bytes: NotRequired[Count]
+    peak_gpu_bytes: NotRequired[Count]
+    peak_rss_mb: NotRequired[float]  # MiB, rounded to tenths: of older records, as the next one
     peak_gpu_mb: NotRequired[float | None]
     collectives: NotRequired[Collectives]  # at its end, on a GPU
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
 from repro_matrix.grading.expectations import comparison
-from repro_matrix.grading.observation import NO_RECORD, number, parse_threads, raised_first
+from repro_matrix.grading.observation import NO_RECORD, number, parse_threads, peak_bytes, raised_first
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.attempt import Rank
 from repro_matrix.records.document import Document, Made, kind_of
@@ -267,7 +267,8 @@ def _attempt(case: str, made: Made) -> dict[str, Any]:
     greatest: dict[str, float] = {}
     metrics: dict[str, float] = {}
     for record in filter(None, records):
-        sizes = {name: record.get(name) for name in ("peak_rss_mb", "peak_gpu_mb")}
+        peaks = {"peak_rss_mb": peak_bytes(record, "rss"), "peak_gpu_mb": peak_bytes(record, "gpu")}
+        sizes = {name: size and size / 2**20 for name, size in peaks.items()}
         for values, most in ((sizes, greatest), (record["metrics"], metrics)):
             for name, value in values.items():
                 if (measured := number(value)) is not None:

@@ -69,7 +69,8 @@ def run_attempt(
         stack = session.stacks[plan.stack]
         attempt = recipe(session.catalogue, plan, stack, place.run_dir, gpus)
         shared = None if attempt.trace else place.run_dir / REFERENCES  # a traced attempt makes its own
-        attempt = replace(attempt, references=shared)
+        visible = {gpu.uuid: gpu.visible for gpu in session.gpus}
+        attempt = replace(attempt, references=shared, visible=tuple(visible[uuid] for uuid in gpus))
         observation = cast(Observation, place.launcher.launch(attempt, stop))
         if attempt.trace:
             tracing.keep(attempt, observation, runs.results_folder(session.settings))
@@ -202,7 +203,8 @@ def plan_retry(observation: Observation, gpus: Sequence[str] = (), shared: bool 
     reason = {"kind": error["kind"], "message": error["message"]}
     if error["kind"] == TOO_SLOW:
         deadline = LONGER * attempt["deadline_s"]
-        return {"retry_of": reason, "deadline": deadline} if not gpus or deadline <= GPU_DEADLINE_S else None
+        longer = not gpus or deadline <= GPU_DEADLINE_S
+        return {"retry_of": reason, "deadline": deadline, "share_mb": 0} if longer else None
     if error["kind"] == "memory" and shared:
         return {"retry_of": reason, "share_mb": 0}
     if error["kind"] not in OTHER_GPUS:
@@ -264,7 +266,7 @@ def new_document(session: Session, plan: CellPlan, started: Mapping[str, Any]) -
             "gpus": [{"name": gpu.name, "uuid": gpu.uuid, "memory_mb": gpu.memory_mb} for gpu in profile.gpus],
             "cpu": machine.cpu,
             "cores": machine.cores,
-            "memory_gb": machine.memory_gb,
+            "memory_gb": round(machine.memory_gb, 1),
             "driver": machine.driver,
             "os": machine.os,
             **conditions(),

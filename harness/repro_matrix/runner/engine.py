@@ -14,6 +14,7 @@ from pathlib import Path
 from repro_matrix.errors import MeasureError, ReproError, ResultsError
 from repro_matrix.grading import grade
 from repro_matrix.grading.expectations import recorded_capabilities
+from repro_matrix.grading.observation import peak_bytes
 from repro_matrix.grading.regrade import verdicts_of, with_expectations
 from repro_matrix.planning.cells import Cell
 from repro_matrix.planning.plan import CellPlan
@@ -323,7 +324,7 @@ class Engine:
         # NCCL takes no tensors of the CPU; with gloo, a library that leaves the GPU is not noticed.
         if gpus and "nccl" not in observation["attempt"]["backend"] and outcome["outcome"] != "infra_error":
             records = [(str(rank["rank"]), rank["record"]) for rank in observation["ranks"]]
-            away = [rank for rank, record in records if record and record.get("peak_gpu_mb") == 0.0]
+            away = [rank for rank, record in records if record and peak_bytes(record, "gpu") == 0]
             if away:
                 self.pool.note(f"{name}: {outcome['outcome']} without data on the GPU (rank {', '.join(away)})")
 

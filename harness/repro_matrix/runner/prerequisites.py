@@ -58,7 +58,7 @@ def ask_torch(stack: Stack, profile: Profile, given: Mapping[str, str]) -> Json:
     settings = {"device": profile.accelerator, "backend": profile.backend, "case": "probe", "variant": "probe"}
     attempt = Attempt(
         run_id, run_id, Path("."), probe.SCRIPT, settings, stack.python, len(uuids), probe.IMPORT_S,
-        {**stack.environment({}), **given}, uuids,
+        {**stack.environment({}), **given}, uuids, tuple(gpu.visible for gpu in profile.gpus),
     )  # fmt: skip
     env = stack_environment(attempt)
     if not uuids:
