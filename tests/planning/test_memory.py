@@ -178,7 +178,7 @@ def test_ranks_that_share_a_gpu_need_its_memory_together() -> None:
     [
         ("gloo", True, "tiny", 4.4),  # of two ranks, by what is known of any tiny model
         ("gloo", True, "full", 0),  # nobody knows
-        ("nccl", True, "tiny", 0),  # its kernels spin while they wait, and would take the GPU from the others
+        ("nccl", True, "tiny", 4.4),
         ("nccl", False, "tiny", 0),
     ],
 )

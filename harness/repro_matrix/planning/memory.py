@@ -232,10 +232,10 @@ def too_much(need: MemoryPlan, profile: Profile, machine: Machine) -> str | None
     free = machine.memory_gb if machine.free_gb is None else machine.free_gb  # other processes use the rest
     if need.host_node > free * GIB:
         full = max(need.host, key=lambda phase: phase.node(need.ranks))
-        have = "" if machine.free_gb is None else f", of which {free:g} are free"
+        have = "" if machine.free_gb is None else f", of which {free:.4g} are free"
         most = f"most while {full.name}: {full.describe()}"
         needed = f"needs {need.host_node / GIB:.1f} GiB on the host for {counted(need.ranks, 'rank')} ({most})"
-        return f"{needed}; this machine has {machine.memory_gb:g}{have}"
+        return f"{needed}; this machine has {machine.memory_gb:.4g}{have}"
     return None
 
 
@@ -268,7 +268,7 @@ def _share_mb(variant: VariantPlan, case: Case, profile: Profile) -> int:
     """Return the MiB of a GPU that all ranks of an attempt need, where ranks share one; 0: unknown."""
     known = variant.memory.device_rank if variant.memory else CONTEXT + TINY
     guess = variant.settings["model"]["scale"] == "tiny" and not isinstance(case, AdhocCase)
-    usable = "shared_gpu" in profile.kinds and (variant.memory is not None or guess)
+    usable = profile.shared and (variant.memory is not None or guess)
     return -(-known * variant.world_size // MIB) if usable else 0
 
 

@@ -171,7 +171,7 @@ class Engine:
     def _task(self, number: int, cell: _Cell, variant: str, index: int) -> Task:
         plan = variant_of(cell.plan, variant)
         seconds, memory_gb = expect(self._recorded.get((cell.plan.cell.key, variant)), plan)
-        return Task(number, variant, index, seconds, plan.gpus, memory_gb, plan.share_mb)
+        return Task(number, variant, index, seconds, plan.gpus, memory_gb, plan.share_mb, plan.world_size)
 
     def _work(self, stop: threading.Event) -> None:
         most = self.session.settings.jobs or len(self.pool.all) + MOST_PER_CORE * self.session.machine.cores

@@ -41,6 +41,7 @@ class Task:
     gpus: int = 0  # devices to lock, however many ranks use them; 0: it runs on the CPU
     memory_gb: float = 1.0
     share_mb: int = 0  # of a GPU, where other tasks may run at the same time; 0: it needs its GPUs alone
+    ranks: int = 1
     deadline: float | None = None  # instead of the plan's
     retry_of: InfraError | None = field(default=None, hash=False)  # why it is repeated
     avoid: tuple[str, ...] = ()  # GPUs on which it has failed: use others while there are any
@@ -94,8 +95,8 @@ class Schedule:
         return None
 
     def _has_core(self, idle: bool) -> bool:
-        """Whether the cores can take one more task. A GPU's process keeps a core busy: it launches, and spins."""
-        busy = sum(max(1, task.gpus) for task in self.running)
+        """Whether the cores can take one more task. A rank on a GPU keeps a core busy: it launches, and spins."""
+        busy = sum(task.ranks if task.gpus else 1 for task in self.running)
         return busy < self.cores or (idle and len(self.running) < MOST_PER_CORE * self.cores)
 
     def start(self, task: Task) -> None:
