@@ -267,11 +267,12 @@ def query() -> tuple[tuple[Gpu, ...], str, str | None]:
     CUDA_VISIBLE_DEVICES does not matter here; GPUs that cannot be used are among them."""
     with contextlib.closing(open_driver()) as driver:
         found = [_gpu(driver, index) for index in range(driver.count())]
-        uncounted = any(gpu.by_uuid for gpu in found)  # then all that follow may have other numbers
-        found = [replace(gpu, by_uuid=uncounted) for gpu in found]
+        by_uuid = any(gpu.by_uuid for gpu in found)  # then all that follow may have other numbers
         uuids = Counter(gpu.uuid for gpu in found if gpu.uuid)
         twice = "NVML gives another GPU the same UUID, by which a process could be given either"
-        return (tuple(replace(g, unusable=twice) if uuids[g.uuid] > 1 else g for g in found), *driver.versions())
+        whys = [twice if uuids[gpu.uuid] > 1 else gpu.unusable for gpu in found]
+        gpus = (replace(gpu, unusable=why, by_uuid=by_uuid) for gpu, why in zip(found, whys))
+        return (tuple(gpus), *driver.versions())
 
 
 def _gpu(driver: Pynvml, index: int) -> Gpu:

@@ -68,7 +68,7 @@ def never_on_gpu(case: Case, attempt: Attempt) -> str | None:
         device, uuid = rank.record.get("device"), rank.record.get("gpu_uuid")
         if device is None and rank.wrote and rank.record["phase"] not in STARTING:
             return f"no GPU was in effect: rank {rank.rank} did not initialize CUDA"
-        leased = dict(zip((f"cuda:{number}" for number in range(len(attempt.gpus))), attempt.gpus)).get(device or "")
+        leased = {f"cuda:{number}": name for number, name in enumerate(attempt.gpus)}.get(device or "")
         if uuid and attempt.gpus and uuid != leased:
             return f"rank {rank.rank} was on another GPU than the one that was leased to it: {uuid}, not {leased}"
     return None

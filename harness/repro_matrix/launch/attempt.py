@@ -134,13 +134,13 @@ class Attempt:
     def start_limit(self) -> float:
         """Seconds until every rank must be past ``init_process_group``, or have ended; beyond it the machine was too
         slow to tell anything about the case."""
-        start, per_rank, _, _ = LIMITS.get(self.device, LIMITS["cuda"])
+        start, per_rank, _, _ = LIMITS[self.device]
         return start + per_rank * self.world_size
 
     @property
     def work_limit(self) -> float:
         """Seconds from then on: a case's deadline is for its work."""
-        _, _, bring_up, per_rank = LIMITS.get(self.device, LIMITS["cuda"])
+        _, _, bring_up, per_rank = LIMITS[self.device]
         return self.deadline_s + bring_up + per_rank * self.world_size
 
     def spec(self, port: int = 0) -> Json:

@@ -323,8 +323,8 @@ class Engine:
             self.pool.note(f"{name} passed, and {self.pool.names[uuid]} reported an error of a program: {texts}")
         # NCCL takes no tensors of the CPU; with gloo, a library that leaves the GPU is not noticed.
         if gpus and "nccl" not in observation["attempt"]["backend"] and outcome["outcome"] != "infra_error":
-            records = [(str(rank["rank"]), rank["record"]) for rank in observation["ranks"]]
-            away = [rank for rank, record in records if record and peak_bytes(record, "gpu") == 0]
+            ranks = [(str(rank["rank"]), rank["record"]) for rank in observation["ranks"]]
+            away = [rank for rank, record in ranks if record and peak_bytes(record, "gpu") == 0]
             if away:
                 self.pool.note(f"{name}: {outcome['outcome']} without data on the GPU (rank {', '.join(away)})")
 
