@@ -85,8 +85,7 @@ def test_unsafe_import_starts_with_torchrun_and_is_named(
     torchrun = {"attempt": {"launcher": "torchrun"}, "ranks": [], "infra_error": None}
     monkeypatch.setattr(warm, "_torchrun", SimpleNamespace(launch=lambda *_: torchrun))  # a real start takes seconds
     (tmp_path / "imported_module.py").write_text(code)
-    env = {"PYTHONPATH": str(tmp_path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # as of a server for GPUs
-    attempt = scripted(tmp_path / "a", "", imports=("imported_module",), env=env)
+    attempt = scripted(tmp_path / "a", "", imports=("imported_module",), env={"PYTHONPATH": str(tmp_path)})
     about = launched(warm, attempt)["attempt"]
     assert about["launcher"] == "torchrun" and all(part in about["cold_start_reason"] for part in parts)
 
@@ -155,6 +154,5 @@ def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path
     leases = [dataclasses.replace(plain, gpus=gpus, settings=cuda) for gpus in (("GPU-a",), ("GPU-b", "GPU-c"))]
     env = server_environment(leases[0])
     assert env == server_environment(leases[1]) and "CUDA_VISIBLE_DEVICES" not in env
-    assert env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1" and server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
-    spec = spec_of(leases[1])["env"]
-    assert spec["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c" and spec["PYTORCH_NVML_BASED_CUDA_CHECK"] is None
+    assert server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
+    assert spec_of(leases[1])["env"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"

@@ -6,6 +6,7 @@ to which it hands what cannot be forked. There is one server per stack, import-t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,15 @@ from pathlib import Path
 import psutil
 
 from repro_matrix.launch import observe, processes
-from repro_matrix.launch.attempt import Attempt, Json, describe_exit, prepare, remove, stack_environment
+from repro_matrix.launch.attempt import (
+    QUIET_IMPORTS,
+    Attempt,
+    Json,
+    describe_exit,
+    prepare,
+    remove,
+    stack_environment,
+)
 from repro_matrix.launch.torchrun import (
     HOOKS,
     TorchrunLauncher,
@@ -142,16 +151,13 @@ class ForkserverLauncher:
 def server_environment(attempt: Attempt) -> dict[str, str]:
     """Return the environment of the server that the attempt needs."""
     if attempt.command is not None:
-        env = user_environment(attempt, attempt.command)
+        env = QUIET_IMPORTS | user_environment(attempt, attempt.command)
         if attempt.world_size > 1:  # as torchrun does
             env.setdefault("OMP_NUM_THREADS", "1")
         return {name: value for name, value in env.items() if name not in OF_SCRIPT}
     env = stack_environment(attempt)
     if attempt.device == "cuda":
-        # Every rank has its own lease; the server sees all devices, and asks NVML rather than the driver, whose
-        # initialisation no fork survives.
-        env.pop("CUDA_VISIBLE_DEVICES", None)
-        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        env.pop("CUDA_VISIBLE_DEVICES", None)  # every rank has its own lease; the server sees all devices
     return env
 
 
@@ -164,12 +170,12 @@ def spec_of(attempt: Attempt) -> Json:
         own = {name: env[name] for name in OF_SCRIPT if name in env}
         return {**spec, "cwd": os.getcwd(), "env": own, "arguments": arguments, "hooks": str(HOOKS)}
     if attempt.device == "cuda":
-        spec["env"] |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
+        spec["env"] |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus)}
     return spec
 
 
 class Refused(Exception):
-    """The server did not start. ``kind``: import, thread, cuda, launch, died or stopped."""
+    """The server did not start. ``kind``: import, thread, process, cuda, launch, died or stopped."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -229,10 +235,11 @@ class Server:
             if stop.is_set():
                 raise Refused("stopped", "the run was stopped")
             if time.monotonic() > limit:
-                raise Refused("import", f"the fork server was not ready after {IMPORT_S:g} s")
+                message = f"the fork server was not ready after {IMPORT_S:g} s{self._importing()}"
+                raise Refused("import", message)
         data = self._socket.recv(1 << 20)
         if not data:
-            raise Refused("died", f"the fork server {self._describe_end()}")
+            raise Refused("died", f"the fork server {self._describe_end(self._importing())}")
         answer = json.loads(data)
         if not answer["ready"]:
             raise Refused(answer["kind"], answer["message"])
@@ -271,9 +278,15 @@ class Server:
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _describe_end(self) -> str:
+    def _importing(self) -> str:
+        """Return which import began last, as the end of a sentence."""
+        with contextlib.suppress(OSError):
+            return f" in the import of {(self.folder / 'importing').read_text().strip()}"
+        return ""
+
+    def _describe_end(self, when: str = "") -> str:
         try:
             code = self.process.wait(2) if self.process else None
         except subprocess.TimeoutExpired:
             code = None
-        return f"{describe_exit(code)}\n{observe.tail(self.folder / 'server.log', lines=5)}"
+        return f"{describe_exit(code)}{when}\n{observe.tail(self.folder / 'server.log', lines=5)}"
