@@ -123,8 +123,9 @@ class ForkserverLauncher:
             self._release(key, server)
 
     def _take(self, key: Key) -> Server | None:
-        if key in self._refused:
-            raise self._refused[key]
+        for (python, imports, env), refused in tuple(self._refused.items()):
+            if (python, env) == (key[0], key[2]) and set(imports) <= set(key[1]):
+                raise refused
         with self._lock:
             server = self._servers.pop(key, None)
             if server is None or (server.process and server.process.poll() is None):  # it can take another attempt
