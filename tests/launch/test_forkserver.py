@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from launching import FAULTS, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
+from repro_matrix.external.adhoc_case import Script, command_of_script
+from repro_matrix.external.script_failure import Failure
 from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of
 from repro_matrix.paths import ROOT
@@ -263,3 +265,9 @@ def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path
     assert env == server_environment(leases[1]) and "CUDA_VISIBLE_DEVICES" not in env
     assert server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
     assert spec_of(leases[1])["env"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
+    (tmp_path / "train.py").touch()
+    script = Script(command_of_script(str(tmp_path / "train.py"), 1), Failure(), tmp_path).case()
+    scripts = [dataclasses.replace(each, command=script, script=tmp_path / "train.py") for each in leases]
+    assert server_environment(scripts[0]) == server_environment(scripts[1])
+    assert "CUDA_VISIBLE_DEVICES" not in server_environment(scripts[0])
+    assert spec_of(scripts[1])["env"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"

@@ -68,8 +68,7 @@ class ForkserverLauncher:
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, try it once more."""
         reason = attempt.cold_start_reason
-        forked = reason is None and not (attempt.command and attempt.gpus)
-        if forked and not stop.is_set():  # stopped already: the other launcher starts nothing either
+        if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
                 return tried_again(lambda: self._once(attempt, stop), ("launcher_died",), stop)
             except Refused as refused:
@@ -77,7 +76,7 @@ class ForkserverLauncher:
             finally:
                 remove(attempt.directory)
         observation = self._torchrun.launch(attempt, stop)
-        if forked or attempt.command is None:
+        if attempt.cold_start_reason is None or attempt.command is None:
             observation["attempt"]["cold_start_reason"] = reason
         return observation
 
@@ -151,15 +150,17 @@ class ForkserverLauncher:
 
 def server_environment(attempt: Attempt) -> dict[str, str]:
     """Return the environment of the server that the attempt needs."""
+    own = (
+        {"CUDA_VISIBLE_DEVICES"} if attempt.device == "cuda" else set()
+    )  # the server sees all devices, a rank its lease
     if attempt.command is not None:
         env = QUIET_IMPORTS | user_environment(attempt, attempt.command)
         if attempt.world_size > 1:  # as torchrun does
             env.setdefault("OMP_NUM_THREADS", "1")
-        return {name: value for name, value in env.items() if name not in OF_SCRIPT}
-    env = stack_environment(attempt)
-    if attempt.device == "cuda":
-        env.pop("CUDA_VISIBLE_DEVICES", None)  # every rank has its own lease; the server sees all devices
-    return env
+        own.update(OF_SCRIPT)
+    else:
+        env = stack_environment(attempt)
+    return {name: value for name, value in env.items() if name not in own}
 
 
 def spec_of(attempt: Attempt) -> Json:
@@ -169,7 +170,7 @@ def spec_of(attempt: Attempt) -> Json:
         env, words = user_environment(attempt, attempt.command), attempt.command.argv
         arguments = words[words.index(str(attempt.script)) + 1 :]
         own = {name: env[name] for name in OF_SCRIPT if name in env}
-        return {**spec, "cwd": os.getcwd(), "env": own, "arguments": arguments, "hooks": str(HOOKS)}
+        spec |= {"cwd": os.getcwd(), "env": own, "arguments": arguments, "hooks": str(HOOKS)}
     if attempt.device == "cuda":
         spec["env"] |= {"CUDA_VISIBLE_DEVICES": ",".join(attempt.gpus)}
     return spec
