@@ -284,7 +284,8 @@ def reset_state() -> None:
     sys.modules["torch"].default_generator.seed()
     tempfile.tempdir = None
     for function in preload.at_start:
-        function()
+        with contextlib.suppress(Exception):  # a machine without NVML
+            function()
 
 
 def install_hooks(folder: str) -> None:

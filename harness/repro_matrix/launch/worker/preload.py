@@ -16,6 +16,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 import types
 from collections import Counter
 from pathlib import Path
@@ -139,12 +140,11 @@ class GpuQueries:
         cuda = sys.modules["torch"].cuda
         if not cuda._is_compiled():
             return
-        for name in self.NAMES:
-            if hasattr(cuda, name):
-                self._replace(cuda, name, functools.lru_cache(None)(functools.partial(self._ask, getattr(cuda, name))))
-        if importlib.util.find_spec("pynvml"):  # deepspeed opens NVML at import
+        for name in filter(lambda name: hasattr(cuda, name), self.NAMES):
+            self._replace(cuda, name, functools.lru_cache(None)(functools.partial(self._ask, getattr(cuda, name))))
+        if importlib.util.find_spec("pynvml"):
             pynvml = importlib.import_module("pynvml")
-            self._replace(pynvml, "nvmlInit", functools.partial(self._postpone, pynvml.nvmlInit))
+            self._replace(pynvml, "nvmlInit", functools.partial(self._open_nvml, pynvml.nvmlInit))
 
     def _replace(self, module: Any, name: str, instead: Callable[..., Any]) -> None:
         real = getattr(module, name)
@@ -170,12 +170,10 @@ class GpuQueries:
         self.differ |= differ
         return answer
 
-    def _postpone(self, real: Callable[[], Any]) -> None:
-        try:
-            in_child(lambda: real() and None)
-        except RuntimeError:
-            real()  # it fails here, too
-        at_start.append(real)
+    def _open_nvml(self, real: Callable[[], Any]) -> None:
+        """Leave it to each rank where deepspeed opens NVML: it reads nothing at import."""
+        by_deepspeed = sys._getframe(2).f_globals["__name__"].startswith("deepspeed.")
+        at_start.append(real) if by_deepspeed else real()
 
     def restore(self) -> None:
         for module, name, real in self.replaced:
@@ -195,21 +193,18 @@ def in_child(function: Callable[[], Any]) -> Any:
     pid = os.fork()
     if pid == 0:
         try:
-            try:
-                answer = pickle.dumps((function(), None))
-            except Exception as error:
-                answer = pickle.dumps((None, f"{type(error).__name__}: {error}"))
-            os.write(send, answer)
+            os.write(send, pickle.dumps(function()))
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(send)
     with os.fdopen(receive, "rb") as pipe:
         data = pipe.read()
     os.waitpid(pid, 0)
-    answer, problem = pickle.loads(data) if data else (None, "the process ended without an answer")
-    if problem:
-        raise RuntimeError(problem)
-    return answer
+    if not data:
+        raise RuntimeError("CUDA failed in a child of the fork server: its log has the error")
+    return pickle.loads(data)
 
 
 def threads() -> list[str]:
