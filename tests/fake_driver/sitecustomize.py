@@ -52,6 +52,7 @@ def install(cuda: Any) -> None:
         return SimpleNamespace(name="made up", major=9, minor=0, total_memory=1 << 30)
 
     cuda._is_compiled = lambda: True
+    sys.modules["torch._C"]._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]  # dynamo imports it
     cuda.init = get_device_properties
     cuda.is_initialized = lambda: os.getpid() in pids and cuda._initialized
     cuda._is_in_bad_fork = lambda: bool(pids) and os.getpid() not in pids

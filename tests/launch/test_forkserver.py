@@ -172,6 +172,7 @@ USES = """\
 import imported_module, os, torch
 run.fact("imported", imported_module.seen)
 run.fact("fresh", not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork())
+run.fact("real", torch.cuda.is_available in torch._dynamo.variables.torch.constant_fold_functions)
 torch.cuda.init()
 run.fact("pid", os.getpid())
 """
@@ -196,7 +197,12 @@ def test_import_that_asks_about_gpus_leaves_the_driver_to_the_ranks(
     started = (tmp_path / "log").read_text().split()
     assert (tmp_path / "server").read_text() not in started
     for fact in facts(seen):
-        assert fact["imported"] == [True, 1, [9, 0]] and fact["fresh"] and started.count(str(fact["pid"])) == 1
+        assert (
+            fact["imported"] == [True, 1, [9, 0]]
+            and fact["fresh"]
+            and fact["real"]
+            and started.count(str(fact["pid"])) == 1
+        )
 
 
 # --- servers that die

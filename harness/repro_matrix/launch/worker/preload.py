@@ -59,7 +59,9 @@ def preload(packages: list[str]) -> None:
     server, importing, gpus = os.getpid(), Importing(), GpuQueries()
     sys.meta_path.insert(0, importing)  # type: ignore[arg-type]
     try:
-        for name, required in wanted:
+        for number, (name, required) in enumerate(wanted):
+            if number == len(BASE):  # dynamo, which knows torch's functions by identity, has the real ones
+                gpus.replace()
             try:
                 importlib.import_module(name)
             except BaseException as error:  # packages raise anything at import, SystemExit too
@@ -71,8 +73,6 @@ def preload(packages: list[str]) -> None:
                     os._exit(0)  # the import forked: its copy of this process must not serve
             importing.check(name)
             gpus.check(name)
-            if name == "torch":
-                gpus.replace()
     finally:
         sys.meta_path.remove(importing)  # type: ignore[arg-type]
         gpus.restore()
@@ -140,7 +140,7 @@ class GpuQueries:
         cuda = sys.modules["torch"].cuda
         if not cuda._is_compiled():
             return
-        for name in filter(lambda name: hasattr(cuda, name), self.NAMES):
+        for name in self.NAMES:
             self._replace(cuda, name, functools.lru_cache(None)(functools.partial(self._ask, getattr(cuda, name))))
         if importlib.util.find_spec("pynvml"):
             pynvml = importlib.import_module("pynvml")
