@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from launching import attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
-from repro_matrix.launch.attempt import ATTEMPT_TOKEN, read_launch
+from launching import FAULTS, attempt_of, ends, facts, free, gone, launched, scripted, stuck, wait_for
+from repro_matrix.external.adhoc_case import Script, command_of_script
+from repro_matrix.external.script_failure import Failure
+from repro_matrix.launch.attempt import ATTEMPT_TOKEN, Attempt, read_launch
 from repro_matrix.launch.forkserver import ForkserverLauncher, server_environment, spec_of
 from repro_matrix.paths import ROOT
 
@@ -64,31 +67,142 @@ def test_forked_ranks_are_fresh_processes(tmp_path: Path, warm: ForkserverLaunch
             assert env[ATTEMPT_TOKEN] == attempt.id and env["A_VARIABLE"] == "x" and free(int(env["MASTER_PORT"]))
 
 
-# --- stacks that cannot be forked
+# --- what packages do at import
+
+
+def importing(folder: Path, code: str, body: str = "", **env: str) -> Attempt:
+    """Return an attempt whose server imports a module with this code."""
+    (folder / "imported_module.py").write_text(code)
+    env = {"PYTHONPATH": str(folder), **env}
+    return scripted(folder / "a", body, imports=("imported_module",), env=env)
+
+
+@pytest.fixture
+def torchrun(warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start nothing where the server refuses to fork: a real start takes seconds."""
+    nothing = {"attempt": {"launcher": "torchrun"}, "ranks": [], "infra_error": None}
+    monkeypatch.setattr(warm, "_torchrun", SimpleNamespace(launch=lambda *_: nothing))
+
+
+THREAD = "import threading, time\nfor _ in range({}): threading.Thread(target=time.sleep, args=(60,), name='w').start()"
+PROCESS = """\
+import os, time
+if os.fork() == 0:
+    open(os.path.dirname(__file__) + "/pid", "w").write(str(os.getpid()))
+    time.sleep(600)
+while not os.path.exists(os.path.dirname(__file__) + "/pid"): time.sleep(0.01)
+"""
 
 
 @ranks
+@pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize(
     ("code", "parts"),
     [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='watcher').start()",
-         ("(thread)", "imported_module", "watcher")),
+        (THREAD.format(1), ("(thread)", "(w, from the import of imported_module)")),
+        pytest.param(THREAD.format(64), ("(thread)", "64 of w, from"), marks=pytest.mark.slow),
+        (PROCESS, ("(process)", "imported_module")),
         pytest.param("import torch\ntorch.cuda.is_initialized = lambda: True", ("(cuda)",), marks=pytest.mark.slow),
         pytest.param("import torch\ntorch.cuda._is_in_bad_fork = lambda: True", ("(cuda)", "forked ranks"),
                      marks=pytest.mark.slow),
         pytest.param("raise RuntimeError('not here')", ("(import)", "RuntimeError: not here"), marks=pytest.mark.slow),
+        ("import os\nos.kill(os.getpid(), 9)", ("(died)", "SIGKILL", "imported_module")),
+        pytest.param("import os\nos._exit(0)", ("(died)", "exit code 0", "imported_module"), marks=pytest.mark.slow),
     ],
+    ids=["thread", "threads", "process", "cuda", "bad fork", "raises", "killed", "exits"],
 )  # fmt: skip
 def test_unsafe_import_starts_with_torchrun_and_is_named(
-    tmp_path: Path, warm: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch, code: str, parts: tuple[str, ...]
+    tmp_path: Path, warm: ForkserverLauncher, code: str, parts: tuple[str, ...]
 ) -> None:
-    torchrun = {"attempt": {"launcher": "torchrun"}, "ranks": [], "infra_error": None}
-    monkeypatch.setattr(warm, "_torchrun", SimpleNamespace(launch=lambda *_: torchrun))  # a real start takes seconds
-    (tmp_path / "imported_module.py").write_text(code)
-    env = {"PYTHONPATH": str(tmp_path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # as of a server for GPUs
-    attempt = scripted(tmp_path / "a", "", imports=("imported_module",), env=env)
-    about = launched(warm, attempt)["attempt"]
+    about = launched(warm, importing(tmp_path, code))["attempt"]
     assert about["launcher"] == "torchrun" and all(part in about["cold_start_reason"] for part in parts)
+    assert not (tmp_path / "pid").exists() or gone(int((tmp_path / "pid").read_text()))
+
+
+@ranks
+@pytest.mark.usefixtures("torchrun")
+def test_packages_of_a_refused_server_are_not_imported_again(tmp_path: Path, warm: ForkserverLauncher) -> None:
+    code = "import os\nopen(os.path.dirname(__file__) + '/imports', 'a').write('x')\nraise OSError"
+    attempt = importing(tmp_path, code)
+    for imports in ((), ("json",)):
+        attempt = dataclasses.replace(attempt, imports=(*attempt.imports, *imports))
+        assert launched(warm, attempt)["attempt"]["launcher"] == "torchrun"
+    assert (tmp_path / "imports").read_text() == "x"
+
+
+HARMLESS = """\
+import io, multiprocessing, os, signal, subprocess, sys, threading
+print("text" * 100000)
+multiprocessing.set_start_method("spawn")
+for name in ("SIGTERM", "SIGINT", "SIGCHLD"):
+    signal.signal(getattr(signal, name), lambda *_: None)
+subprocess.run(["true"])
+os.chdir("/")
+sys.stdout = io.StringIO()
+# As OpenBLAS does: its threads end before a fork
+end = threading.Event()
+thread = threading.Thread(target=end.wait)
+thread.start()
+os.register_at_fork(before=lambda: (end.set(), thread.join()))
+"""
+SEEN = """\
+import multiprocessing, os, signal, sys
+run.fact("method", multiprocessing.get_start_method())
+run.fact("signals", [callable(signal.getsignal(getattr(signal, name))) for name in ("SIGTERM", "SIGINT", "SIGCHLD")])
+run.fact("stdout", type(sys.stdout).__name__)
+run.fact("folder", os.getcwd())
+"""
+
+
+@ranks
+def test_ranks_have_what_an_import_has_set(tmp_path: Path, warm: ForkserverLauncher) -> None:
+    attempt = importing(tmp_path, HARMLESS, SEEN)
+    seen = launched(warm, attempt)
+    assert seen["attempt"]["launcher"] == "forkserver"
+    for fact in facts(seen):
+        assert fact == {"method": "spawn", "signals": [True] * 3, "stdout": "StringIO", "folder": str(attempt.work)}
+
+
+ASKS = """\
+import os, torch
+seen = [torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.get_device_capability()]
+open(os.path.dirname(__file__) + "/server", "w").write(str(os.getpid()))
+"""
+USES = """\
+import imported_module, os, torch
+run.fact("imported", imported_module.seen)
+run.fact("fresh", not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork())
+run.fact("real", torch.cuda.is_available in torch._dynamo.variables.torch.constant_fold_functions)
+torch.cuda.init()
+run.fact("pid", os.getpid())
+"""
+
+
+@ranks
+@pytest.mark.parametrize("package", [pytest.param("", id="any"), pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_import_that_asks_about_gpus_leaves_the_driver_to_the_ranks(
+    tmp_path: Path, warm: ForkserverLauncher, package: str
+) -> None:
+    """On a real card bitsandbytes, and DeepSpeed up to 0.18, ask for the capability; DeepSpeed asks for the number."""
+    source = Path(FAULTS.parent / "fake_driver")
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-pthread", "-o", tmp_path / "libcuda.so.1", source / "cuda.c"], check=True
+    )
+    attempt = importing(
+        tmp_path, f"import {package}\n{ASKS}" if package else ASKS, USES, PYTHONPATH=f"{source}:{tmp_path}",
+        LD_LIBRARY_PATH=str(tmp_path), FAKE_CUDA_LOG=str(tmp_path / "log"), DS_ACCELERATOR="cuda",
+    )  # fmt: skip
+    seen = launched(warm, attempt)
+    assert seen["attempt"]["launcher"] == "forkserver", seen["attempt"]["cold_start_reason"]
+    started = (tmp_path / "log").read_text().split()
+    assert (tmp_path / "server").read_text() not in started
+    for fact in facts(seen):
+        assert (
+            fact["imported"] == [True, 1, [9, 0]]
+            and fact["fresh"]
+            and fact["real"]
+            and started.count(str(fact["pid"])) == 1
+        )
 
 
 # --- servers that die
@@ -156,7 +270,12 @@ def test_attempts_share_a_server_unless_their_environment_differs(tmp_path: Path
     leases = [dataclasses.replace(plain, gpus=gpus, visible=numbers[gpus], settings=cuda) for gpus in numbers]
     env = server_environment(leases[0])
     assert env == server_environment(leases[1]) and "CUDA_VISIBLE_DEVICES" not in env
-    assert env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1" and server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
-    spec = spec_of(leases[1])["env"]
-    assert (spec["CUDA_VISIBLE_DEVICES"], spec["CUDA_DEVICE_ORDER"]) == ("3,1", "PCI_BUS_ID")
-    assert spec["PYTORCH_NVML_BASED_CUDA_CHECK"] is None
+    assert server_environment(plain)["CUDA_VISIBLE_DEVICES"] == ""
+    visible = {"CUDA_VISIBLE_DEVICES": "3,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert visible.items() <= spec_of(leases[1])["env"].items()
+    (tmp_path / "train.py").touch()
+    script = Script(command_of_script(str(tmp_path / "train.py"), 1), Failure(), tmp_path).case()
+    scripts = [dataclasses.replace(each, command=script, script=tmp_path / "train.py") for each in leases]
+    assert server_environment(scripts[0]) == server_environment(scripts[1])
+    assert "CUDA_VISIBLE_DEVICES" not in server_environment(scripts[0])
+    assert visible.items() <= spec_of(scripts[1])["env"].items()

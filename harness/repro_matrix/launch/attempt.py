@@ -39,6 +39,8 @@ ATTEMPT_TOKEN = "REPRO_ATTEMPT"  # in the environment of every process of an att
 TRACE = "REPRO_TRACE"  # the folder of its trace, which outlives the attempt
 PARENT_TOKEN = "REPRO_PARENT"  # pid that a worker must have as its parent: it ends if that one died meanwhile
 
+QUIET_IMPORTS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # else importing pyarrow starts a thread
+
 _MAX_TMP = 60  # a socket's path may have 107 characters, and multiprocessing puts some 35 behind TMPDIR
 MAX_LOG = 64 << 20  # bytes; a rank that prints without limit must not fill the disk
 KEPT_TAIL = 64 << 10
@@ -194,6 +196,7 @@ def stack_environment(attempt: Attempt) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **QUIET_IMPORTS,
         RUN_TOKEN: attempt.run_id,
     }
     if attempt.device == "cpu":

@@ -6,6 +6,7 @@ to which it hands what cannot be forked. There is one server per stack, import-t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import psutil
 
 from repro_matrix.launch import observe, processes
 from repro_matrix.launch.attempt import (
+    QUIET_IMPORTS,
     Attempt,
     Json,
     describe_exit,
@@ -67,8 +69,7 @@ class ForkserverLauncher:
     def launch(self, attempt: Attempt, stop: threading.Event) -> Json:
         """Run one attempt; if its server dies, try it once more."""
         reason = attempt.cold_start_reason
-        forked = reason is None and not (attempt.command and attempt.gpus)
-        if forked and not stop.is_set():  # stopped already: the other launcher starts nothing either
+        if reason is None and not stop.is_set():  # stopped already: the other launcher starts nothing either
             try:
                 return tried_again(lambda: self._once(attempt, stop), ("launcher_died",), stop)
             except Refused as refused:
@@ -76,7 +77,7 @@ class ForkserverLauncher:
             finally:
                 remove(attempt.directory)
         observation = self._torchrun.launch(attempt, stop)
-        if forked or attempt.command is None:
+        if attempt.cold_start_reason is None or attempt.command is None:
             observation["attempt"]["cold_start_reason"] = reason
         return observation
 
@@ -122,8 +123,9 @@ class ForkserverLauncher:
             self._release(key, server)
 
     def _take(self, key: Key) -> Server | None:
-        if key in self._refused:
-            raise self._refused[key]
+        for (python, imports, env), refused in tuple(self._refused.items()):
+            if (python, env) == (key[0], key[2]) and set(imports) <= set(key[1]):
+                raise refused
         with self._lock:
             server = self._servers.pop(key, None)
             if server is None or (server.process and server.process.poll() is None):  # it can take another attempt
@@ -149,18 +151,17 @@ class ForkserverLauncher:
 
 def server_environment(attempt: Attempt) -> dict[str, str]:
     """Return the environment of the server that the attempt needs."""
+    own = (
+        {"CUDA_VISIBLE_DEVICES"} if attempt.device == "cuda" else set()
+    )  # the server sees all devices, a rank its lease
     if attempt.command is not None:
-        env = user_environment(attempt, attempt.command)
+        env = QUIET_IMPORTS | user_environment(attempt, attempt.command)
         if attempt.world_size > 1:  # as torchrun does
             env.setdefault("OMP_NUM_THREADS", "1")
-        return {name: value for name, value in env.items() if name not in OF_SCRIPT}
-    env = stack_environment(attempt)
-    if attempt.device == "cuda":
-        # Every rank has its own lease; the server sees all devices, and asks NVML rather than the driver, whose
-        # initialisation no fork survives.
-        env.pop("CUDA_VISIBLE_DEVICES", None)
-        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    return env
+        own.update(OF_SCRIPT)
+    else:
+        env = stack_environment(attempt)
+    return {name: value for name, value in env.items() if name not in own}
 
 
 def spec_of(attempt: Attempt) -> Json:
@@ -170,14 +171,14 @@ def spec_of(attempt: Attempt) -> Json:
         env, words = user_environment(attempt, attempt.command), attempt.command.argv
         arguments = words[words.index(str(attempt.script)) + 1 :]
         own = {name: env[name] for name in OF_SCRIPT if name in env}
-        return {**spec, "cwd": os.getcwd(), "env": own, "arguments": arguments, "hooks": str(HOOKS)}
+        spec |= {"cwd": os.getcwd(), "env": own, "arguments": arguments, "hooks": str(HOOKS)}
     if attempt.device == "cuda":
-        spec["env"] |= {**visible_devices(attempt), "PYTORCH_NVML_BASED_CUDA_CHECK": None}
+        spec["env"] |= visible_devices(attempt)
     return spec
 
 
 class Refused(Exception):
-    """The server did not start. ``kind``: import, thread, cuda, launch, died or stopped."""
+    """The server did not start. ``kind``: import, thread, process, cuda, launch, died or stopped."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -237,10 +238,11 @@ class Server:
             if stop.is_set():
                 raise Refused("stopped", "the run was stopped")
             if time.monotonic() > limit:
-                raise Refused("import", f"the fork server was not ready after {IMPORT_S:g} s")
+                message = f"the fork server was not ready after {IMPORT_S:g} s{self._importing()}"
+                raise Refused("import", message)
         data = self._socket.recv(1 << 20)
         if not data:
-            raise Refused("died", f"the fork server {self._describe_end()}")
+            raise Refused("died", f"the fork server {self._describe_end(self._importing())}")
         answer = json.loads(data)
         if not answer["ready"]:
             raise Refused(answer["kind"], answer["message"])
@@ -279,9 +281,15 @@ class Server:
                 process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _describe_end(self) -> str:
+    def _importing(self) -> str:
+        """Return which import began last, as the end of a sentence."""
+        with contextlib.suppress(OSError):
+            return f" in the import of {(self.folder / 'importing').read_text().strip()}"
+        return ""
+
+    def _describe_end(self, when: str = "") -> str:
         try:
             code = self.process.wait(2) if self.process else None
         except subprocess.TimeoutExpired:
             code = None
-        return f"{describe_exit(code)}\n{observe.tail(self.folder / 'server.log', lines=5)}"
+        return f"{describe_exit(code)}{when}\n{observe.tail(self.folder / 'server.log', lines=5)}"

@@ -2,16 +2,16 @@
 
     python fork_server.py [PACKAGE ...]
 
-Its standard input is a socket of the controller (harness/repro_matrix/launch/forkserver.py). It sends one message, in
-JSON: {"ready": true}, or {"ready": false, "kind": "import"|"thread"|"cuda", "message": ...}. Each message that it
-receives is the path of an attempt's spec.json, with a pipe. The server forks a supervisor of that attempt, which holds
-the pipe open until it ends, and writes its pid into it. How the ranks ended is in launch.json. The server ends when the
-socket is closed; its supervisors then end their ranks.
+Its standard input is a socket of the controller (harness/repro_matrix/launch/forkserver.py). It sends
+one message, in JSON: {"ready": true}, or {"ready": false, "message": ..., "kind": "import"|"thread"|
+"process"|"cuda"}. Each message that it receives is the path of an attempt's spec.json, with a pipe. The
+server forks a supervisor of that attempt, which holds the pipe open until it ends, and writes its pid
+into it. How the ranks ended is in launch.json. The server ends when the socket is closed; its
+supervisors then end their ranks.
 
 It runs inside the stack's environment (Python 3.9, standard library, torch, and the packages named), never runs an
-operation, and keeps one thread: a fork copies only the thread that calls it, so that a lock which another thread holds
-would stay locked in every rank. A stack that cannot be imported in this way is refused; the controller starts its
-attempts with torchrun. docs/concepts/launching.md lists how forked ranks differ from those of torchrun.
+operation, and keeps one thread (preload.py). A stack that cannot be imported in this way is refused; the controller
+starts its attempts with torchrun. docs/concepts/launching.md lists how forked ranks differ from those of torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import ctypes
 import gc
 import importlib.util
 import json
@@ -29,7 +28,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import types
@@ -39,106 +37,33 @@ from typing import Any, NoReturn
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, FOLDER)
 import elastic  # noqa: E402
+import preload  # noqa: E402
 
 # No rank's import may find the files beside this one.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 
 PEER_GRACE_S = 1.5  # from the first rank's failure until the others get TERM
 
-# What nearly every script imports, itself or in its first step (torch's optimizers import dynamo there); parts that an
-# older torch lacks are left out. A case whose failure depends on the order of imports has to start with torchrun.
-BASE = [
-    "torch", "torch.nn.parallel", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch._dynamo",
-]  # fmt: skip
-# Packages that load their parts at first use: the parts that the scripts use.
-LAZY = {
-    "transformers": [
-        "transformers.modeling_utils", "transformers.models.auto", "transformers.models.auto.modeling_auto",
-        "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama",
-        "transformers.integrations.deepspeed",
-    ],
-    # What takes long in deepspeed.initialize; the first compiles at import, which loads all of inductor (2 CPU s).
-    "deepspeed": ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"],
-}  # fmt: skip
-# Trainer needs accelerate, so that its scripts name that; it imports peft too, a fifth of what transformers costs.
-# Accelerator.prepare and Trainer import deepspeed wherever it is installed.
-LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
-
 
 # --- the server
-
-
-class Refused(Exception):
-    """Arguments: the kind of the reason, and its text."""
-
-
-def preload(packages: list[str]) -> None:
-    """Import torch's usual parts and ``packages``. Raises Refused where ranks cannot be forked after that."""
-    wanted = [(name, name == "torch") for name in BASE]
-    for package in packages:
-        wanted += [(package, True), *((name, False) for name in LAZY.get(package, []))]
-    for name, required in wanted:
-        try:
-            importlib.import_module(name)
-        except BaseException as error:  # packages raise anything at import, SystemExit too
-            if required:
-                raise Refused("import", f"{name}: {type(error).__name__}: {error}") from error
-            continue  # this release may not have the part; one that fails does so in the rank, with its own error
-        check_forkable(name)
-    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"):  # a server for ranks on GPUs
-        check_child()
-
-
-def check_forkable(module: str) -> None:
-    """Raise Refused if the import of ``module`` started a thread or initialised CUDA."""
-    if thread_count() > 1:
-        names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        who = ", ".join(names) or "not started by Python"
-        raise Refused("thread", f"importing {module} started a thread ({who}): no rank can be forked")
-    if sys.modules["torch"].cuda.is_initialized() or driver_initialised():
-        raise Refused("cuda", f"importing {module} initialised CUDA: a forked rank could not use it")
-
-
-def check_child() -> None:
-    """Raise Refused if torch forbids CUDA to forked processes: some of its queries (``get_arch_list``) have that effect
-    and initialise nothing."""
-    child = os.fork()
-    if child == 0:
-        os._exit(int(sys.modules["torch"].cuda._is_in_bad_fork()))
-    if os.waitpid(child, 0)[1]:
-        raise Refused("cuda", "an import asked torch about GPUs, so that it forbids CUDA to forked ranks")
-
-
-def thread_count() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def driver_initialised() -> bool:
-    """Return whether cuInit was called (torch does not know when another package called it). Loads nothing."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 4))
-        count = ctypes.c_int()
-        return bool(driver.cuDeviceGetCount(ctypes.byref(count)) == 0)  # else CUDA_ERROR_NOT_INITIALIZED
-    except (OSError, AttributeError):
-        return False
 
 
 def serve(requests: socket.socket) -> None:
     """Fork a supervisor for each request until the socket is closed, or this process has a second thread."""
     server = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors, and orphans of killed ones, leave no zombies
+    # Supervisors, and orphans of killed ones, leave no zombies. Ranks have the handler that an import installed.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         data, fds, _, _ = socket.recv_fds(requests, 65536, 1)
         if not data:
             return
-        if thread_count() > 1:
+        if len(preload.threads()) > 1:
             print("the fork server has a second thread", file=sys.stderr)
             return
         pid = os.fork()
         if pid == 0:
             try:
-                Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno()).run()
+                Supervisor(Path(os.fsdecode(data)), server, fds[0], requests.fileno(), handler).run()
             finally:
                 os._exit(70)  # the supervisor must never return into the server's loop
         with contextlib.suppress(BrokenPipeError):  # the controller does not want the attempt any more
@@ -151,13 +76,18 @@ def main(packages: list[str]) -> int:
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)  # imported packages can no longer read the requests
     elastic.prctl(elastic.PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C in the terminal
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # an ignored signal would stay ignored, as in elastic.become_rank
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     gc.disable()  # imports make hardly any garbage, and looking for it takes a fifth of their time
     try:
-        preload(packages)
-    except Refused as refused:
+        preload.preload(packages)
+    except preload.Refused as refused:
         traceback.print_exc()
         kind, message = refused.args
+        elastic.kill_orphans()  # what the imports left
         requests.send(json.dumps({"ready": False, "kind": kind, "message": message}).encode())
         return 1
     gc.collect()
@@ -179,13 +109,14 @@ class Supervisor:
 
     The order matters: the server has one thread, the supervisor forks every rank while it still has one, and only then
     starts the ranks' store, whose threads no rank inherits. The ranks wait for the store's port on a pipe.
-    ``life`` is the pipe whose end reports that this process has ended; no rank may hold it.
+    ``life`` is the pipe whose end reports that this process has ended; no rank may hold it. ``handler``: of SIGCHLD, in
+    the ranks.
     """
 
-    def __init__(self, spec_file: Path, server: int, life: int, requests: int) -> None:
+    def __init__(self, spec_file: Path, server: int, life: int, requests: int, handler: Any) -> None:
         self.spec = json.loads(spec_file.read_text(encoding="utf-8"))
         self.launch_file = spec_file.with_name("launch.json")
-        self.server, self.life, self.requests = server, life, requests
+        self.server, self.life, self.requests, self.handler = server, life, requests, handler
         self.ranks: list[dict[str, Any]] = []
         self.answer: dict[str, Any] = {**elastic.blank_answer(), "ranks": self.ranks}
         self.by_launcher = False  # whether a rank that ends now was ended by the launcher
@@ -221,6 +152,7 @@ class Supervisor:
             receive, send = os.pipe()
             pid = os.fork()
             if pid == 0:
+                signal.signal(signal.SIGCHLD, self.handler)
                 run_rank(self.spec, rank, supervisor, receive, [*ports, send, self.life])
             os.close(receive)
             ports.append(send)
@@ -300,13 +232,8 @@ def run_rank(spec: dict[str, Any], rank: int, supervisor: int, receive: int, oth
             os.close(fd)
         elastic.append_output(os.path.join(spec["log_dir"], f"rank-{rank}.log"))
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         run_id = spec["env"]["REPRO_ATTEMPT"]
-        for name, value in {**spec["env"], **torchrun_variables(rank, spec["world_size"], run_id)}.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.update(spec["env"], **torchrun_variables(rank, spec["world_size"], run_id))
         os.chdir(spec["cwd"])
         reset_state()
         port = os.read(receive, 16).decode()
@@ -356,16 +283,18 @@ def reset_state() -> None:
         sys.modules["numpy.random"].seed()
     sys.modules["torch"].default_generator.seed()
     tempfile.tempdir = None
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for function in preload.at_start:
+        with contextlib.suppress(Exception):  # a machine without NVML
+            function()
 
 
 def install_hooks(folder: str) -> None:
-    """Record this rank of a user's script as worker/hooks does in a new interpreter; hide the server's own module."""
+    """Record this rank of a user's script as worker/hooks does in a new interpreter; hide the server's own modules."""
     found = importlib.util.spec_from_file_location("repro_hooks", os.path.join(folder, "sitecustomize.py"))
     hooks = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
     found.loader.exec_module(hooks)  # type: ignore[union-attr]
-    sys.modules.pop("elastic", None)
+    for name in ("elastic", "preload"):
+        sys.modules.pop(name, None)
     hooks.begin()
 
 
