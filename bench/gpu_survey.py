@@ -37,6 +37,7 @@ Json = dict[str, Any]
 
 LIMIT_S = 240.0  # of everything
 PARALLEL = 6  # probes at a time; each process needs about 0.6 GiB of the card for its context
+START_S = 60.0  # until a probe's ranks have begun; their own limit counts from there
 GRACE_S = 2.0  # a failed rank waits so long before it ends, as in the harness: NCCL's watchdog may be faster
 TAIL_LINES, TAIL_BYTES, MAX_TEXT = 60, 8192, 4000
 INSTALLED = re.compile(r"""[^\s"'(]*/(?:site|dist)-packages/""")
@@ -580,13 +581,24 @@ def run_probe(probe: Probe, device: str, limit_s: float) -> Json:
                 processes.append(subprocess.Popen(
                     command, env={**os.environ, **given}, stdout=log, stderr=log, start_new_session=True
                 ))  # fmt: skip
-        while time.monotonic() - started < limit_s and any(process.poll() is None for process in processes):
-            time.sleep(0.05)
-        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        for number, pause in ((signal.SIGUSR1, 0.5), (signal.SIGKILL, 0.0)):  # its stacks first
-            for rank in late:
-                os.killpg(processes[rank].pid, number)
-            time.sleep(pause if late else 0)
+
+        def wait_until(limit_s: float, done: Callable[[int], Any]) -> None:
+            end = time.monotonic() + limit_s
+            while time.monotonic() < end and not all(done(rank) for rank in range(probe.ranks)):
+                time.sleep(0.05)
+
+        def ended(rank: int) -> bool:
+            return processes[rank].poll() is not None
+
+        wait_until(START_S, lambda rank: ended(rank) or (folder / f"rank-{rank}.json").exists())
+        wait_until(limit_s, ended)
+        late = [rank for rank in range(probe.ranks) if not ended(rank)]
+        for rank in late:  # its stacks first
+            os.killpg(processes[rank].pid, signal.SIGUSR1)
+        wait_until(5.0, lambda rank: ended(rank) or _rank(folder, rank, 0, True)["stack"])
+        time.sleep(0.5 if late else 0)  # the rest of the stacks
+        for rank in late:
+            os.killpg(processes[rank].pid, signal.SIGKILL)
         for rank, process in enumerate(processes):
             ranks.append(_rank(folder, rank, process.wait(), rank in late))
     facts = [(each["record"] or {}).get("facts", {}) for each in ranks]

@@ -214,14 +214,17 @@ TRAINS = """
         else:
             ddp = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
-        torch.manual_seed(dist.get_rank())
-        called = ddp.module if how == "bypassed" else ddp
-        called(torch.randn(3, 4) * (float("nan") if how == "nan" else 1)).sum().backward()
+        called = ddp.module if how in ("bypassed", "signs") else ddp
+        # Exact products: AdamW's first step is the same from each, but for the sign.
+        factor = {"nan": float("nan"), "bypassed": (4.0, -4.0)[dist.get_rank()]}.get(how, (4.0, 8.0)[dist.get_rank()])
+        called(torch.full((3, 4), factor)).sum().backward()
         optimizer.step()
+        if called is not ddp:
+            optimizer.zero_grad()
         if how == "crash" and dist.get_rank() == 1:
             raise ValueError("boom")
         dist.destroy_process_group()
-        sys.exit(0) if how == "bypassed" else os._exit(0) if how == "os._exit" else None
+        sys.exit(0) if how in ("bypassed", "signs") else os._exit(0) if how == "os._exit" else None
     main(sys.argv[1])
 """
 REPLICAS, FINITE = ("replicas",), ("finite",)
@@ -231,7 +234,8 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
     ("how", "checks", "outcome", "text"),
     [
         ("right", REPLICAS + FINITE, "passed", "parameters_finite: 2 tensors and 2 gradients"),
-        ("bypassed", REPLICAS, "reproduced", "replicas_equal: 2 tensors; wrong: weight"),
+        ("bypassed", REPLICAS, "reproduced", "2 gradients of the last of 1 steps; wrong: weight, gradient of weight"),
+        ("signs", REPLICAS, "reproduced", "2 gradients of the last of 1 steps; wrong: gradient of weight"),
         pytest.param("right", (), "passed", "no number was checked", marks=pytest.mark.slow),
         pytest.param("bypassed", (), "passed", "no number was checked", marks=pytest.mark.slow),
         pytest.param("nan", FINITE, "reproduced", "wrong: weight", marks=pytest.mark.slow),

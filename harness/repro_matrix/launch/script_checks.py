@@ -1,7 +1,8 @@
 """The checks of `repro run --check`: compare what the ranks of a user's script described of their parameters. Pure.
 
 A check that could compare nothing says why, and is no evidence (grading/checks.py). Replicas must be equal to the last
-bit: every rank computes the same update from the same gradient.
+bit: every rank computes the same update from the same gradient. So must the gradients of the last step, because an
+update that depends only on their signs (the first of AdamW) hides that they were not reduced.
 """
 
 from __future__ import annotations
@@ -14,42 +15,55 @@ Json = dict[str, Any]
 
 def add_checks(records: Sequence[Json], wanted: Sequence[str]) -> None:
     """Add the wanted checks (``replicas``, ``finite``) to each rank's record."""
-    told = [
+    ranks = [
         record["facts"].get("parameters") or {"missing": "the process ended without Python's exit"}
         for record in records
     ]
-    missing = next((each["missing"] for each in told if "missing" in each), "")
-    for record, facts in zip(records, told):
+    missing = next((each["missing"] for each in ranks if "missing" in each), "")
+    for record, facts in zip(records, ranks):
+        parameters = facts.get("parameters", ())
         if "replicas" in wanted:
-            why = missing or _no_replicas(told)
-            wrong = [] if why else _different(told)
-            _add(record, "replicas_equal", facts, wrong, why)
+            why = missing or _no_replicas(ranks)
+            _add(record, "replicas_equal", *(("", []) if why else _compare(ranks)), why)
         if "finite" in wanted:
-            wrong = [each["name"] for each in facts.get("parameters", ()) if not each["finite"]]
-            _add(record, "parameters_finite", facts, wrong, missing)
+            wrong = [each["name"] for each in parameters if not each["finite"]]
+            compared = f"{len(parameters)} tensors and {sum(each['gradient'] for each in parameters)} gradients"
+            _add(record, "parameters_finite", compared, wrong, missing)
 
 
-def _no_replicas(told: Sequence[Mapping[str, Any]]) -> str:
-    split = sorted({name for each in told for name in each["sharded"]})
+def _no_replicas(ranks: Sequence[Mapping[str, Any]]) -> str:
+    split = sorted({name for each in ranks for name in each["sharded"]})
     if split:
         return f"sharded by {', '.join(split)}"
-    if len(told) < 2:
+    if len(ranks) < 2:
         return "there is one rank"
-    shapes = [[(each["name"], each["shape"]) for each in facts["parameters"]] for facts in told]
+    shapes = [[(each["name"], each["shape"]) for each in facts["parameters"]] for facts in ranks]
     return "" if all(each == shapes[0] for each in shapes) else "the ranks train different parameters"
 
 
-def _different(told: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = zip(*(facts["parameters"] for facts in told))
-    return [ranks[0]["name"] for ranks in columns if any(each["hash"] != ranks[0]["hash"] for each in ranks)]
+def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Return what was compared, and the names of what differs."""
+    compared, wrong = f"{len(ranks[0]['parameters'])} tensors", _different(ranks, "hash")
+    counts = [sum(each["used"][0] > 0 for each in facts["parameters"]) for facts in ranks]
+    steps = sorted({facts["steps"] for facts in ranks})
+    unknown = [error for facts in ranks for error in facts["errors"]]
+    if len(steps) > 1:
+        unknown.append(f"the ranks made {' and '.join(map(str, steps))} steps")
+    if not any(counts):
+        unknown.append("no parameter has one after a step")
+    if unknown:
+        return f"{compared}; gradients not compared: {unknown[0]}", wrong
+    wrong += [f"gradient of {name}" for name in _different(ranks, "used")]
+    return f"{compared} and {max(counts)} gradients of the last of {steps[0]} steps", wrong
 
 
-def _add(record: Json, name: str, facts: Mapping[str, Any], wrong: Sequence[str], why: str) -> None:
-    parameters = facts.get("parameters", ())
-    gradients = sum(each["gradient"] for each in parameters)
-    subject = f"{len(parameters)} tensors"
-    subject += f" and {gradients} gradients" if name == "parameters_finite" else ""
-    subject += f"; wrong: {', '.join(wrong[:4])}{' ...' if wrong[4:] else ''}" if wrong else ""
+def _different(ranks: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    columns = zip(*(facts["parameters"] for facts in ranks))
+    return [same[0]["name"] for same in columns if any(each[key] != same[0][key] for each in same)]
+
+
+def _add(record: Json, name: str, compared: str, wrong: Sequence[str], why: str) -> None:
+    subject = f"{compared}; wrong: {', '.join(wrong[:4])}{' ...' if wrong[4:] else ''}" if wrong else compared
     record["done_at"] = record["ended"] or 0.0
     record["checks"].append(
         {"name": name, "actual": len(wrong), "expected": 0, "tolerance": 0, "passed": not wrong,

@@ -1,7 +1,9 @@
 """Describe the parameters that a user's script has trained, as its rank ends: what `repro run --check` compares.
 
 They are those that an optimizer of torch stepped on. They stay in memory until the end, so that those of a function
-that has returned are seen, too. Standard library; torch is the script's own.
+that has returned are seen, too. Their gradients do not: each step replaces sums of their bits, because a script may
+clear gradients after the step, and a step that uses only their signs leaves equal parameters. Standard library; torch
+is the script's own.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ SHARDING = {"FullyShardedDataParallel": "FSDP", "DeepSpeedEngine": "DeepSpeed"} 
 stepped: dict[int, Any] = {}  # id -> parameter
 names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
+steps: dict[int, int] = {}  # id of a parameter -> steps of its optimizers
+used: dict[int, tuple[int, Any]] = {}  # id of a parameter -> the last step with a gradient, its bit sums
+errors: list[str] = []  # why gradients are unknown
 
 
 def watch(optimizers: Any) -> None:
@@ -24,10 +29,34 @@ def watch(optimizers: Any) -> None:
 
 
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Remember an optimizer's parameters at its first step, while their modules are alive."""
+    """Remember an optimizer's parameters, while their modules are alive, and sums of the gradients that it used."""
     found = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    if found.keys() <= stepped.keys():
+    if not found.keys() <= stepped.keys():
+        remember(found)
+    if sharded or errors:
         return
+    try:
+        for key, parameter in found.items():
+            steps[key] = steps.get(key, 0) + 1
+            if parameter.grad is not None:
+                used[key] = steps[key], bit_sums(local(parameter.grad))
+    except Exception as error:  # a layout without these operations
+        errors.append(f"{type(error).__name__}: {error}"[:200])
+
+
+def bit_sums(gradient: Any) -> Any:
+    """Return the sum of each column's bits: equal in any order of addition, and the device computes them later."""
+    torch = sys.modules["torch"]
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        return torch.cat([gradient.indices().flatten(), bit_sums(gradient.values()).flatten()])
+    bits = gradient.contiguous()
+    size = 8 if bits.dim() and not (bits.shape[-1] * bits.element_size() | bits.data_ptr()) % 8 else bits.element_size()
+    bits = bits.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    return bits.sum(0, dtype=bits.dtype) if bits.dim() > 1 or bits.numel() > 4096 else bits.clone()
+
+
+def remember(found: dict[int, Any]) -> None:
     stepped.update(found)
     module_type = sys.modules["torch"].nn.Module
     for each in gc.get_objects():
@@ -52,20 +81,27 @@ def describe() -> dict[str, Any]:
         found = [_describe(index, *item) for index, item in enumerate(stepped.items())]
     except Exception as error:  # a device that failed; the script's own result stays what it is
         return {"missing": f"{type(error).__name__}: {error}"[:200]}
-    return {"parameters": found, "sharded": sorted(sharded)}
+    return {"parameters": found, "sharded": sorted(sharded), "steps": max(steps.values(), default=0), "errors": errors}
 
 
 def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
     placements = getattr(parameter, "placements", ())
     if any(not each.is_replicate() for each in placements) or getattr(parameter, "tensor_model_parallel", False):
         sharded.add("tensor parallelism or FSDP2")
-    torch, own = sys.modules["torch"], local(parameter).cpu().contiguous()
-    content = ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
+    torch, own = sys.modules["torch"], local(parameter)
+    step, sums = used.get(key, (0, None))
     tensors = [own, *([] if parameter.grad is None else [local(parameter.grad)])]
     return {
         "name": names.get(key) or f"parameter {index}",
         "shape": list(parameter.shape),
-        "hash": hashlib.blake2b(content, digest_size=16).hexdigest(),
+        "hash": digest(own),
+        "used": [step, sums is not None and digest(sums)],
         "finite": all(bool(torch.isfinite(each).all()) for each in tensors),
         "gradient": len(tensors) == 2,
     }
+
+
+def digest(tensor: Any) -> str:
+    own = tensor.cpu().contiguous()
+    content = ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
