@@ -40,12 +40,12 @@ setup: $(READY) ## create .venv with everything installed (or prepare PYTHON_ENV
 $(READY): pyproject.toml requirements/tested.txt $(MISSING)
 ifdef PYTHON_ENV
 # What the environment has is pinned, so that nothing in it changes: pip installs what is missing, or ends with an error.
-	@test -x $(PY) || { echo "PYTHON_ENV=$(PYTHON_ENV): there is no $(PY). Name an environment's folder (sys.prefix), such as /opt/conda." >&2; exit 1; }
+	@test -x $(PY) || { echo "PYTHON_ENV=$(PYTHON_ENV): $(PY) cannot be run. Name an environment's folder (its sys.prefix), such as /opt/conda." >&2; exit 1; }
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "PYTHON_ENV=$(PYTHON_ENV): repro-matrix needs Python 3.10 or newer. Measure it from .venv: make EXTRAS= TORCH= ARGS=stack=python:$(PY)" >&2; exit 1; }
 	@$(HAS_TORCH) || { echo "PYTHON_ENV=$(PYTHON_ENV): it has no torch. Install torch there, or leave out PYTHON_ENV to create .venv." >&2; exit 1; }
 	@mkdir -p $(@D); if $(PY) -m pip --version > /dev/null 2>&1; then pip="$(PY) -m pip" at=; else pip="uv pip" at="--python $(PY)"; fi; \
 	{ $$pip list $$at --format=freeze > $(READY).txt && $$pip install $$at -q -c $(READY).txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'; } \
-	  || { printf '%s\n' "PYTHON_ENV=$(PYTHON_ENV): the controller could not be installed there (above). Nothing in it was changed." \
+	  || { printf '%s\n' "PYTHON_ENV=$(PYTHON_ENV): the controller could not be installed there (above). No package that it had was changed." \
 	         "  pip older than 21.3, or no pip and no uv: $(PY) -m pip install -U pip (or python -m ensurepip)" \
 	         "  conflicts, no permission, externally managed: leave it alone, and measure it from .venv:" \
 	         "  make $(MAKECMDGOALS) EXTRAS= TORCH= ARGS='stack=python:$(PY)$(if $(ARGS), $(ARGS))'" >&2; exit 1; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import venv
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,67 @@ def test_setup_installs_what_fits(tmp_path: Path, words: list[str], works: str, 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert log.read_text().splitlines() == installed, done.stderr
     assert (done.returncode == 0) == (installed[-1] != "torch")
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    """An environment with a torch, as of conda or a container."""
+    found = tmp_path / "parent"
+    venv.create(found, with_pip=False)
+    site = next(found.glob("lib/python*/site-packages"))
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").touch()
+    for name, version in {"torch": "2.11.0", "numpy": "1.26.1"}.items():
+        metadata = site / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    pip = site / "pip"
+    pip.mkdir()
+    (pip / "__main__.py").write_text(PIP)
+    return found
+
+
+PIP = """
+import importlib.metadata, pathlib, shutil, sys
+words = sys.argv[1:]
+if words[0] == "list":
+    for each in importlib.metadata.distributions():
+        print(f"{each.name}=={each.version}")
+if words[0] == "install":
+    site = pathlib.Path(__file__).parents[1]
+    (site.parents[2] / "installed").write_text(" ".join(words))
+    if (site / "refuse").exists():
+        sys.exit(1)
+    shutil.copy(words[words.index("-c") + 1], site.parents[2] / "pins")
+    (site / "repro.pth").write_text(str(pathlib.Path.cwd() / "harness"))
+"""
+
+
+def make(environment: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    ready = f"READY={tmp_path / 'ready'}"
+    command = ["make", "setup", f"PYTHON_ENV={environment}", ready, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_an_existing_environment_keeps_its_packages(parent: Path, tmp_path: Path) -> None:
+    done = make(parent / "bin" / "python", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (parent / "installed").read_text().endswith(" -e .")
+    assert {"torch==2.11.0", "numpy==1.26.1"} <= set((parent / "pins").read_text().split())
+    (parent / "installed").unlink()
+    assert make(parent, tmp_path).returncode == 0 and not (parent / "installed").exists(), "installed twice"
+
+
+@pytest.mark.parametrize("lacks", ["python", "torch", "permission"])
+def test_an_environment_that_cannot_be_used_is_named(lacks: str, parent: Path, tmp_path: Path) -> None:
+    site = next(parent.glob("lib/python*/site-packages"))
+    if lacks == "torch":
+        (site / "torch" / "__init__.py").unlink()
+        (site / "torch").rmdir()
+    (site / "refuse").touch()
+    environment = tmp_path / "nowhere" if lacks == "python" else parent
+    done = make(environment, tmp_path)
+    assert done.returncode == 2 and f"PYTHON_ENV={environment}: " in done.stderr
+    assert (parent / "installed").exists() == (lacks == "permission")
+    assert (f"stack=python:{parent}/bin/python" in done.stderr) == (lacks == "permission")
+    assert not (tmp_path / "ready").exists()
