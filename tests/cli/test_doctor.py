@@ -205,6 +205,17 @@ def test_prepare_probes_all_selected_gpus_and_no_cpu(
     assert seen == probed and {plan.profile.name for plan in prepared.plans} >= {first}
 
 
+@pytest.mark.parametrize(("signal", "known"), [("TERM", False), ("KILL", False), ("SEGV", True)])
+def test_probe_that_is_ended_from_outside_says_nothing_about_the_gpus(
+    signal: str, known: bool, repro: Repro, tmp_path: Path
+) -> None:
+    python = python_that_says(tmp_path, *lines(1), probe=f"kill -{signal} $$")
+    done = repro(FakeNvml([FakeGpu()]), "doctor", *ONE, f"stack=python:{python}", "--json")
+    (problem,) = json.loads(done.out)["problems"]
+    assert done.code == 3 and f"was ended by SIG{signal}" in problem
+    assert ("cannot use them" in problem, "it is unknown" in problem) == (known, not known)
+
+
 HANGS = """echo '{"stage": "all-reduce"}'; [ -n "$NCCL_P2P_DISABLE" ] || exec sleep 60; echo '{"stage": "done"}'"""
 WRONG = """echo '{"error": "RuntimeError: the sum of 1048576 numbers is wrong"}'"""
 TWICE = """[ "$NCCL_HOSTID" = repro-rank-$3 ] && echo '{"error": "Duplicate GPU detected"}'"""

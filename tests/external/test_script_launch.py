@@ -214,6 +214,11 @@ TRAINS = """
         else:
             ddp = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+        if how == "zero1":  # its inner optimizers step, too, each on a part of the parameters
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
+        if how == "compiled":
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
         called = ddp.module if how in ("bypassed", "signs") else ddp
         # Exact products: AdamW's first step is the same from each, but for the sign.
         factor = {"nan": float("nan"), "bypassed": (4.0, -4.0)[dist.get_rank()]}.get(how, (4.0, 8.0)[dist.get_rank()])
@@ -238,6 +243,8 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
         ("signs", REPLICAS, "reproduced", "2 gradients of the last of 1 steps; wrong: gradient of weight"),
         pytest.param("right", (), "passed", "no number was checked", marks=pytest.mark.slow),
         pytest.param("bypassed", (), "passed", "no number was checked", marks=pytest.mark.slow),
+        pytest.param("zero1", REPLICAS, "passed", "2 tensors and 2 gradients", marks=pytest.mark.slow),
+        pytest.param("compiled", REPLICAS, "passed", "2 tensors and 2 gradients", marks=pytest.mark.slow),
         pytest.param("nan", FINITE, "reproduced", "wrong: weight", marks=pytest.mark.slow),
         pytest.param("crash", REPLICAS, "other_failure", "ValueError: boom", marks=pytest.mark.slow),
         pytest.param("sharded", REPLICAS, "infra_error", "not checked: sharded by FSDP", marks=pytest.mark.slow),

@@ -36,6 +36,8 @@ _HINTS = {
     "was not done after": "a GPU does not answer: `nvidia-smi` shows which, and CUDA_VISIBLE_DEVICES can leave it out. "
     "Without persistence mode (nvidia-smi -pm 1) the driver takes seconds to start each GPU for its first program",
 }
+# Such a signal says nothing about the GPUs. The others are errors of the process itself (SIGSEGV, SIGABRT).
+_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGXCPU}
 _WRAPPER = "a program that wraps python, or a package that prints when it is imported"
 _OTHER_BUILD = ("driver on your system is too old", "no kernel image")  # errors that another build of torch avoids
 
@@ -146,7 +148,11 @@ def _ended(output: bytes, process: subprocess.Popen[bytes], late: str) -> Json:
     if late and process.returncode == -signal.SIGKILL:
         return answer | {"failed": late, "hangs": True}
     last = [line for line in output.decode(errors="replace").splitlines() if line.strip() and line[0] != "{"][-1:]
-    return answer | {"failed": ": ".join([f"ended with exit code {process.returncode}", *last])[:400]}
+    how = f"ended with exit code {process.returncode}"
+    if process.returncode < 0:
+        how = f"was ended by {(ended_by := signal.Signals(-process.returncode)).name} (signal {ended_by.value})"
+        answer |= {"stopped": True} if ended_by in _FROM_OUTSIDE else {}
+    return answer | {"failed": ": ".join([how, *last])[:400]}
 
 
 def parse_output(output: bytes) -> Json:
@@ -201,7 +207,7 @@ def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: 
     """Return why torch cannot use the GPUs that NVML reports, and what to do; None when it can. On the CPU: why it does
     not import."""
     if profile.accelerator == "cpu":
-        error = answer.get("import_error") or answer.get("failed")
+        error = answer.get("import_error") or (answer.get("failed") and f"the probe {answer['failed']}")
         return f"torch does not import in stack {stack.name}: {error}" if error else None
     diagnosis = problem_of_torch(answer, profile)
     if diagnosis is None:
@@ -209,9 +215,12 @@ def problem(answer: Mapping[str, Any], stack: Stack, profile: Profile, machine: 
     reason, other_build_helps = diagnosis
     torch = str(answer.get("torch") or "")
     newest = f", which supports CUDA up to {machine.cuda}" if machine.cuda else ""
+    seen = f"NVML sees {count_names(profile.gpus)} (driver {machine.driver}{newest}), and"
+    if answer.get("stopped"):
+        remedy = "Repeat it; if it happens again, look for a time limit or for memory that ran out"
+        return f"{seen} it is unknown whether torch of stack {stack.name} can use them: {reason}. {remedy}"
     lines = [
-        f"NVML sees {count_names(profile.gpus)} (driver {machine.driver}{newest}), and torch "
-        f"{torch} (CUDA {answer.get('cuda') or 'none'}) of stack {stack.name} cannot use them: {reason}"
+        f"{seen} torch {torch} (CUDA {answer.get('cuda') or 'none'}) of stack {stack.name} cannot use them: {reason}"
     ]
     hints = [] if answer.get("pair") else [hint for words, hint in _HINTS.items() if words in reason]
     lines += hints[:1]  # the reason of a pair has its own

@@ -43,23 +43,25 @@ def _no_replicas(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     """Return what was compared, and the names of what differs."""
-    compared, wrong = f"{len(ranks[0]['parameters'])} tensors", _different(ranks, "hash")
-    counts = [sum(each["used"][0] > 0 for each in facts["parameters"]) for facts in ranks]
-    steps = sorted({facts["steps"] for facts in ranks})
+    columns = [each for each in zip(*(facts["parameters"] for facts in ranks)) if not each[0]["ignored"]]
+    ignored = len(ranks[0]["parameters"]) - len(columns)
+    compared = f"{len(columns)} tensors" + (f" ({ignored} ignored by DDP)" if ignored else "")
+    wrong = _different(columns, "hash")
+    used = [[rank["used"][0] for rank in each] for each in columns]
+    steps = sorted({max(each, default=0) for each in zip(*used)})
     unknown = [error for facts in ranks for error in facts["errors"]]
     if len(steps) > 1:
         unknown.append(f"the ranks made {' and '.join(map(str, steps))} steps")
-    if not any(counts):
+    if not any(steps):
         unknown.append("no parameter has one after a step")
     if unknown:
         return f"{compared}; gradients not compared: {unknown[0]}", wrong
-    wrong += [f"gradient of {name}" for name in _different(ranks, "used")]
-    return f"{compared} and {max(counts)} gradients of the last of {steps[0]} steps", wrong
+    wrong += [f"gradient of {name}" for name in _different(columns, "used")]
+    return f"{compared} and {sum(map(any, used))} gradients of the last of {steps[0]} steps", wrong
 
 
-def _different(ranks: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    columns = zip(*(facts["parameters"] for facts in ranks))
-    return [same[0]["name"] for same in columns if any(each[key] != same[0][key] for each in same)]
+def _different(columns: Sequence[Sequence[Json]], key: str) -> list[str]:
+    return [each[0]["name"] for each in columns if any(rank[key] != each[0][key] for rank in each)]
 
 
 def _add(record: Json, name: str, compared: str, wrong: Sequence[str], why: str) -> None:

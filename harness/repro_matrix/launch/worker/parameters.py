@@ -12,20 +12,22 @@ import ctypes
 import gc
 import hashlib
 import sys
+import weakref
 from typing import Any
 
 SHARDING = {"FullyShardedDataParallel": "FSDP", "DeepSpeedEngine": "DeepSpeed"}  # by the name of a living object's type
 stepped: dict[int, Any] = {}  # id -> parameter
 names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
-steps: dict[int, int] = {}  # id of a parameter -> steps of its optimizers
+steps: Any = weakref.WeakKeyDictionary()  # optimizer -> its steps
 used: dict[int, tuple[int, Any]] = {}  # id of a parameter -> the last step with a gradient, its bit sums
 errors: list[str] = []  # why gradients are unknown
 
 
 def watch(optimizers: Any) -> None:
-    """Watch the steps of all optimizers. optimizers: the module torch.optim.optimizer."""
-    optimizers.register_optimizer_step_post_hook(on_step)
+    """Watch the steps of all optimizers. optimizers: the module torch.optim.optimizer. torch before 2.0 has no hook."""
+    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)  # for torch.compile(optimizer.step)
+    getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
 
 
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -36,10 +38,10 @@ def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if sharded or errors:
         return
     try:
+        steps[optimizer] = steps.get(optimizer, 0) + 1
         for key, parameter in found.items():
-            steps[key] = steps.get(key, 0) + 1
             if parameter.grad is not None:
-                used[key] = steps[key], bit_sums(local(parameter.grad))
+                used[key] = steps[optimizer], bit_sums(local(parameter.grad))
     except Exception as error:  # a layout without these operations
         errors.append(f"{type(error).__name__}: {error}"[:200])
 
@@ -81,7 +83,8 @@ def describe() -> dict[str, Any]:
         found = [_describe(index, *item) for index, item in enumerate(stepped.items())]
     except Exception as error:  # a device that failed; the script's own result stays what it is
         return {"missing": f"{type(error).__name__}: {error}"[:200]}
-    return {"parameters": found, "sharded": sorted(sharded), "steps": max(steps.values(), default=0), "errors": errors}
+    found.sort(key=lambda each: each["name"])  # a sharded optimizer steps on parts first
+    return {"parameters": found, "sharded": sorted(sharded), "errors": errors}
 
 
 def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
@@ -96,6 +99,7 @@ def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
         "shape": list(parameter.shape),
         "hash": digest(own),
         "used": [step, sums is not None and digest(sums)],
+        "ignored": getattr(parameter, "_ddp_ignored", False),
         "finite": all(bool(torch.isfinite(each).all()) for each in tensors),
         "gradient": len(tensors) == 2,
     }
