@@ -27,8 +27,10 @@ HAS_TORCH = $(PY) -c 'import importlib.util, sys; sys.exit(importlib.util.find_s
 HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/null 2>&1
 
 .DEFAULT_GOAL := help
-# Where this is set, every process would compile harness/ again.
-unexport PYTHONDONTWRITEBYTECODE
+# With the first, every process would compile harness/ again. What PYTHONPATH has, pip takes for installed; ranks lack it.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PIP_TARGET PIP_PREFIX
+export PIP_USER := 0
+export PIP_REQUIRE_VIRTUALENV := 0
 .PHONY: help missing setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
 
 help: ## list the targets

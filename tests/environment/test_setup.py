@@ -34,8 +34,9 @@ def test_setup_installs_what_fits(tmp_path: Path, words: list[str], works: str, 
     log, python = tmp_path / "log", tmp_path / "bin" / "python"
     python.parent.mkdir()
     codes = {name: int(name not in works.split()) for name in ("has_torch", "uv", "pip")}
-    python.write_text(FAKE.format(log=log, **codes), encoding="utf-8")
-    python.chmod(0o755)
+    for path in (python, python.with_name("pip")):  # without pip, a real environment would be created
+        path.write_text(FAKE.format(log=log, **codes), encoding="utf-8")
+        path.chmod(0o755)
     command = ["make", "setup", f"VENV={tmp_path}", f"HAS_NVIDIA_DRIVER={str('driver' in works).lower()}", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert log.read_text().splitlines() == installed, done.stderr
