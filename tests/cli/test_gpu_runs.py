@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from repro_matrix.results.store import Store
 from repro_matrix.runner import workspace as workplace
 from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import Fake, observation
-from test_engine_gpus import hang
+from test_engine_gpus import hang, when_idle
 
 Repro = Callable[..., Any]  # conftest.py
 ONE = ("qwen15-fsdp-norm-shard", "model=qwen1.5-0.5b", "variants=[summon]", "repeat=1", "hardware=auto")
@@ -204,12 +203,10 @@ def test_run_that_stops_early_says_what_it_measured(
     assert done.out.splitlines()[-1].startswith("exit code 3: ")
 
 
-def test_run_waits_for_the_gpus_of_another_run(run: Run) -> None:
+def test_run_waits_for_the_gpus_of_another_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with GpuLocks(run.folder / "cache" / "state", "another-run") as other:
         assert other.acquire([uuid_of(0)])
-        release = threading.Timer(6.0, other.release, [[uuid_of(0)]])
-        release.start()
-        began = time.monotonic()
+        launched_before: list[int] = []
+        when_idle(monkeypatch, lambda: (launched_before.append(len(run.launched)), other.release([uuid_of(0)])))
         code, said, attempts = run([FakeGpu(), FakeGpu()])
-        release.join()
-    assert code == 0 and len(attempts) == 2 and time.monotonic() - began > 5, said
+    assert code == 0 and len(attempts) == 2 and launched_before == [0], said

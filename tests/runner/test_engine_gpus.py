@@ -19,7 +19,7 @@ from repro_matrix.environment.machine import Profile
 from repro_matrix.launch.attempt import Attempt
 from repro_matrix.launch.observe import classify_device_error
 from repro_matrix.results.expectations import exit_code
-from repro_matrix.runner.engine import Event, Summary
+from repro_matrix.runner.engine import Engine, Event, Summary
 from repro_matrix.runner.gpu_pool import GpuLocks
 from test_engine import ON_CPU, REPRODUCED, SLUG, Fake, engine_of, observation, verdicts
 
@@ -275,16 +275,27 @@ def test_driver_that_is_replaced_during_a_run_leaves_the_rest_unmeasured(run: Ru
     assert exit_code(summary_rows(*summary.documents), 1) == 3
 
 
-def test_gpus_of_another_run_are_waited_for(run: Run) -> None:
+def when_idle(monkeypatch: pytest.MonkeyPatch, then: Callable[[], Any]) -> None:
+    """Call ``then`` the first time that the engine finds that it waits for another run's GPUs."""
+    why_idle, calls = Engine._why_idle, [then]
+
+    def watched(engine: Engine) -> str:
+        text = why_idle(engine)
+        if text and calls:
+            calls.pop()()
+        return text
+
+    monkeypatch.setattr(Engine, "_why_idle", watched)
+
+
+def test_gpus_of_another_run_are_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     held = [uuid_of(0), uuid_of(1)]
     with GpuLocks(run.folder / "state", "another-run") as other:
         assert other.acquire(held)
-        release = threading.Timer(1.0, other.release, [held])
-        release.start()
-        began = time.monotonic()
+        used_before: list[int] = []
+        when_idle(monkeypatch, lambda: (used_before.append(len(run.used)), other.release(held)))
         summary = run([FakeGpu() for _ in range(3)])
-        release.join()
-    assert time.monotonic() - began >= 1.0 and verdicts(summary) == FIXED and not summary.gpu_notes
+    assert used_before == [0] and verdicts(summary) == FIXED and not summary.gpu_notes
 
 
 # -- reported by a rank's error only
