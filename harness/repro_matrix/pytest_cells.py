@@ -26,7 +26,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import FAILING
+from repro_matrix.records.outcome import CONFIRMED, FAILING
 from repro_matrix.results import quarantine
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.rows import Row, rows_of
@@ -151,7 +151,7 @@ class VariantItem(pytest.Item):
         differs = wrong or row.state == "unexpected" or row.verdict == "INCONCLUSIVE"
         if not differs and row.state == "quarantined":
             pytest.xfail(f"{text} (quarantined: {row.quarantine})")
-        if not differs and row.verdict in FAILING and row.state == "expected":
+        if not differs and row.verdict in FAILING and row.state in CONFIRMED:
             pytest.xfail(text)
         if differs or row.verdict == "FAILED":
             expected = f"expected: {row.expected_verdict}" if row.expected_verdict else ""

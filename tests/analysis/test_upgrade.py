@@ -186,6 +186,23 @@ def test_expectations_answer_for_releases_that_were_not_measured(monkeypatch: py
     assert outside.verdict == "UNDECIDED" and outside.compared == 0
 
 
+def test_nearest_measured_releases_are_said_and_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(torch: str, verdict: str) -> Expectation:
+        return Expectation(versions={"torch": f"=={torch}"}, measured_at=[{"torch": torch}], reason="r",
+                           verdicts=dict.fromkeys(FIXES, verdict))  # fmt: skip
+
+    known, expect = catalog.load(), [entry(torch, "FIXED") for torch in ("2.90.0", "3.1.0", "3.2.0")]
+    expect += [entry(torch, "NOT_FIXED") for torch in ("3.5.0", "3.7.0")]
+    monkeypatch.setitem(known.cases, CASE, known.cases[CASE].model_copy(update={"expect": expect}))
+    for torch, changes in (("3.0.0", "same"), ("3.6.0", "worse"), ("3.3.0", "")):  # the last one: they disagree
+        ends = End("a", OLD), End("b", {**OLD, "torch": torch})
+        result = compare(replace(asked(), catalogue=known), ends, [])
+        assert (result.verdict, result.compared) == ("UNDECIDED", 0)
+        found = {each.variant: each.nearest for each in result.unknown}
+        assert {found[name] for name in FIXES} == {changes}
+        assert ("nearest measured releases" in upgrade.headline(result)) == bool(changes)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "verdict"),
     [

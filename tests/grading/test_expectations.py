@@ -16,6 +16,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import Capability
 from repro_matrix.grading import expectations as grading
 from repro_matrix.grading.expectations import compare, expected, failure_note, settings_difference
+from repro_matrix.grading.nearest import Basis
 from repro_matrix.paths import REPROS
 from repro_matrix.records.outcome import FailureId, Verdict
 from repro_matrix.results.expectations import expectations, measured
@@ -81,7 +82,7 @@ def test_most_specific_expectation_wins() -> None:
 def test_comparison_is_stored_beside_a_verdict(name: Any, hardware: str, variant: str, stored: Any) -> None:
     known = case(expect=[entry(capabilities={}), entry("NOT_FIXED", hardware="own")])
     found = grading.comparison(known, "m/fsdp", variant, Verdict(name, "x"), NOW, hardware)
-    assert found == dict(zip(("expected", "expectation", "failure_note"), stored))
+    assert found == dict(zip(("expected", "expectation", "failure_note"), stored)) | {"nearest": (), "beyond": False}
 
 
 LOST = Verdict("INCONCLUSIVE", "skipped", measured=False)
@@ -107,7 +108,8 @@ HEALTHY, FAILING = (expecting(name, variant="control") for name in ("PASSED", "F
 )  # fmt: skip
 def test_compare(verdict: Any, expectation: Any, prediction: Any, control: bool, compared: str) -> None:
     verdict = Verdict(verdict, "x") if isinstance(verdict, str) else verdict
-    assert compare(verdict, expectation, prediction, control) == compared
+    entry = expectation or prediction
+    assert compare(verdict, entry and Basis((entry,), on_cpu=not expectation), "fix", control) == compared
 
 
 # -- failure ids
@@ -130,8 +132,9 @@ def failing(*names: str) -> Verdict:
 def test_verdict_of_a_failure_needs_an_expected_failure_id(
     verdict: Verdict, expectation: Expectation, compared: str, note: bool
 ) -> None:
-    assert compare(verdict, expectation) == compared
-    assert bool(failure_note(verdict, expectation)) is note and failure_note(verdict, None) == ""
+    known = Basis((expectation,))
+    assert compare(verdict, known) == compared
+    assert bool(failure_note(verdict, known)) is note and failure_note(verdict, None) == ""
 
 
 def test_expectation_is_narrowed_to_its_variant() -> None:
@@ -157,7 +160,7 @@ def test_release_with_another_failure_id_begins_another_range() -> None:
 @given(st.lists(st.sampled_from("abc"), max_size=3), st.lists(st.sampled_from("abc"), min_size=1, unique=True))
 def test_verdict_agrees_when_no_other_id_occurred(occurred: list[str], listed: list[str]) -> None:
     wanted = expecting("DIFFERENT_FAILURE", *(f"check {name}" for name in listed))
-    assert (compare(failing(*occurred), wanted) == "expected") == (set(occurred) <= set(listed))
+    assert (compare(failing(*occurred), Basis((wanted,))) == "expected") == (set(occurred) <= set(listed))
 
 
 # -- settings and machines

@@ -29,7 +29,7 @@ from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.load import load_results
 from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.results.expectations import exit_code
-from repro_matrix.results.rows import Row
+from repro_matrix.results.rows import Row, compared
 from repro_matrix.runner.engine import Summary
 
 
@@ -245,7 +245,7 @@ GONE: Night = {"a": ("passed", "FIXED_UPSTREAM"), "b": ("passed", "FIXED_UPSTREA
 def after(before: list[Row], now: list[Row], cases: Any = {}, **changes: Any) -> Headline:  # noqa: B006
     runs = [replace(make_run("monday", map(from_row, before), 0), **changes)] if before else []
     since = compare_to_last_passing(map(from_row, now), runs)
-    return headline(against_history(now, cases, since), cases, since)
+    return headline(against_history(now, since), cases, since)
 
 
 def test_cells_without_an_earlier_result_are_counted() -> None:
@@ -291,8 +291,34 @@ def test_a_fix_that_worked_with_the_release_before_differs() -> None:
     )
     at = {"case": known.slug, "params": known.expect[0].cells[0], "stack": {"versions": {**end, "torch": "99.0"}}}
     for variant, kinds in (("non-reentrant", ["stopped_working"]), ("bucket-view", []), ("no-such", [])):
-        dead = night({variant: ("reproduced", "NOT_FIXED")}, **at)
+        dead = [compared(row, {known.slug: known}) for row in night({variant: ("reproduced", "NOT_FIXED")}, **at)]
         assert [each.kind for each in after([], dead, {known.slug: known}).attention] == kinds, variant
+
+
+BETWEEN = {"torch": "2.11.0", "transformers": "5.17.0", "accelerate": "1.15.0", "peft": "0.21.0"}
+
+
+def test_a_release_that_nobody_measured_has_an_answer() -> None:
+    """It is compared with the nearest measured ones: what is alike is no news, and is not called measured."""
+    known = {"ddp-ready-once": catalog.load().cases["ddp-ready-once"]}
+
+    def head(versions: dict[str, str], **fixes: str) -> Headline:
+        at = {"case": "ddp-ready-once", "params": "qwen1.5-0.5b/ddp", "stack": {"versions": versions}}
+        made = {"FIXED": ("passed", "FIXED"), "NOT_FIXED": ("reproduced", "NOT_FIXED")}
+        now = night({name.replace("_", "-"): made[verdict] for name, verdict in fixes.items()}, **at)
+        return headline([compared(row, known) for row in now], known)
+
+    same = head(BETWEEN, non_reentrant="FIXED", static_graph="FIXED")
+    assert [row.state for row in same.near] == ["interpolated"] * 2 and not same.attention and not same.new
+    assert exit_code(same.rows, 1) == 0 and "0 differ" not in same.sentences[0]
+    assert "nearest measured releases; none differs" in same.sentences[0]
+    assert "torch 2.6.0" in " ".join(same.sentences) and "as expected" not in describe_exit(0, same, Summary())
+    other = head(BETWEEN, non_reentrant="NOT_FIXED", static_graph="FIXED")
+    assert [each.kind for each in other.attention] == ["stopped_working"] and exit_code(other.rows, 1) == 1
+    assert "1 differs: ddp-ready-once" in other.sentences[0]
+    older = head({**BETWEEN, "torch": "2.0.1", "transformers": "4.30.0"}, non_reentrant="NOT_FIXED")
+    assert [each.kind for each in older.attention] == ["differs_from_prediction"] and exit_code(older.rows, 1) == 3
+    assert not older.attention[0].urgent and older.near[0].beyond
 
 
 def test_a_selection_is_not_the_whole_catalog() -> None:

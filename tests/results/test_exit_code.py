@@ -29,6 +29,9 @@ def cell(states: list[str], accelerator: str) -> dict[str, Any]:
         ("cuda", [["differs_from_cpu", "differs_from_cpu", "expected"]], 3),
         ("cuda", [["no_expectation"], ["expected", "differs_from_cpu"]], 3),  # over the whole run, and both together
         ("cuda", [["no_expectation"], ["expected", "expected"]], 0),
+        ("cpu", [["interpolated", "predicted", "possible"]], 0),
+        ("cpu", [["interpolated", "differs_from_prediction"]], 3),
+        ("cuda", [["possible", "possible", "matches_cpu"]], 3),  # nothing confirms more than half
         ("cpu", [["no_expectation", "no_expectation"]], 0),  # trying a new release is what a CPU is for
     ],
 )

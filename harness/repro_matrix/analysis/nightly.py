@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from repro_matrix.analysis.regressions import ChangedCase, compare_to_last_passi
 from repro_matrix.config import catalog, project
 from repro_matrix.errors import ConfigError, ExitCode, MeasureError, ResultsError
 from repro_matrix.planning.cells import variants_of
+from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results import quarantine, runs, store
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.runs import ShardManifest
@@ -36,6 +38,7 @@ from repro_matrix.runner.session import ask
 from repro_matrix.text import counted, list_some
 
 NOTHING_COMPARED = "nothing was compared: no passing run in the history measured any of these results"
+NEAR = ("interpolated", "predicted", "possible")
 NOT_BISECTED = ("became_flaky", "became_steady")
 
 
@@ -122,7 +125,9 @@ def finish(
         incomplete += [f"this run is stored as {before}: nothing was measured since"] if before else []
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
-        lacking = [cell for side in sides for cell in side.lacking]
+        other = [row for row in by_place(rows).values() if row.measured and row.expected in DIFFERS_FROM_PREDICTION]
+        incomplete += [f"{counted(len(other), 'result')} not as predicted"] if other else []
+        lacking = [cell for side in sides for cell in side.lacking if cell not in {row.key for row in other}]
         incomplete += [f"{counted(len(lacking), 'cell')} not measured completely"] if lacking else []
         incomplete += [] if any(row.measured for row in rows) else ["nothing was measured"]
         code = ExitCode.DIFFERS if differs else run_exit_code or (ExitCode.INCOMPLETE if incomplete else 0)
@@ -147,9 +152,13 @@ def finish(
     messages += describe_missing(unexcused)
     for head, listed in (
         ("Not as expected", [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in unexpected]),
+        ("Not as predicted", [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in other]),
         ("Not measured completely", lacking),
     ):
         messages += [f"{head}: {list_some(listed, SHOWN, '; ')}"] if listed else []
+    near = Counter(row.expected for row in by_place(rows).values() if row.expected in NEAR)
+    counts = ", ".join(f"{number} {name}" for name, number in near.most_common())
+    messages += [f"With releases that were not measured before, as in the nearest ones: {counts}"] if near else []
     messages += [text] if (text := not_reviewed()) else []
     by_runs = [f"the runs ended with exit code {run_exit_code}"] if run_exit_code else []
     reasons = [*differs, *by_runs, *incomplete]

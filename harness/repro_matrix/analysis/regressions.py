@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
 
 from repro_matrix.analysis.diff import Change, result_change
 from repro_matrix.analysis.history import NightlyRun, Place, by_place, make_run, place_of
@@ -21,7 +20,7 @@ from repro_matrix.analysis.inputs import VariantResult, from_row
 from repro_matrix.analysis.releases import STATES
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
-from repro_matrix.grading.expectations import as_expected, expected
+from repro_matrix.grading.expectations import as_expected
 from repro_matrix.grading.verdict import DATED, is_older
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
@@ -218,9 +217,9 @@ def since_last_passing(folder: Path, rows: Sequence[Row], cases: Mapping[str, Ca
     return name_files(since, make_run("", results))
 
 
-def against_history(rows: Iterable[Row], cases: Mapping[str, Case], since: Regressions) -> list[Row]:
-    """Mark as unexpected what has no expectation and was better: in the last passing run that measured it, or, of a fix
-    that fails, with the newest older release."""
+def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
+    """Mark as unexpected what has no expectation of its own releases and was better: in the last passing run that
+    measured it, or, of a fix that fails and of which no release is known, with the newest older release there."""
     changed = {place_of(change.row) for each in since.changed for change in each.changes}
     upgraded = {(each.case, each.stack) for each in since.changed if DATED & each.versions.keys()}
 
@@ -229,7 +228,7 @@ def against_history(rows: Iterable[Row], cases: Mapping[str, Case], since: Regre
         now = STATES.get(row.verdict or "")
         if place not in since.references:
             failing_fix = row.role == "fix" and now == "reproduces" and row.verdict != "FIXED"
-            return _worked(row, cases.get(row.case), since.passing) if failing_fix else None
+            return _worked(row, since.passing) if failing_fix and not row.nearest else None
         run, before = since.references[place]
         works_now = row.verdict == "FIXED" and STATES.get(before.verdict or "") != "absent"
         upstream = now == "absent" and (row.case, row.stack.name) in upgraded
@@ -238,22 +237,18 @@ def against_history(rows: Iterable[Row], cases: Mapping[str, Case], since: Regre
 
     marked = []
     for row in rows:
-        known = better_before(row) if row.state == "no_expectation" and row.measured else None
-        note = f"no expectation; measured in {known[1]}" if known else ""
+        is_open = row.state == "no_expectation" or (row.nearest and row.state != "unexpected")
+        known = better_before(row) if is_open and row.measured else None
+        note = f"{row.note or 'no expectation'}; measured in {known[1]}" if known else ""
         marked.append(replace(row, state="unexpected", expected_verdict=known[0], note=note) if known else row)
     return marked
 
 
-def _worked(row: Row, case: Case | None, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
+def _worked(row: Row, passing: Iterable[NightlyRun]) -> tuple[str, str] | None:
     """Return FIXED and where it was measured, if the newest older release on this hardware shows it."""
     place, versions = (row.cell_id, row.hardware.profile, row.variant), row.stack.versions
     found = [(run.stacks.get(one.stack, {}), one.verdict, run.run_id) for run in passing for one in run.rows
              if one.measured and (one.key, one.hardware, one.variant) == place]  # fmt: skip
-    if case:
-        for end in (end for entry in case.expect for end in entry.measured_at):
-            listed = expected(case, row.params, row.variant, end, row.hardware.kind, row.hardware.capabilities)
-            release = " + ".join(f"{name} {version}" for name, version in end.items())
-            found += [(end, cast(Any, listed.verdicts[row.variant]), release)] if listed else []
     older = [each for each in found if is_older(each[0], versions)]
     newest = next((one for one in older if not any(is_older(one[0], other[0]) for other in older)), None)
     return (newest[1], newest[2]) if newest and newest[1] == "FIXED" else None

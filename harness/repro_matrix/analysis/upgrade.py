@@ -24,7 +24,7 @@ from repro_matrix.config.catalog import Catalogue
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.environment.stacks.spec import canonical
-from repro_matrix.grading.expectations import expected, settings_difference
+from repro_matrix.grading.expectations import basis, settings_difference
 from repro_matrix.planning.cells import Cell, unmet_requirement, variants_of
 from repro_matrix.planning.plan import needs
 from repro_matrix.results.rows import Row
@@ -64,13 +64,15 @@ class Known(NamedTuple):
 
 class Unknown(NamedTuple):
     """A variant that is not compared. ``ends``: the stacks on which it would have to be measured. ``lost``: it is known
-    on the stack in use, and the new one lacks a package for it, or attempts disagree there."""
+    on the stack in use, and the new one lacks a package for it, or attempts disagree there. ``nearest``: "same",
+    "worse" or "better" by the nearest measured releases; "" where they say nothing."""
 
     cell: Cell
     variant: str
     reason: str
     ends: tuple[str, ...] = ()
     lost: bool = False
+    nearest: str = ""
 
 
 class Boundary(NamedTuple):
@@ -190,7 +192,7 @@ def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tu
         reason = UNREAD.format(unread) if unread else f"never measured on {' or '.join(never)}"
         gpus = sides[0].catalogue.cases[cell.case].requires.gpus
         reason += f" (needs {counted(gpus, 'GPU')})" if gpus else ""
-        return Unknown(cell, variant, reason, never)
+        return Unknown(cell, variant, reason, never, nearest=_nearest(sides, cell, variant, hardware))
     old, new = (each for each in found if isinstance(each, Known))
     difference = settings_difference(old.settings, new.settings)  # type: ignore[arg-type]
     if difference:
@@ -201,6 +203,15 @@ def _pair(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> tu
             cell, variant, f"{' and '.join(assumed)}: its releases do not lie between measured ones", assumed
         )
     return old, new
+
+
+def _nearest(sides: Sequence[_Side], cell: Cell, variant: str, hardware: str) -> str:
+    """Return what changes by the nearest measured releases."""
+    both = [side.known(cell, variant, hardware, nearest=True) for side in sides]
+    old, new = (each.state if isinstance(each, Known) else None for each in both)
+    if old is None or new is None:
+        return ""
+    return "same" if old == new else "worse" if old == "passes" else "better" if new == "passes" else "same"
 
 
 class _Side:
@@ -214,8 +225,9 @@ class _Side:
                 self.rows[row.cell_id, row.variant, row.hardware.kind].append(row)
         self.expecting: dict[tuple[str, frozenset[str]], Case] = {}
 
-    def known(self, cell: Cell, variant: str, hardware: str) -> Known | str | None:
-        """Return what is known, or why it cannot be; None: it was not measured."""
+    def known(self, cell: Cell, variant: str, hardware: str, nearest: bool = False) -> Known | str | None:
+        """Return what is known, or why it cannot be; None: it was not measured. ``nearest``: what the nearest measured
+        releases agree on is enough."""
         case, versions = self.catalogue.cases[cell.case], self.end.versions
         if not versions:
             return None
@@ -239,11 +251,11 @@ class _Side:
                 text = first_line(failed[0].reason) if failed else ""
                 return Known(_OF_OUTCOME.get(outcomes.pop(), "fails"), text, row.settings, here)
         patched = any("+" in release_of(versions.get(name, "")) for name in deciding)
-        found = None if patched else self._expected(case, cell, variant, hardware, deciding)
+        found = None if patched else self._expected(case, cell, variant, hardware, deciding, nearest)
         return found and found._replace(releases=here)
 
     def _expected(
-        self, case: Case, cell: Cell, variant: str, hardware: str, deciding: frozenset[str]
+        self, case: Case, cell: Cell, variant: str, hardware: str, deciding: frozenset[str], nearest: bool
     ) -> Known | None:  # fmt: skip
         trimmed = self.expecting.get((case.slug, deciding))
         if trimmed is None:
@@ -252,7 +264,9 @@ class _Side:
             trimmed = self.expecting[case.slug, deciding] = case.model_copy(update={"expect": entries})
         unfixed = variant == "unfixed"
         for name in case.variants if unfixed else [variant]:
-            entry = expected(trimmed, cell.where, name, self.end.versions, hardware)
+            found = basis(trimmed, cell.where, name, self.end.versions, hardware)
+            agree = found and not found.on_cpu and len(set(found.verdicts)) == 1
+            entry = found.entries[0] if found and agree and (nearest or not found.releases) else None
             verdict = entry.verdicts[name] if entry else ""
             state = _OF_UNFIXED.get(STATES.get(verdict, "")) if unfixed else _OF_VERDICT.get(verdict)
             if entry and state:

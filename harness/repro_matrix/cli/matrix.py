@@ -72,7 +72,7 @@ def measure(
     expired = quarantine.expired(rows, entries, today)
     folder = results_folder(prepared.settings)
     since = since_last_passing(folder, rows, cases)
-    rows = quarantine.mark_rows(against_history(rows, cases, since), entries, today)
+    rows = quarantine.mark_rows(against_history(rows, since), entries, today)
     head = headline(rows, cases, since)
     if summary.problem:
         complete = f"{len(summary.documents)} of {counted(len(prepared.plans), 'cell')} complete"

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
-
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
+from repro_matrix.grading.nearest import Basis, inside, nearest
 from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import Cell
 from repro_matrix.records.outcome import FAILING, Compared, Verdict
+from repro_matrix.text import list_some
 
+UNSTABLE = ("FLAKY", "INCONCLUSIVE")  # nothing is expected of these
 PREDICTING = "cpu"  # its measurements predict those of any hardware that has no expectation
 
 
@@ -37,22 +37,41 @@ def expected(
     later in the file.
     """
     best: tuple[tuple[int, int], Expectation] | None = None
-    cell = _split(case, where)
+    for cells, entry in _of_variant(case, where, variant, hardware, facts):
+        bounds = _bounds(entry.versions, versions)
+        if bounds is not None and (best is None or (cells, bounds) >= best[0]):
+            best = (cells, bounds), entry
+    return best[1] if best else None
+
+
+def _of_variant(
+    case: Case, where: str, variant: str, hardware: str, facts: Mapping[str, Any] | None
+) -> Iterator[tuple[int, Expectation]]:  # fmt: skip
+    """Yield what is expected of a variant on any release, narrowed to it, and 1 where the entry names the cell."""
+    cell, needed = _split(case, where), depends_on_capabilities(case, variant)
     for entry in case.expect:
         if variant not in entry.verdicts or hardware != entry.hardware:
             continue
         cells = _cells(case, entry.cells, cell)
-        bounds = _bounds(entry.versions, versions)
-        differs = capability_difference(depends_on_capabilities(case, variant), facts or {}, entry.capabilities)
-        if cells is None or bounds is None or differs:
-            continue
-        if best is None or (cells, bounds) >= best[0]:
-            best = (cells, bounds), entry
-    if best is None:
-        return None
-    entry = best[1]
-    failure_ids = {variant: entry.failure_ids[variant]} if variant in entry.failure_ids else {}
-    return entry.model_copy(update={"verdicts": {variant: entry.verdicts[variant]}, "failure_ids": failure_ids})
+        if cells is not None and not capability_difference(needed, facts or {}, entry.capabilities):
+            ids = {variant: entry.failure_ids[variant]} if variant in entry.failure_ids else {}
+            only = {"verdicts": {variant: entry.verdicts[variant]}, "failure_ids": ids}
+            yield cells, entry.model_copy(update=only)
+
+
+def basis(
+    case: Case, where: str, variant: str, versions: Mapping[str, str], hardware: str,
+    facts: Mapping[str, Any] | None = None,
+) -> Basis | None:  # fmt: skip
+    """Return what a verdict is compared with: what was measured with these releases on this hardware, else with the
+    nearest releases, else on a CPU. What a variant with a stack of its own shows depends on other releases, too."""
+    own_stack = variant in case.variants and case.variants[variant].stack
+    for kind in dict.fromkeys((hardware, PREDICTING)):
+        same = expected(case, where, variant, versions, kind, facts)
+        entries = () if own_stack else (entry for _, entry in _of_variant(case, where, variant, kind, facts))
+        if found := Basis((same,)) if same else nearest(entries, versions):
+            return replace(found, on_cpu=kind != hardware)
+    return None
 
 
 def as_expected(name: str) -> str:
@@ -61,37 +80,52 @@ def as_expected(name: str) -> str:
     return "NOT_REPRODUCED" if name == "FIXED_UPSTREAM" else name
 
 
-def compare(
-    verdict: Verdict, expectation: Expectation | None, prediction: Expectation | None = None, control: bool = False
-) -> Compared:
-    """Compare a verdict with the expectation of its variant (as ``expected`` returns it), else with its prediction.
+def compare(verdict: Verdict, known: Basis | None, role: str = "probe", control: bool = False) -> Compared:
+    """Compare a verdict of a variant with what is known of it.
 
-    Return ``no_expectation`` when there is neither, and when nothing was measured. But a control needs no expectation:
-    it must train; any other verdict is unexpected, unless it was predicted. A verdict of a failure must have one of the
-    expected failure ids; where the file lists none, the verdict alone is compared.
+    Return ``no_expectation`` when that is nothing, when nothing was measured, and when other releases
+    are known, and nothing stable was measured here; ``possible`` when the nearest releases disagree
+    and one of them agrees with it. But a control must train: another verdict is unexpected, unless all
+    agree. A verdict of a failure must have one of the expected
+    failure ids; where the file lists none, the verdict alone is compared. What differs from a
+    prediction is news only, but for a documented fix that worked with the older releases.
     """
     if not verdict.measured:
         return "no_expectation"
-    if expectation is None:
-        if prediction is not None and _agrees(verdict, prediction):
-            return "matches_cpu"
-        if control and verdict.name != "PASSED":
-            return "unexpected"
-        return "no_expectation" if prediction is None else "differs_from_cpu"
-    return "expected" if _agrees(verdict, expectation) else "unexpected"
+    agreeing = [entry for entry in known.entries if _agrees(verdict, entry)] if known else []
+    if known and len(agreeing) == len(known.entries):
+        if known.on_cpu or not known.releases:
+            return "matches_cpu" if known.on_cpu else "expected"
+        return "predicted" if known.beyond else "interpolated"
+    if control and verdict.name != "PASSED":
+        return "unexpected"
+    if known is None or (known.releases and verdict.name in UNSTABLE):
+        return "no_expectation"
+    if agreeing:
+        return "possible"
+    if known.on_cpu:
+        return "differs_from_cpu"
+    worked = {"FIXED"} == set(known.verdicts[: known.older]) and role == "fix"
+    fails = verdict.name in ("NOT_FIXED", "DIFFERENT_FAILURE")
+    return "differs_from_prediction" if known.beyond and not (worked and fails) else "unexpected"
 
 
 def comparison(
     case: Case, where: str, variant: str, verdict: Verdict, versions: Mapping[str, str], hardware: str,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what a document stores beside a verdict: the expected one, and how the two compare."""
-    expectation = expected(case, where, variant, versions, hardware, facts)
-    prediction = None if expectation else expected(case, where, variant, versions, PREDICTING, facts)
-    known = expectation or prediction
+    """Return what a document stores beside a verdict: the expected one, where it was measured if that is not here, and
+    how the two compare."""
+    known = basis(case, where, variant, versions, hardware, facts)
+    role = case.variants[variant].role if variant in case.variants else "probe"
+    state = compare(verdict, known, role, case.kind == "control")
+    if state == "no_expectation" and known and known.releases:
+        known = None
     return {
-        "expected": compare(verdict, expectation, prediction, control=case.kind == "control"),
-        "expectation": known.verdicts[variant] if known else None,
+        "expected": state,
+        "expectation": known.verdicts[0] if known else None,
+        "nearest": known.releases if known else (),
+        "beyond": bool(known and known.beyond),
         "failure_note": failure_note(verdict, known),
     }
 
@@ -104,16 +138,25 @@ def _agrees(verdict: Verdict, expectation: Expectation) -> bool:
     return same and as_expected(verdict.name) == as_expected(wanted)
 
 
-def failure_note(verdict: Verdict, expectation: Expectation | None) -> str:
-    """Return what verdicts of the same name hide: another failure than expected, or that none is written down."""
-    if expectation is None or verdict.name not in FAILING or verdict.name not in expectation.verdicts.values():
+def failure_note(verdict: Verdict, known: Basis | None) -> str:
+    """Return what verdicts of the same name hide: another failure than expected, or that none is written down. Also
+    say which nearest releases it was compared with."""
+    if known is None:
         return ""
-    (listed,) = map(expectation.failure_ids_of, expectation.verdicts)
-    if not listed:
-        return "the expectation lists no failure"
-    if _agrees(verdict, expectation):
-        return ""
-    return f"expected failure: {' or '.join(listed)}; this one: {', '.join(map(str, verdict.failure_ids))}"
+    sides = [f"{name} with {release}" for name, release in zip(known.verdicts, known.releases)]
+    how = "predicted from" if known.beyond else "nearest measured releases:"
+    notes = [f"{how} {list_some(list(dict.fromkeys(sides)))}{', on a CPU' * known.on_cpu}"] if sides else []
+    differing = [entry for entry in known.entries if not _agrees(verdict, entry)]
+    for entry in (differing or known.entries)[:1] if verdict.name in FAILING else ():
+        (listed,) = map(entry.failure_ids_of, entry.verdicts)
+        if verdict.name not in entry.verdicts.values():
+            continue
+        if not listed:
+            notes.append("the expectation lists no failure")
+        elif differing:
+            here = ", ".join(map(str, verdict.failure_ids))
+            notes.append(f"expected failure: {' or '.join(listed)}; this one: {here}")
+    return "; ".join(notes)
 
 
 def _cells(case: Case, listed: list[str], cell: tuple[str, dict[str, str]]) -> int | None:
@@ -136,19 +179,8 @@ def _split(case: Case, where: str) -> tuple[str, dict[str, str]]:
 
 def _bounds(ranges: Mapping[str, str], versions: Mapping[str, str]) -> int | None:
     """Return how many bounds the version ranges have, when all versions are within them; else None."""
-    counts = [_inside(specifier, versions.get(package)) for package, specifier in ranges.items()]
+    counts = [inside(specifier, versions.get(package)) for package, specifier in ranges.items()]
     return None if None in counts else sum(count or 0 for count in counts)
-
-
-@lru_cache(maxsize=4096)
-def _inside(specifier: str, version: str | None) -> int | None:
-    """Return how many bounds the range has, when the version is within it; else None."""
-    bounds = SpecifierSet(specifier)
-    try:
-        inside = version is not None and bounds.contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return None
-    return len(bounds) if inside else None
 
 
 # -- which measurements may be compared

@@ -17,7 +17,14 @@ from repro_matrix.config.vocabulary import OutcomeName, SignatureKind, VerdictNa
 from repro_matrix.records.attempt import Count, FailureKind, InfraErrorKind
 
 NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]  # only the grader finds these
-Compared = Literal["expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu"]
+# With releases that were not measured: as with the nearest measured ones on both sides, or on one (a prediction), or as
+# with one of several that disagree.
+Compared = Literal[
+    "expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu",
+    "interpolated", "predicted", "differs_from_prediction", "possible",
+]  # fmt: skip
+CONFIRMED = frozenset({"expected", "matches_cpu", "interpolated", "predicted"})
+DIFFERS_FROM_PREDICTION = frozenset({"differs_from_cpu", "differs_from_prediction"})
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Interval = tuple[Share, Share]  # the 95 % Wilson interval of a share
@@ -137,6 +144,8 @@ class Verdict(_Json):
     unseen: bool = False  # a failure that nothing stored expects and that does not reproduce here
     expected: Compared = "no_expectation"
     expectation: VerdictName | None = None  # the expected verdict, or the predicted one
+    nearest: tuple[str, ...] = ()  # the releases that it was measured with, where they are not the variant's
+    beyond: bool = False  # these are not on both sides of the variant's
     failure_note: str = ""  # another failure than the expected one, or that none is written down
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from repro_matrix.analysis.diff import stopped_working
 from repro_matrix.analysis.regressions import ChangedCase, Regressions
 from repro_matrix.analysis.releases import STATES
 from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results.rows import Row
 
-Kind = Literal["stopped_working", "came_back", "new_failure", "different", "differs_from_cpu"]
+Kind = Literal[
+    "stopped_working", "came_back", "new_failure", "different", "differs_from_cpu", "differs_from_prediction"
+]
 # The most urgent first.
 ATTENTION: Mapping[Kind, str] = {
     "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
     "different": "DIFFERENT", "differs_from_cpu": "DIFFERENT FROM THE CPU",
+    "differs_from_prediction": "DIFFERENT FROM THE PREDICTION",
 }  # fmt: skip
 NOTHING = "no package, machine or file"
 
@@ -37,8 +41,8 @@ class Attention:
 
     @property
     def urgent(self) -> bool:
-        """Whether you must act: what differs from a CPU is news only."""
-        return self.kind != "differs_from_cpu"
+        """Whether you must act: what differs from a prediction is news only."""
+        return self.kind not in DIFFERS_FROM_PREDICTION
 
     @property
     def variants(self) -> list[str]:
@@ -88,7 +92,7 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
                ((each.case, each.stack), *((each.case, each.stack, one.variant) for one in each.changes))}  # fmt: skip
     same: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        if row.state in ("unexpected", "differs_from_cpu"):
+        if row.state == "unexpected" or row.state in DIFFERS_FROM_PREDICTION:
             kind = kind_of(row)
             # A failure that came back changes the verdict of every variant of its cell.
             detail = () if kind == "came_back" else (row.verdict, row.reason, row.expected_verdict)
@@ -108,8 +112,8 @@ def attention(rows: Iterable[Row], since: Regressions) -> list[Attention]:
 
 def kind_of(row: Row) -> Kind:
     """Say what a row means that differs from its expectation."""
-    if row.state == "differs_from_cpu":
-        return "differs_from_cpu"
+    if row.state in DIFFERS_FROM_PREDICTION:
+        return cast(Kind, row.state)
     before, now = STATES.get(row.expected_verdict or ""), STATES.get(row.verdict or "")
     if before == "absent" and now == "reproduces":
         return "came_back"

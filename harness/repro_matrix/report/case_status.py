@@ -57,7 +57,7 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
         if row.verdict and row.measured and shown == "reproduces":
             verdicts[row.variant].add(row.verdict)
     for row in older:
-        if row.state == "no_expectation" and is_failing_fix(row):
+        if row.state in ("no_expectation", "possible") and is_failing_fix(row):
             verdicts[row.variant].add(str(row.verdict))
     works = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
     failing = tuple(variant for variant in verdicts if variant not in works)

@@ -54,7 +54,8 @@ def record(cell: Cell, row: Row) -> dict[str, Any]:
         "weights": row.weights, "hardware": row.hardware.profile, "stack": line(row.stack.name),
         "versions": dict(row.stack.versions),
         "variant": row.variant, "outcome": row.outcome, "verdict": row.verdict, "expected": row.state,
-        "expectation": row.expected_verdict, "attempts": len(row.attempts), "reproduced": attempts["reproduced"],
+        "expectation": row.expected_verdict, "nearest": list(row.nearest), "beyond": row.beyond,
+        "attempts": len(row.attempts), "reproduced": attempts["reproduced"],
         "passed": attempts["passed"], "wall_s": row.wall_s, "reason": line(row.reason, 1000), "started": row.started,
         "commit": row.commit, "document": line(row.evidence, 400),
         "error_at": line(row.error_at, 400) if row.error_at else None, "command": shlex.join(row.command),
@@ -132,7 +133,8 @@ def _test_case(cell: Cell, row: Row) -> Any:
         difference = Failure(f"expected {expected}, measured {verdict}: {reason}", verdict)
         test.result = [difference if row.state == "unexpected" else Error(reason, verdict)]
         test.result[0].text = errors
-    out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}", f"reason: {reason}",
+    note = f" ({row.note})" if row.note else ""
+    out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}{note}", f"reason: {reason}",
            f"attempts: {row.outcome}", f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
     test.system_out = "\n".join(map(block, out))
     return test

@@ -19,6 +19,7 @@ from repro_matrix.analysis.missing import lost_results
 from repro_matrix.analysis.regressions import Regressions
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
+from repro_matrix.records.outcome import CONFIRMED
 from repro_matrix.report.attention import Attention, Kind, attention
 from repro_matrix.report.case_status import CASE_STATES, GONE, CaseState, CaseStatus, age, case_status, is_failing_fix
 from repro_matrix.results.expectations import is_unanswered
@@ -95,6 +96,16 @@ class Headline:
                 and row.verdict != "FLAKY" and not is_unanswered(row)]  # fmt: skip
 
     @cached_property
+    def possible(self) -> list[Row]:
+        """Results as in one of the nearest measured releases, which disagree."""
+        return [row for row in self.rows if row.state == "possible"]
+
+    @cached_property
+    def near(self) -> list[Row]:
+        """Results that the nearest measured releases say something of."""
+        return [row for row in self.rows if row.nearest]
+
+    @cached_property
     def flaky(self) -> list[Row]:
         """Variants whose attempts disagree: an expectation cannot confirm them."""
         return [row for row in self.rows if row.verdict == "FLAKY" and row.state == "no_expectation"]
@@ -138,6 +149,8 @@ class Headline:
         works = sum((row.case, row.variant) in fixes for row in self.flaky)
         stacks = dict.fromkeys(row.stack.name for row in self.flaky)
         numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
+                   (self.kinds["differs_from_prediction"], "result", "different from the prediction"),
+                   (len(self.possible), "result", "as in one of the nearest measured releases, which disagree"),
                    (len(self.flaky), "flaky result",
                     f"on {list_some(list(stacks))}" + f" ({works} of fixes that work on newer releases)" * bool(works)),
                    (len(self.new), "result", "without an expectation"),
@@ -211,9 +224,20 @@ class Headline:
     def _failures(self) -> Iterator[Fact]:
         reproduce, which = self.count("reproduces"), "measured " * bool(self.unselected)
         if self.failures:
-            yield Fact(f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}.", "reproduces")
+            text = f"{reproduce} of {self.failures} {which}reproduce{'s' * (reproduce == 1)}"
+            yield Fact(f"{text}{self.as_nearest}.", "reproduces")
         if self.unselected:
             yield Fact(f"{self.unselected} more not run.", "")
+
+    @property
+    def as_nearest(self) -> str:
+        """Say that most results are compared with the nearest measured releases, and which cases differ from them."""
+        if 2 * len(self.near) <= sum(row.state not in (None, "no_expectation") for row in self.rows):
+            return ""
+        differ = list(dict.fromkeys(row.case for row in self.near if row.state not in (*CONFIRMED, "possible")))
+        on = " on a CPU" * any(row.state == "matches_cpu" for row in self.near)
+        names = f"{len(differ)} differ{'s' * (len(differ) == 1)}: {list_some(differ)}" if differ else "none differs"
+        return f", as in the nearest measured releases{on}; {names}"
 
     def _simulated(self) -> Iterator[Fact]:
         if number := sum(each.simulated and each.state == "reproduces" for each in self.cases):
@@ -249,9 +273,10 @@ class Headline:
         failing = [row for row in self.rows if is_failing_fix(row)]
         for what, rows in {
             "stopped working": [row for row in self.rows if f"{row.case}/{row.variant}" in self.stopped],
-            "never worked here": [row for row in failing if row.state in ("expected", "matches_cpu")],
+            "never worked here": [row for row in failing if row.state in CONFIRMED],
             "flaky": self.flaky,
             "failed, with no expectation": [row for row in failing if row.state == "no_expectation"],
+            "failed, as in one of the nearest releases": [row for row in failing if row.state == "possible"],
             "with another result": self.rows,
         }.items():
             on = {
@@ -294,6 +319,12 @@ class Headline:
         if self.previous:
             less = " It measured less than requested." * bool(self.since.previous and self.since.previous.partial)
             yield Fact(f"{self.previous}, the last passing run.{less}", "")
+        for beyond in (False, True):
+            near = Counter(row.nearest for row in self.near if row.beyond == beyond)
+            for releases, _ in near.most_common(1):
+                text = list_some(list(dict.fromkeys(releases)), 3, " and ") + ", or nearer ones" * (len(near) > 1)
+                what = "a prediction, beyond what was measured: " * beyond
+                yield Fact(f"{text} ({what}{counted(near.total(), 'result')}).", "")
         if self.previous and self.since.new:
             yield Fact(f"{counted(len(self.since.new), 'cell')} not measured then.", "")
 

@@ -104,7 +104,7 @@ def load_results(
         since = compare_to_last_passing(map(from_row, rows), past)
     elif len(folders) == 1:
         since = since_last_passing(folders[0], rows, catalog.cases)
-    rows = quarantine.mark_rows(against_history(rows, catalog.cases, since), entries, today)
+    rows = quarantine.mark_rows(against_history(rows, since), entries, today)
     members, stored_cases = iter(rows), {row.case for row in stored}
     cells = [replace(cell, rows=tuple(islice(members, len(cell.rows)))) for cell in cells]
     shown = [catalog.cases[name] for name in dict.fromkeys(row.case for row in rows)]

@@ -96,6 +96,9 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
         "NO VERDICT: {}, counted neither as working nor as stopped": [(row.reason, row) for row in head.unanswered],
         "FLAKY: {}, whose attempts disagree": [(_outcomes(row), row) for row in head.flaky],
         "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
+        "POSSIBLE: {}, as in one of the nearest measured releases, which disagree": [
+            (list_some(list(dict.fromkeys(row.nearest))), row) for row in head.possible
+        ],
         "NO EXPECTATION: {}. `repro accept` writes expectations": [(row.verdict, row) for row in head.new],
     }
     several = len({row.stack.name for row in head.rows}) > 1

@@ -246,7 +246,7 @@ def describe_exit(code: int, head: Headline, summary: Summary) -> str:
     """Return the last line: the exit code and its reason."""
     left = len(summary.not_started)
     reasons = {
-        0: "nothing differs from its expectation" if head.unconfirmed else "everything as expected",
+        0: "nothing differs from its expectation" if head.unconfirmed or head.near else "everything as expected",
         1: "; ".join(head.differences) or "a result differs",
         2: "a quarantine entry has expired: see above",
         3: "less was measured or confirmed than requested: see above, and `repro doctor`",

@@ -47,13 +47,15 @@ class Label:
 
 _TEXTS = {
     "good": {"FIXED": "fix works", "PASSED": "passed", "supported": "supported", "expected": "as expected",
-             "matches_cpu": "as on CPU"},
+             "matches_cpu": "as on CPU", "interpolated": "as in the nearest releases", "predicted": "as predicted"},
     "bad": {"FAILED": "failed", "refuted": "refuted", "unexpected": "differs from expectation"},
     "warn": {"DIFFERENT_FAILURE": "different failure", "SIGNATURE_MISMATCH": "another error", "FLAKY": "flaky",
-             "hang": "hang", "mixed": "mixed", "other_failure": "another error", "differs_from_cpu": "unlike the CPU"},
+             "hang": "hang", "mixed": "mixed", "other_failure": "another error", "differs_from_cpu": "unlike the CPU",
+             "differs_from_prediction": "unlike the prediction"},
     "reproduce": {"reproduced": "reproduces"},
     "info": {"NOT_REPRODUCED": "not reproduced", "FIXED_UPSTREAM": "fixed upstream", "passed": "no failure",
-             "quarantined": "quarantined", "no_expectation": "no expectation yet"},
+             "quarantined": "quarantined", "no_expectation": "no expectation yet",
+             "possible": "as in one of the nearest releases"},
     "none": {"NOT_FIXED": "same failure", "FIX_BREAKS": "fix breaks it", "INCONCLUSIVE": "inconclusive",
              "infra_error": "infrastructure error", "skipped": "not measured", "absent": "no such cell in that run",
              "untested": "untested"},

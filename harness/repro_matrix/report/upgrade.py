@@ -41,11 +41,20 @@ def headline(upgrade: Upgrade) -> str:
     worse += ", but none of them depends on what changes" * (not upgrade.informed)
     worse *= bool(upgrade.compared)
     gone = f"; {counted(len(lost), 'result')} of today cannot be compared: {lost[0].reason}" if lost else ""
-    return f"UNDECIDED: {_share(upgrade)}{worse}{gone}{_unread(upgrade)}"
+    return f"UNDECIDED: {_share(upgrade)}{worse}{gone}{_unread(upgrade)}{_by_nearest(upgrade)[:-1]}"
 
 
 def _share(upgrade: Upgrade) -> str:
     return f"{upgrade.compared} of {counted(upgrade.compared + len(upgrade.unknown), 'result')} compared"
+
+
+def _by_nearest(upgrade: Upgrade) -> str:
+    """Say what the nearest measured releases predict of what was not measured."""
+    counts = Counter(each.nearest for each in upgrade.unknown if each.nearest)
+    worse = dict.fromkeys(f"{each.cell.case}/{each.variant}" for each in upgrade.unknown if each.nearest == "worse")
+    names = f" ({list_some(list(worse))})" if worse else ""
+    parts = [f"{counts['same']} the same", f"{counts['worse']} worse{names}", f"{counts['better']} better"]
+    return f". By the nearest measured releases, which is no measurement: {', '.join(parts)}." if counts else ""
 
 
 def _unread(upgrade: Upgrade) -> str:
@@ -114,7 +123,7 @@ def describe(upgrade: Upgrade) -> Iterator[str]:
     yield f"Compared: {counted(upgrade.compared, 'result')}, {upgrade.same} unchanged, {other} changed."
     reasons = Counter(each.reason for each in upgrade.unknown).most_common()
     if reasons:
-        yield f"Not compared: {counted(len(upgrade.unknown), 'result')}."
+        yield f"Not compared: {counted(len(upgrade.unknown), 'result')}{_by_nearest(upgrade) or '.'}"
     shown = SHOWN if reasons[SHOWN + 1 :] else SHOWN + 1
     yield from (f"  {count} {reason}" for reason, count in reasons[:shown])
     if reasons[shown:]:
@@ -139,7 +148,8 @@ def to_json(upgrade: Upgrade) -> dict[str, Any]:
         **dict(zip(("changes", "not_judged", "only_one_side"), _moved(upgrade))),
         "fixed": upgrade.gone, "compared": upgrade.compared, "unchanged": upgrade.same,
         "not_compared": [
-            {"cell": each.cell.key, "variant": each.variant, "reason": each.reason, "measure_on": list(each.ends)}
+            {"cell": each.cell.key, "variant": each.variant, "reason": each.reason, "measure_on": list(each.ends),
+             "nearest": each.nearest or None}
             for each in upgrade.unknown
         ],
         "measure": {"cells": len({key for key, _ in upgrade.missing}), "seconds": round(upgrade.seconds)},

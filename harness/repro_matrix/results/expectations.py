@@ -23,14 +23,13 @@ from repro_matrix.config.expectations import Expectation
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.errors import ExitCode
-from repro_matrix.grading.expectations import as_expected, depends_on_capabilities
+from repro_matrix.grading.expectations import UNSTABLE, as_expected, depends_on_capabilities
 from repro_matrix.grading.root_cause import all_failure_ids
 from repro_matrix.records.document import Cell, kind_of
-from repro_matrix.records.outcome import FailureId, Outcome
+from repro_matrix.records.outcome import CONFIRMED, DIFFERS_FROM_PREDICTION, FailureId, Outcome
 from repro_matrix.results.rows import Row
 
 release = lru_cache(maxsize=4096)(Version)  # a few hundred in all that is published
-UNSTABLE = ("FLAKY", "INCONCLUSIVE")  # nothing is expected of these
 
 
 @dataclass(frozen=True)
@@ -210,14 +209,14 @@ def exit_code(rows: Sequence[Row], min_cells: int, stopped_early: bool = False) 
 
 
 def lacking(rows: Sequence[Row]) -> list[Row]:
-    """Return variants with attempts that gave no evidence, those of cells without an end or a comparison, and what GPUs
-    showed that differs from a CPU; also what has no expectation where nothing confirms more than half of it."""
+    """Return variants with attempts that gave no evidence, those of cells without an end or a comparison, and what
+    differs from a prediction; also what nothing confirms of GPUs' results, where that is more than half of them."""
     # A build that failed is no property of the stack: another try, or a compiler, would measure it.
     lost = [row for row in rows if row.lost_attempts > 0 or row.skip_kind == "build" or row.unseen or not row.complete]
     on_gpus = [row for row in rows if row.verdict and row.measured and row.hardware.accelerator != "cpu"]
-    differs = [row for row in on_gpus if row.state == "differs_from_cpu"]
-    unconfirmed = differs + [row for row in on_gpus if row.state == "no_expectation"]
-    return lost + uncompared_failures(rows) + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else differs)
+    unconfirmed = [row for row in on_gpus if row.state not in (*CONFIRMED, "unexpected", "quarantined")]
+    differs = [row for row in rows if row.state in DIFFERS_FROM_PREDICTION]
+    return lost + uncompared_failures(rows) + differs + (unconfirmed if 2 * len(unconfirmed) > len(on_gpus) else [])
 
 
 def is_unanswered(row: Row) -> bool:
@@ -245,7 +244,7 @@ def uncompared_failures(rows: Iterable[Row]) -> list[Row]:
         errors = {each.failures if each.outcome == "other_failure" else () for row in answers
                   for each in row.evidence_attempts}  # fmt: skip
         same = len(answers) > 1 and len(errors) == 1 and errors != {()}
-        expected = {row.state for row in answers if row.verdict} == {"expected"}
+        expected = {str(row.state) for row in answers if row.verdict} <= CONFIRMED
         if (same and not expected) or not any(row.verdict and row.measured for row in cell):
             unfixed = (row for row in cell if row.variant == "unfixed")
             found += [row for row in unfixed if row.counts.keys() - {"reproduced", "passed", "infra_error"}]

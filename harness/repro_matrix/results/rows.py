@@ -112,7 +112,7 @@ class Row:
     unseen: bool
     failures: tuple[FailureId, ...]  # of the verdict
     reason: str
-    state: str | None  # expected, unexpected, no_expectation, matches_cpu, differs_from_cpu, quarantined
+    state: str | None  # records.outcome.Compared, or quarantined
     expected_verdict: str | None
     note: str  # another failure than the expected one, or that it is not written down
 
@@ -126,6 +126,8 @@ class Row:
     evidence_state: str  # changes when the file of the evidence is written
     graded_by: str  # hash of the grader and of the case's definition
     quarantine: str | None = None  # owner, date and reason, where the state is quarantined
+    nearest: tuple[str, ...] = ()  # the releases that the expectation was measured with, where they are not these
+    beyond: bool = False  # those are not on both sides of these
 
     @property
     def cell(self) -> tuple[str, str, str]:
@@ -238,6 +240,8 @@ def _variant(document: Document, name: str, case: Case | None) -> dict[str, Any]
         "state": graded.get("expected", "no_expectation") if graded else None,
         "expected_verdict": graded.get("expectation"),
         "note": graded.get("failure_note", ""),
+        "nearest": graded.get("nearest", ()),
+        "beyond": graded.get("beyond", False),
         "attempts": [_attempt(document["case"], each) for each in made],
         "checks": _checks(shown["observation"]["ranks"]) if shown else (),
         "errors": _errors(failed) if failed else (),
@@ -258,7 +262,8 @@ def compared(row: Row, cases: Mapping[str, Case]) -> Row:
     found = comparison(
         case, row.params, row.variant, graded, row.stack.versions, row.hardware.kind, row.hardware.capabilities
     )
-    return replace(row, state=found["expected"], expected_verdict=found["expectation"], note=found["failure_note"])
+    names = {"expected": "state", "expectation": "expected_verdict", "failure_note": "note"}
+    return replace(row, **{names.get(name, name): value for name, value in found.items()})
 
 
 def _attempt(case: str, made: Made) -> dict[str, Any]:

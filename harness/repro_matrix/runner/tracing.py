@@ -17,11 +17,11 @@ from repro_matrix.launch.attempt import TRACE, Attempt
 from repro_matrix.launch.torchrun import WORKER
 from repro_matrix.records.attempt import Observation
 from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import CONFIRMED
 
 TRACES = "traces"  # in a run's folder, and in the results folder of users' scripts
 # The checks of a training's numbers (repros/repro_kit/reference_checks.py).
 NUMBERS = frozenset({"steps", "loss", "gradient", "updates", "batches", "start"})
-KNOWN = ("expected", "matches_cpu")
 NOISE = 2  # runs with one unit of rounding noise: repros/repro_kit/reference.py
 
 
@@ -61,7 +61,7 @@ def unexplained(document: Document, case: Case) -> dict[str, int]:
     """Return the variants to repeat with a trace, each with the index of its first attempt that failed such a check."""
     if isinstance(case, AdhocCase) or case.pass_criteria.kind != "training" or document["scale"] != "tiny":
         return {}
-    compared = {name: verdict["expected"] in KNOWN for name, verdict in document["verdicts"].items()}
+    compared = {name: verdict["expected"] in CONFIRMED for name, verdict in document["verdicts"].items()}
     found = {}
     for name, variant in document["variants"].items():
         made = variant["attempts"]
