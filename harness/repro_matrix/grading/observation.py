@@ -192,7 +192,9 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
 
 # What NCCL's watchdog prints before it aborts the process: an error of CUDA, or of NCCL with its last error.
 _WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<message>CUDA error: .*)")
-_ASYNC = re.compile(r"raised the following async exception: (?P<message>NCCL error: (?:.*\n)*?.*)(?=\nException raised|$)")
+_ASYNC = re.compile(
+    r"raised the following async exception: (?P<message>NCCL error: (?:.*\n)*?.*)(?=\nException raised|$)"
+)
 
 
 def exception_of(data: RankData) -> Exception_ | None:
