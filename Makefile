@@ -19,7 +19,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 .DEFAULT_GOAL := help
 # Where this is set, every process would compile harness/ again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
+.PHONY: help setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures gpu-agreement docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -75,6 +75,9 @@ site: $(READY) ## a static site of the published baseline in build/site: what is
 
 pictures: $(READY) ## what README and docs show of the published results: the pictures and the answer (needs chromium)
 	@$(BIN)/python -m bench.pictures
+
+gpu-agreement: $(READY) ## docs/contributing/gpu-agreement.md anew, from the runs in results/gpu
+	@$(BIN)/python -m bench.agreement
 
 docs: $(READY) ## the documentation site in build/docs; ARGS=serve shows it while you write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(filter serve,$(ARGS)),serve,build --strict -q)
