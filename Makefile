@@ -31,7 +31,7 @@ HAS_NVIDIA_DRIVER ?= test -e /proc/driver/nvidia/version || nvidia-smi > /dev/nu
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PIP_TARGET PIP_PREFIX
 export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
-.PHONY: help missing setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
+.PHONY: help missing setup repro-matrix gpu-proof gpu-survey nightly seeds smoke site pictures gpu-agreement docs page-check jobs-check test test-slow test-all exports two-nights mutants lint schema bench plants clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -102,6 +102,9 @@ site: $(READY) ## a static site of the published baseline in build/site: what is
 
 pictures: $(READY) ## what README and docs show of the published results: the pictures and the answer (needs chromium)
 	@$(PY) -m bench.pictures
+
+gpu-agreement: $(READY) ## docs/contributing/gpu-agreement.md anew, from the runs in results/gpu
+	@$(PY) -m bench.agreement
 
 docs: $(READY) ## the documentation site in build/docs; ARGS=serve shows it while you write
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(if $(filter serve,$(ARGS)),serve,build --strict -q)

@@ -30,8 +30,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "repros"))
+from repro_kit.rank_monitor import nccl_environment  # standard library only, as all of this file
 
 Json = dict[str, Any]
 
@@ -132,7 +136,7 @@ def run_rank(name: str, folder: Path, device: str) -> None:
     faulthandler.enable(file=stacks)
     probe = next(probe for probe in PROBES if probe.name == name)
     rank, code = Rank(folder, device), 1
-    rank.write()
+    rank.phase("body")
     try:
         probe.body(rank, *probe.args)
         rank.record["done"], rank.record["done_at"], code = True, time.monotonic(), 0
@@ -471,10 +475,10 @@ def recorder_pipe(rank: Rank, backend: str) -> None:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         os.write(descriptor, b"1\n")
         started = time.monotonic()
-        while time.monotonic() - started < 5 and not (rank.folder / "dump-0").exists():
+        while time.monotonic() - started < 5 and not (rank.folder / "nccl-0").exists():
             time.sleep(0.1)
         rank.facts["answer_s"] = round(time.monotonic() - started, 1)
-    rank.facts["dumps"] = sorted(path.name for path in rank.folder.glob("dump-*"))
+    rank.facts["dumps"] = sorted(path.name for path in rank.folder.glob("nccl-*"))
 
 
 # -- what is probed
@@ -500,12 +504,9 @@ TWO_HOSTS = {
     "NCCL_HOSTID": "survey-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
 }  # fmt: skip
-# What ranks of the harness get (repros/repro_kit/rank_monitor.py); both names of the recorder's variables.
-OURS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "{folder}/dump-",
-    "TORCH_FR_DUMP_TEMP_FILE": "{folder}/dump-",
-}  # fmt: skip
+# What ranks of the harness get, by the names that this torch knows.
+RELEASE = tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
+OURS = nccl_environment(RELEASE, LIMIT_S, Path("{folder}"))
 PIPE = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "{folder}/pipe", "TORCH_FR_DUMP_PIPE_FILE": "{folder}/pipe"}
 NO_RETHROW = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 COLLECTIVES = (

@@ -138,7 +138,7 @@ def test_agreement_of_a_gpu_run_with_its_cpu_twin_is_across_hardware_and_shows_t
     cpu = [*side("cpu", 0.1), *side("cpu", 0.2, key="c/n"), *side("cpu", 0.1, key="c/cpu-only")]
     gpu = [
         *side("gpu1-shared", 0.3),
-        *side("gpu1-shared", 0.25, "other_failure", "c/n"),
+        *side("gpu1-shared", 300.0, "other_failure", "c/n"),
         *side("cpu", 9, key="c/cpu-only"),
     ]
     (there,) = agreement.measure_agreement(cpu, gpu)

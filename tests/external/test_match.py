@@ -15,12 +15,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.cli import main as cli
@@ -32,7 +34,7 @@ from repro_matrix.external.log_scan import Scanned, scan
 from repro_matrix.external.log_words import Catalogue
 from repro_matrix.grading import grade
 from repro_matrix.launch.tracebacks import Errors, Labels
-from repro_matrix.paths import BASELINE
+from repro_matrix.paths import BASELINE, RESULTS
 from repro_matrix.results.store import Store
 
 Match = Callable[..., tuple[int, str, str]]
@@ -1006,3 +1008,24 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
         if raised and known and not names and not possible(found) & right:
             missed.append(f"{where}: {sorted(raised)} is {sorted(right)}")
     assert (wrong, missed) == ([], []) and named > 300
+
+
+# Probe of the survey of a real GPU -> what its log shows; of the others: nothing.
+SURVEYED = {
+    "error.full_card*": "cuda-out-of-memory", "error.too_large*": "cuda-out-of-memory",
+    "error.bad_index*": "device-side-assert", "error.sticky*": "device-side-assert",
+    "nccl.pending_error*": "device-side-assert", "error.freed_view*": "cuda-illegal-access",
+    "error.no_such_device*": "cuda-setup", "nccl.same_card": "nccl-error", "*.peer_*": "peer-lost",
+    "nccl.two_hosts.broadcast": "peer-lost", "nccl.pipe": "peer-lost",
+}  # fmt: skip
+
+
+def test_match_of_the_logs_of_a_real_gpu() -> None:
+    packed = (RESULTS / "gpu" / "h100-2026-11-28" / "survey.json.zst").read_bytes()
+    probes = json.loads(zstandard.ZstdDecompressor().decompress(packed))["probes"]
+    for name, probe in probes.items():
+        found = answer([line for rank in probe["ranks"] for line in rank["log_tail"].splitlines()])
+        expected = [kind for pattern, kind in SURVEYED.items() if fnmatchcase(name, pattern)]
+        assert found.kinds == expected and found.hang is None, name
+        own = [each.error.type for each in found.failures if not each.echo]
+        assert own == ["ValueError"] or "peer_raises" not in name, "a lost peer never hides the first failure"

@@ -306,6 +306,7 @@ def raised_after_barrier(rank: Any, barrier: Any) -> None:
 def test_nccl_may_complete_one_of_two_different_collectives(
     change: Any, backend: str, frames: Any, expected: Any
 ) -> None:
+    """Not seen yet: over sockets, NCCL 2.28.9 completed none of ten (test_real_gpu.py: nccl.mismatched.*)."""
     signature = Signature.model_validate({"name": "s", "kind": "hang", "collective": PATTERNS, "frames": frames})
     found = matches(signature, lonely(change, backend=backend))
     assert (found.ranks if found else None) == expected

@@ -80,3 +80,5 @@ def test_every_probe_has_a_name_and_limits_of_its_own() -> None:
     assert len(names) == len(set(names)) > 60 and all(probe.limit_s <= 60 for probe in gpu_survey.PROBES)
     hosts = {probe.env.get("NCCL_HOSTID", "").format(rank=rank) for probe in gpu_survey.PROBES for rank in (0, 1)}
     assert {"survey-0", "survey-1"} < hosts
+    recorder = {name for probe in gpu_survey.PROBES for name in probe.env if name.endswith("_BUFFER_SIZE")}
+    assert recorder == {"TORCH_FR_BUFFER_SIZE"}, "torch warns of the other name"

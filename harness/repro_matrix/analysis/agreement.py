@@ -45,9 +45,9 @@ class Agreement:
 
     @property
     def tolerance_used(self) -> dict[str, list[float]]:
-        """Numeric check -> the part of its tolerance that each side used at most."""
-        names = sorted({name for one, other in self.pairs for name in one.tolerance_used.keys() & other.tolerance_used})
-        sides = [[row.tolerance_used for row in side] for side in zip(*self.pairs)]
+        """Numeric check -> the part of its tolerance that the variants that pass used at most, on each side."""
+        sides = [[row.tolerance_used for row in side if set(row.kinds) == {"passed"}] for side in zip(*self.pairs)]
+        names = sorted(set.intersection(*(set().union(*side) for side in sides)))
         return {name: [max(used.get(name, 0.0) for used in side) for side in sides] for name in names}
 
 

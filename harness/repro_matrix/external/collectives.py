@@ -39,12 +39,14 @@ _BARRIER = re.compile(
     r"|reached monitoredBarrier, but received errors while waiting for send/recv from rank (\d+)"
 )
 _HANG = re.compile(
-    r"collective (?:operation )?timeout|Watchdog caught collective|milliseconds before timing out"
+    r"collective operation timeout|Watchdog caught collective|milliseconds before timing out"
     r"|NCCL operations have failed or timed out|Heartbeat monitor timed out"
     r"|ncclCommWatchdog|Timeout at NCCL work|timed out in blocking wait|Timed out waiting \d+ ?ms for (?:send|recv)"
-    r"|watchdog got stuck|detected by watchdog at work|mismatch between collectives|failed to pass monitoredBarrier"
+    r"|watchdog got stuck|mismatch between collectives|failed to pass monitoredBarrier"
     r"|reached monitoredBarrier, but received errors"
 )
+# The watchdog says this after a timeout, and after an error of NCCL, too.
+_ERROR, _EITHER = "raised the following async exception", re.compile(r"collective timeout|detected by watchdog at work")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Waits:
 
     line: int = 0  # the first that reports a hang
     last: int = 0  # the last one
+    failed: bool = False  # a collective ended with an error of NCCL
     waits: list[Wait] = field(default_factory=list)
     absent: tuple[int, ...] = ()  # ranks that monitoredBarrier names
     fingerprints: dict[int, Wait] = field(default_factory=dict)
@@ -77,7 +80,10 @@ class Waits:
     def read(self, line: Line) -> None:
         """Read a line that may be about a collective."""
         text, number = line.text, line.number
-        if (hang := _HANG.search(text)) and not ADVICE.search(text, 0, hang.start()):
+        self.failed = self.failed or _ERROR in text
+        if self.failed and (_ERROR in text or _EITHER.search(text)):
+            return
+        if (hang := _HANG.search(text) or _EITHER.search(text)) and not ADVICE.search(text, 0, hang.start()):
             self.line, self.last = self.line or number, number
         for found in _FINGERPRINT.finditer(text):
             entered = int(found[2]) if found[2] else None

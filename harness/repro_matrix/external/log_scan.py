@@ -105,7 +105,7 @@ class Summary:
 
 _STATED = re.compile(r"\b[Rr]ank ?(\d+)\]|\btask (\d+):|\bprocess rank (\d+)|\b(local_rank: \d+)")
 _NOTE = re.compile(r"\[I[ \d]|^I\d{4} |(?<![=\w])(?:INFO|DEBUG)\b")
-_WARNED = re.compile(r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )\b(?:WARN|WARNING|UserWarning)\b")
+_WARNED = re.compile(r"\[W[ \d]|^W\d{4} |^Warning: |(?<!NCCL )(?<!=)\b(?:WARN|WARNING|UserWarning)\b")
 _TYPED = re.compile(r"[a-z](?:Error|Exception)\b")
 _EARLIER = re.compile(r"(?i)\b(?:previous|earlier|prior|last) (?:job|run|attempt)\b|\bresum\w+ (?:from|training)\b")
 # What stands before a traceback that a model wrote, or that ends a thread only.

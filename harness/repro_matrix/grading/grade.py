@@ -8,7 +8,8 @@ The first rule that applies decides:
 2. A signature of the case itself matches (also on an attempt that finished)  -> reproduced,
    or infra_error where no rank read what the variant changes: then the variant changes nothing
 3. Another case's failure is recognized                                       -> other_failure, which names that case
-4. The deadline passed, or two samples showed that the ranks are deadlocked   -> hang
+4. The deadline passed, or two samples showed that the ranks are deadlocked   -> hang, but not where those that it
+   ended had lost their peer by NCCL's own words: its watchdog was about to abort them (5.)
 5. An exception, a signal, a nonzero exit code, a rank without a done marker, an exception that ended a thread (but
    not of a user's script: which of its threads matter is unknown)            -> other_failure
 6. A check failed                                                             -> other_failure (silent)
@@ -204,15 +205,16 @@ def _judge(
         return Outcome("other_failure", reason, ranks=others[0].ranks)
     if isinstance(case, AdhocCase):
         made = _checks(case, attempt) if case.checks else None
-        return _failed(attempt, failures.first) or made or _printed(case, attempt)
-    return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, variant, attempt)
+        return _failed(attempt, failures) or made or _printed(case, attempt)
+    return _failed(attempt, failures) or _checks(case, attempt) or _effect(case, variant, attempt)
 
 
 # -- 4. and 5. hangs and failures that are not known
 
 
-def _failed(attempt: Attempt, first: Failure | None) -> Outcome | None:
-    if attempt.timed_out:
+def _failed(attempt: Attempt, failures: Failures) -> Outcome | None:
+    first, late = failures.first, {rank.rank for rank in attempt.ranks if rank.terminated_by == "timeout"}
+    if attempt.timed_out and not (first and first.secondary and late and late <= failures.ranks):
         deadlock = attempt.hang["deadlock"] if attempt.hang else None
         reason = (
             f"its ranks are deadlocked: {deadlock}" if deadlock else f"the deadline of {attempt.deadline:g} s passed"

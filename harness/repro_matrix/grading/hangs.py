@@ -250,7 +250,7 @@ def find_mismatches(ranks: Iterable[RankCollectives], completed: bool = False) -
     """Return every collective that a rank waits in and that a member has not entered, or not as the same kind.
 
     Contradictions come first, then the earliest. A member of which nothing is known counts as neither. ``completed``:
-    also those that no rank waits in. gloo never completes different ones as the same; NCCL does, with garbage.
+    also those that no rank waits in. gloo never completes different ones as the same; NCCL does not compare them.
     """
     known = {each.rank: each for each in ranks}
     found = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
+from repro_matrix.config.failure_rules import peer_errors
 from repro_matrix.grading.checks import CheckResult, evaluate, number
 from repro_matrix.records.attempt import Exception_, Observation, Record
 from repro_matrix.records.attempt import Rank as RankData
@@ -189,23 +190,32 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
     return chain
 
 
+# What NCCL's watchdog prints before it aborts the process: an error of CUDA, or of NCCL with its last error.
 _WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<message>CUDA error: .*)")
+_ASYNC = re.compile(
+    r"raised the following async exception: (?P<message>NCCL error: (?:.*\n)*?.*)(?=\nException raised|$)"
+)
 
 
 def exception_of(data: RankData) -> Exception_ | None:
     """Return what a rank raised: in its main thread, or in the thread of NCCL's watchdog, which aborts the process.
 
-    Which of the two meets an error of CUDA first is chance.
+    Which of the two meets an error of CUDA first is chance. So is whether a limit ends the rank while the watchdog,
+    which knows NCCL's error, still dumps its collectives.
     """
-    record = data["record"]
-    if record and record["exception"]:
+    record, log = data["record"], data["log_tail"]
+    if record and (record["exception"] or record["done"]):
         return record["exception"]
     aborted = data["terminated_by"] == "self" and (data["signal"] == "SIGABRT" or data["exit_code"] == -6)
-    found = _WATCHDOG.search(data["log_tail"]) if aborted else None
-    if found is None:
+    if aborted and (found := _WATCHDOG.search(log)):
+        kind, module, bases = "AcceleratorError", "torch", ["RuntimeError"]
+    elif (found := _ASYNC.search(log)) and (
+        aborted or (data["terminated_by"] != "self" and peer_errors().search(found["message"]))
+    ):  # other errors of NCCL follow from a mismatch in which the rank hangs: sizes, a truncated message
+        kind, module, bases = "DistBackendError", "torch.distributed", ["DistError", "RuntimeError"]
+    else:
         return None
-    return {"type": "AcceleratorError", "module": "torch", "bases": ["RuntimeError"], "message": found["message"],
-            "frames": [], "cause": None}  # fmt: skip
+    return {"type": kind, "module": module, "bases": bases, "message": found["message"], "frames": [], "cause": None}
 
 
 def raised_first(record: Record) -> Exception_ | None:

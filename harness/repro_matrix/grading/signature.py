@@ -10,8 +10,9 @@ What counts, by kind:
 - ``check``: a check of that name that failed on a rank which finished.
 - ``hang``: the attempt hung, and each declared frame is in some rank's stack, or in the call of a collective that it
   waits in (torch's flight recorder; with NCCL the host has gone on from there). Where the recorder shows that ranks
-  entered different collectives, and the signature names which, that must agree, too. With NCCL one of these may have
-  completed, with garbage: a rank that went on, or ended, does not show its frame.
+  entered different collectives, and the signature names which, that must agree, too. With NCCL, which does not compare
+  them, one may have completed: a rank that went on, or ended, does not show its frame. (NCCL 2.28 over sockets
+  completed none of ten; other transports were not measured.)
 - ``signal``: a rank died of it by itself, with the declared frames on its stack.
 
 A failure that only follows from another rank's (root_cause.py) never matches.

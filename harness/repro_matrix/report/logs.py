@@ -129,7 +129,8 @@ class _Parts:
 
     def elsewhere(self, ends: Sequence[Finding]) -> str:
         """Say where the error itself would be, where the log has none."""
-        first = next((_place(each) for each in ends if each.rank is not None or each.place), "")
+        own = (each for each in ends if rules()[each.kind].shows != "peer")  # else it outlived the one that failed
+        first = next((_place(each) for each in own if each.rank is not None or each.place), "")
         who = first if self.seen.summary.root is None else f"rank {self.seen.summary.root}"
         where = f"{who} ended first, as far as this log shows" if who else "The log does not say which rank ended first"
         return f"The error itself is not in this log. {where}: look in its own log."
@@ -196,7 +197,8 @@ class _Parts:
             yield 6, f"{self.cases[name].title}: repro show {name}"
         yield 4, ("What to try: find what the other ranks did then (py-spy dump --pid PID), and the first difference "
                   "between the ranks: TORCH_DISTRIBUTED_DEBUG=DETAIL, or the flight recorder "
-                  "(TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1).")  # fmt: skip
+                  "(TORCH_FR_BUFFER_SIZE=2000, before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE=2000; and "
+                  "TORCH_NCCL_DUMP_ON_TIMEOUT=1).")  # fmt: skip
 
     def advice(self, case: Case) -> Iterator[Part]:
         """Yield since when a case exists, what helps with the code to change, and the next command; each case once."""

@@ -133,7 +133,8 @@ def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = F
     states = summary.evidence_states(folder)
     documents = {str(Path(each["path"]).relative_to(folder)): each for each in results.documents()}
     found["damaged"] += results.damaged
-    cells = summary.grade_cells(folder, documents, cases, states)
+    now = summary.grade_documents(folder, documents, cases)
+    cells = summary.rows_of_cells(now, cases, states)
     for path in stored.keys() - cells.keys():
         found["differences"].append(f"{folder / path}: in the summary, and its evidence is missing")
     for path, graded in cells.items():
@@ -144,11 +145,8 @@ def regrade(folder: Path, cases: Mapping[str, Case], with_expectations: bool = F
         found["edited"] += [f"{folder / path}: {text}" for text in (*inconsistencies(document), *other)]
         compared = _differences(stored.get(path, ()), graded, COMPARED) if stored else ()
         found["differences"] += [f"{folder / path}: {text}" for text in compared]
-        verdicts = {row.variant: {"name": row.verdict, "failure_ids": [vars(each) for each in row.failures]}
-                    for row in graded if row.verdict}  # fmt: skip
-        documents[path] = {**document, "verdicts": verdicts}
     for slug, case in cases.items() if with_expectations else ():
-        found["unsupported"] += unsupported(case, {place(d): d for d in documents.values() if d["case"] == slug})
+        found["unsupported"] += unsupported(case, {place(d): d for d in now.values() if d["case"] == slug})
     return rows, found
 
 

@@ -205,8 +205,15 @@ def _hash(content: bytes) -> str:
 def grade_cells(
     folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case], states: Mapping[str, str]
 ) -> dict[str, list[Row]]:
-    """Grade cells from their evidence: path -> rows. What else is stored of their cases, here and in the baseline,
-    tells a failure that was fixed upstream from one that was never reproduced. ``states``: of ``evidence_states``."""
+    """Grade cells from their evidence: path -> rows. ``states``: of ``evidence_states``."""
+    return rows_of_cells(grade_documents(folder, documents, cases), cases, states)
+
+
+def grade_documents(
+    folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case]
+) -> dict[str, Document]:  # fmt: skip
+    """Grade documents from their evidence. What else is stored of their cases, here and in the baseline, tells a
+    failure that was fixed upstream from one that was never reproduced."""
     documents = {path: {**document, "path": path} for path, document in documents.items()}
     slugs = {document["case"] for document in documents.values()}
     known = {str(folder.resolve() / path) for path in documents}
@@ -217,9 +224,15 @@ def grade_cells(
                 with suppress(OSError, ValueError):
                     history.append(document_at(found.path))
     graded = {each.get("path"): each for each in regrade([*documents.values(), *history], cases)}
-    keys = grading_keys(cases)
-    rows = {}
-    for path, document in documents.items():
-        state, key = states[DocumentPath.parse(path).file], keys.get(document["case"], "")
-        rows[path] = rows_of(graded.get(path, document), cases, path, state, key)
+    return {path: graded.get(path, document) for path, document in documents.items()}
+
+
+def rows_of_cells(
+    graded: Mapping[str, Document], cases: Mapping[str, Case], states: Mapping[str, str]
+) -> dict[str, list[Row]]:  # fmt: skip
+    keys, rows = grading_keys(cases), {}
+    for path, document in graded.items():
+        rows[path] = rows_of(
+            document, cases, path, states[DocumentPath.parse(path).file], keys.get(document["case"], "")
+        )
     return rows
