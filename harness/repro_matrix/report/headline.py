@@ -322,7 +322,7 @@ class Headline:
         for beyond in (False, True):
             near = Counter(row.nearest for row in self.near if row.beyond == beyond)
             for releases, _ in near.most_common(1):
-                text = list_some(list(dict.fromkeys(releases)), 3, " and ") + ", or nearer ones" * (len(near) > 1)
+                text = list_some(list(dict.fromkeys(releases)), 3, " and ") + ", or others" * (len(near) > 1)
                 what = "a prediction, beyond what was measured: " * beyond
                 yield Fact(f"{text} ({what}{counted(near.total(), 'result')}).", "")
         if self.previous and self.since.new:
