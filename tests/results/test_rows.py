@@ -20,6 +20,7 @@ from repro_matrix.cli.main import main
 from repro_matrix.config import catalog
 from repro_matrix.config.schema import Case
 from repro_matrix.paths import BASELINE
+from repro_matrix.records.document import Document
 from repro_matrix.results import runs, summary
 from repro_matrix.results.accept import regrade
 from repro_matrix.results.expectations import lacking
@@ -51,14 +52,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def graded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The evidence that was graded."""
     found: list[str] = []
-    real = summary.grade_cells
+    real = summary.grade_documents
 
-    def grade(folder: Path, evidence: list[str], *args: object) -> dict[str, list[Row]]:
+    def grade(folder: Path, evidence: list[str], *args: object) -> dict[str, Document]:
         if not folder.is_relative_to(BASELINE):
             found.extend(evidence)
         return real(folder, evidence, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(summary, "grade_cells", grade)
+    monkeypatch.setattr(summary, "grade_documents", grade)
     return found
 
 

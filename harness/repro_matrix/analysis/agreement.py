@@ -32,12 +32,13 @@ class Agreement:
     @property
     def disagreements(self) -> list[Pair]:
         """The variants with another verdict, failure or outcome."""
-        return [pair for pair in self.pairs if _summary(pair[0]) != _summary(pair[1])]
+        shown = [[(row.verdict, row.failure_ids, row.kinds.keys()) for row in pair] for pair in self.pairs]
+        return [pair for pair, (first, second) in zip(self.pairs, shown) if first != second]
 
     @property
     def across(self) -> bool:
         """Whether a GPU was compared with a CPU."""
-        return any(("GPUs" in one.machine) != ("GPUs" in other.machine) for one, other in self.pairs)
+        return any("GPUs" in one.machine.keys() ^ other.machine.keys() for one, other in self.pairs)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -51,10 +52,6 @@ class Agreement:
         return {name: [max(used.get(name, 0.0) for used in side) for side in sides] for name in names}
 
 
-def _summary(row: VariantResult) -> tuple[str | None, set[str], set[str]]:
-    return row.verdict, set(row.failure_ids), set(row.kinds)
-
-
 def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResult]) -> list[Agreement]:
     """Return each case's agreement, the lowest first. Raises ConfigError: nothing that both sides measured."""
     one, other = list(one), list(other)
@@ -66,8 +63,9 @@ def measure_agreement(one: Iterable[VariantResult], other: Iterable[VariantResul
     )
     cases: dict[str, Agreement] = {}
     for first, second in pair_variants(left, right):
-        measured = first and second and first.measured and second.measured
-        if first and second and measured and not settings_difference(first.settings, second.settings):
+        if not (first and second and first.measured and second.measured):
+            continue
+        if not settings_difference(first.settings, second.settings):
             cases.setdefault(first.case, Agreement(first.case)).pairs.append((first, second))
     if not cases:
         raise ConfigError("nothing to compare: no variant was measured on both sides with the same settings")
@@ -80,12 +78,11 @@ def describe_agreement(cases: Sequence[Agreement], everything: bool = False) -> 
         yield f"{each.case.ljust(width)}  {_share(each.counts, 'variants agree')}"
         if used := ", ".join(f"{name} {first:g} | {second:g}" for name, (first, second) in each.tolerance_used.items()):
             yield f"    part of the tolerance used at most, first | second: {used}"
-        few = len(each.disagreements) if everything else SHOWN
-        for first, second in each.disagreements[:few]:
+        for first, second in each.disagreements if everything else each.disagreements[:SHOWN]:
             yield from (f"    {' '.join(second.axes)} {second.variant}", f"      first:  {describe_row(first)}")
             yield f"      second: {describe_row(second)}"
-        if len(each.disagreements) > few:
-            yield f"    and {len(each.disagreements) - few} more: --all"
+        if (more := len(each.disagreements) - SHOWN) > 0 and not everything:
+            yield f"    and {more} more: --all"
     agree, both = (sum(counts) for counts in zip(*(each.counts for each in cases)))
     yield from ("", _share((agree, both), "variants measured on both sides agree"))
 

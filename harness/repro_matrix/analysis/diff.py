@@ -215,8 +215,8 @@ def _tail(count: int, attempts: int, other_count: int, other_attempts: int) -> f
         rest = everything - counted_ones
         return sum(comb(counted_ones, n) * comb(rest, attempts - n) for n in numbers)
 
-    highest = min(counted_ones, attempts)
-    return min(ways(range(count + 1)), ways(range(count, highest + 1))) / comb(everything, attempts)
+    # comb(n, k) is 0 where k is greater than n
+    return min(ways(range(count + 1)), ways(range(count, attempts + 1))) / comb(everything, attempts)
 
 
 def _both_expected(old: VariantResult, new: VariantResult) -> bool:
@@ -237,9 +237,9 @@ def describe_side(name: str, rows: Iterable[VariantResult]) -> str:
     for row in cells:
         releases = [f"{p} {row.versions[p]}" for p in ("torch", "transformers") if p in row.versions]
         stacks.setdefault(row.stack, f"{row.stack} ({', '.join(releases)})")
-    commits = sorted({(row.commit or "no commit")[:10] for row in cells})
+    commits = {(row.commit or "no commit")[:10] for row in cells}
     hardware = ", ".join(sorted({f"{row.hardware}{_gpus(row)}" for row in cells}))
-    commit = commits[0] if len(commits) == 1 else f"{len(commits)} commits"
+    commit = commits.pop() if len(commits) == 1 else f"{len(commits)} commits"
     return f"{name}: {counted(len(cells), 'cell')}; {hardware}; {list_some(list(stacks.values()), 3)}; {commit}"
 
 
@@ -315,14 +315,12 @@ def diff_to_json(diff: Diff) -> dict[str, Any]:
             }
             for c in diff.changes
         ],
-        "exit_code": diff.exit_code,
     }
 
 
 def place_to_json(before: VariantResult | None, after: VariantResult | None) -> dict[str, Any]:
-    row = after or before
-    assert row is not None
-    documents = [each.path or None if each else None for each in (before, after)]
+    row: Any = after or before
+    documents = [(each and each.path) or None for each in (before, after)]
     return {"case": row.case, "cell": row.key, "axes": list(row.axes), "hardware": row.hardware, "stack": row.stack,
             "variant": row.variant, "documents": documents}  # fmt: skip
 
@@ -331,4 +329,4 @@ def values_to_json(row: VariantResult | None, variant: str = "any") -> dict[str,
     if row is None or not variant:
         return None
     names = ("verdict", "expected", "kinds", "failure_ids", "text", "skipped", "error_at")
-    return {name: dict(value) if name == "kinds" else value for name in names for value in [getattr(row, name)]}
+    return {name: getattr(row, name) for name in names}

@@ -84,8 +84,10 @@ def load_history(folder: Path) -> list[NightlyRun]:
         try:
             runs.append(_ADAPTER.validate_python(json.loads(text)))
         except ValueError as error:
-            hint = "Restore the file from a backup, or move it away to start a new history."
-            raise ResultsError(f"{path}:{number}: damaged: {line(str(error))}. {hint}") from None
+            raise ResultsError(
+                f"{path}:{number}: damaged: {line(str(error))}. Restore the file from a backup, or move it away to "
+                "start a new history."
+            ) from None
     return runs
 
 
@@ -107,9 +109,9 @@ def check_one_commit(rows: Iterable[VariantResult]) -> None:
 def check_each_once(sides: Iterable[Iterable[VariantResult]]) -> None:
     """Raise ResultsError where two folders of one night have a result of the same variant: which of them counts?"""
     counts = Counter(place for rows in sides for place in by_place(rows))
-    twice = next((place for place, count in counts.items() if count > 1), None)
-    if twice:
-        raise ResultsError(f"{' '.join(twice)}: more than one of the folders has a result of it. Name one of them.")
+    for place, count in counts.items():
+        if count > 1:
+            raise ResultsError(f"{' '.join(place)}: more than one of the folders has a result of it. Name one of them.")
 
 
 Place = tuple[str, str, str, str]  # cell id, hardware, stack, variant

@@ -56,13 +56,8 @@ def _diff(args: argparse.Namespace, one: Side, other: Side) -> int:
     unreadable = len(one.unreadable) + len(other.unreadable)
     code = result.exit_code or (ExitCode.INCOMPLETE if unreadable else 0)
     if args.json:
-        values = {
-            **diffs.diff_to_json(result),
-            "unreadable": unreadable,
-            "unrequested": sum(result.excused.values()),
-            "exit_code": code,
-        }
-        print_json({"a": args.one, "b": args.other, **values})
+        counts = {"unreadable": unreadable, "unrequested": sum(result.excused.values()), "exit_code": code}
+        print_json({"a": args.one, "b": args.other, **diffs.diff_to_json(result), **counts})
         return code
     reason = {0: "no difference", 1: "results differ"}.get(code, "the second side lacks results of the first")
     if unreadable and not result.exit_code:

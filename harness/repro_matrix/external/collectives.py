@@ -45,8 +45,6 @@ _HANG = re.compile(
     r"|watchdog got stuck|mismatch between collectives|failed to pass monitoredBarrier"
     r"|reached monitoredBarrier, but received errors"
 )
-# The watchdog says this after a timeout, and after an error of NCCL, too.
-_ERROR, _EITHER = "raised the following async exception", re.compile(r"collective timeout|detected by watchdog at work")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class Waits:
 
     line: int = 0  # the first that reports a hang
     last: int = 0  # the last one
-    failed: bool = False  # a collective ended with an error of NCCL
     waits: list[Wait] = field(default_factory=list)
     absent: tuple[int, ...] = ()  # ranks that monitoredBarrier names
     fingerprints: dict[int, Wait] = field(default_factory=dict)
@@ -80,10 +77,9 @@ class Waits:
     def read(self, line: Line) -> None:
         """Read a line that may be about a collective."""
         text, number = line.text, line.number
-        self.failed = self.failed or _ERROR in text
-        if self.failed and (_ERROR in text or _EITHER.search(text)):
-            return
-        if (hang := _HANG.search(text) or _EITHER.search(text)) and not ADVICE.search(text, 0, hang.start()):
+        if "raised the following async exception" in text:
+            return  # an error of NCCL ended the collective: nothing waited for the limit that the line names
+        if (hang := _HANG.search(text)) and not ADVICE.search(text, 0, hang.start()):
             self.line, self.last = self.line or number, number
         for found in _FINGERPRINT.finditer(text):
             entered = int(found[2]) if found[2] else None

@@ -21,7 +21,7 @@ from repro_matrix.external.log_errors import as_attempt, located, module_of
 from repro_matrix.external.log_scan import Finding, Note, Progress, Scanned
 from repro_matrix.external.log_words import Catalogue
 from repro_matrix.grading.observation import in_package, module_names
-from repro_matrix.grading.root_cause import find_failures, is_peer_error
+from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.grading.signature import match_attempt
 from repro_matrix.launch.tracebacks import Error, without_time
 
@@ -133,9 +133,7 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     raised = [error for error in seen.errors if error not in launchers]
     attempt = as_attempt(raised)
     # An error that only a lost peer explains is an echo, also where the log does not hold what it echoes.
-    primary = find_failures(attempt).ranks - {
-        rank.rank for rank in attempt.ranks if rank.raised is not None and is_peer_error(rank.raised)
-    }
+    primary = {failure.rank for failure in find_failures(attempt).primary if not failure.secondary}
     found = [
         _failure(error, catalogue, seen) if index in primary else Failure(error, echo=True)
         for index, error in enumerate(raised)

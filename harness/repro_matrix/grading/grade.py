@@ -205,16 +205,16 @@ def _judge(
         return Outcome("other_failure", reason, ranks=others[0].ranks)
     if isinstance(case, AdhocCase):
         made = _checks(case, attempt) if case.checks else None
-        return _failed(attempt, failures) or made or _printed(case, attempt)
-    return _failed(attempt, failures) or _checks(case, attempt) or _effect(case, variant, attempt)
+        return _failed(attempt, failures.first) or made or _printed(case, attempt)
+    return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, variant, attempt)
 
 
 # -- 4. and 5. hangs and failures that are not known
 
 
-def _failed(attempt: Attempt, failures: Failures) -> Outcome | None:
-    first, late = failures.first, {rank.rank for rank in attempt.ranks if rank.terminated_by == "timeout"}
-    if attempt.timed_out and not (first and first.secondary and late and late <= failures.ranks):
+def _failed(attempt: Attempt, first: Failure | None) -> Outcome | None:
+    lost = first and first.secondary and all(rank.raised for rank in attempt.ranks if rank.terminated_by == "timeout")
+    if attempt.timed_out and not lost:
         deadlock = attempt.hang["deadlock"] if attempt.hang else None
         reason = (
             f"its ranks are deadlocked: {deadlock}" if deadlock else f"the deadline of {attempt.deadline:g} s passed"

@@ -254,23 +254,23 @@ def find_mismatches(ranks: Iterable[RankCollectives], completed: bool = False) -
     """
     known = {each.rank: each for each in ranks}
     found = []
-    entered = (entry for each in known.values() for entry in (each.entries or () if completed else each.pending))
-    for group, sequence in sorted({(entry.group, entry.sequence) for entry in entered}):
+    waits = {entry[:2] for each in known.values() for entry in each.pending}
+    every = {entry[:2] for each in known.values() for entry in each.entries or ()}
+    for group, sequence in sorted(every if completed else waits):
         ops: dict[int, str] = {}
         missing = []
         for member in group[1]:
             rank = known.get(member)
             if rank is None:
                 continue
-            op = next((e.op for e in rank.entries or () if (e.group, e.sequence) == (group, sequence)), None)
+            op = next((e.op for e in rank.entries or () if e[:2] == (group, sequence)), None)
             last = rank.last(group)
             if op is not None:
                 ops[member] = op
             elif (rank.ended and last is None) or (last is not None and last < sequence):
                 missing.append(member)
         mismatch = Mismatch(group, sequence, ops, tuple(missing))
-        waiting = any((e.group, e.sequence) == (group, sequence) for each in known.values() for e in each.pending)
-        if (mismatch.missing and waiting) or mismatch.contradicts:
+        if (mismatch.missing and (group, sequence) in waits) or mismatch.contradicts:
             found.append(mismatch)
     return sorted(found, key=lambda one: (not one.contradicts, one.sequence, one.group))
 

@@ -190,32 +190,30 @@ def raised_chain(exception: Exception_ | None) -> list[RaisedException]:
     return chain
 
 
-# What NCCL's watchdog prints before it aborts the process: an error of CUDA, or of NCCL with its last error.
-_WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<message>CUDA error: .*)")
-_ASYNC = re.compile(
-    r"raised the following async exception: (?P<message>NCCL error: (?:.*\n)*?.*)(?=\nException raised|$)"
+# What NCCL's watchdog prints before it aborts the process.
+_WATCHDOG = re.compile(
+    r"(?:watchdog thread terminated with|raised the following async) exception: "
+    r"(?P<message>(?P<of>CUDA|NCCL) error: (?:.*\n)*?.*)(?=\nException raised|$)"
 )
+_TYPES = {"CUDA": "AcceleratorError", "NCCL": "DistBackendError"}
 
 
 def exception_of(data: RankData) -> Exception_ | None:
     """Return what a rank raised: in its main thread, or in the thread of NCCL's watchdog, which aborts the process.
 
     Which of the two meets an error of CUDA first is chance. So is whether a limit ends the rank while the watchdog,
-    which knows NCCL's error, still dumps its collectives.
+    which knows that a peer has exited, still dumps its collectives. Other errors of NCCL (a truncated message) follow
+    from a mismatch in which the rank hangs.
     """
-    record, log = data["record"], data["log_tail"]
+    record = data["record"]
     if record and (record["exception"] or record["done"]):
         return record["exception"]
-    aborted = data["terminated_by"] == "self" and (data["signal"] == "SIGABRT" or data["exit_code"] == -6)
-    if aborted and (found := _WATCHDOG.search(log)):
-        kind, module, bases = "AcceleratorError", "torch", ["RuntimeError"]
-    elif (found := _ASYNC.search(log)) and (
-        aborted or (data["terminated_by"] != "self" and peer_errors().search(found["message"]))
-    ):  # other errors of NCCL follow from a mismatch in which the rank hangs: sizes, a truncated message
-        kind, module, bases = "DistBackendError", "torch.distributed", ["DistError", "RuntimeError"]
-    else:
+    found = _WATCHDOG.search(data["log_tail"])
+    aborted = data["signal"] == "SIGABRT" or data["exit_code"] == -6
+    if not found or not (aborted if data["terminated_by"] == "self" else peer_errors().search(found["message"])):
         return None
-    return {"type": kind, "module": module, "bases": bases, "message": found["message"], "frames": [], "cause": None}
+    return {"type": _TYPES[found["of"]], "module": "torch", "bases": ["RuntimeError"], "message": found["message"],
+            "frames": [], "cause": None}  # fmt: skip
 
 
 def raised_first(record: Record) -> Exception_ | None:

@@ -177,7 +177,7 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
     if not signature.frames and not signature.collective:  # of a user's script: it has not ended by then
         late = attempt.timed_out or _work_s(attempt) > (attempt.deadline or math.inf)
         return {rank.rank: f"did not end within {attempt.deadline:g} s" for rank in attempt.ranks if late}
-    failed = any(f.kind in ("exception", "signal", "exit") and not f.secondary for f in failures.primary)
+    failed = any(f.kind != "left" and not f.secondary for f in failures.primary)
     if not attempt.timed_out or failed:
         return {}
     messages: dict[int, str] = {}
@@ -192,13 +192,15 @@ def _hang(signature: Signature, attempt: Attempt, failures: Failures) -> dict[in
             if completes_mismatches(attempt):
                 unseen = sum(not rank.collective_frames for rank in attempt.ranks if rank.rank in matching.group[1])
     for wanted in signature.frames:
-        stuck = [rank for rank in attempt.ranks if _has_frame(wanted, (*rank.stack_frames, *rank.collective_frames))]
+        stuck: dict[int, str] = {}
+        for rank in attempt.ranks:
+            frames = (f for f in (*rank.stack_frames, *rank.collective_frames) if _has_frame(wanted, [f]))
+            if frame := next(frames, None):
+                stuck[rank.rank] = f"stuck in {frame}"
         if not stuck and not unseen:
             return {}
         unseen -= not stuck
-        for rank in stuck:
-            inner = next(f for f in (*rank.stack_frames, *rank.collective_frames) if _has_frame(wanted, [f]))
-            messages.setdefault(rank.rank, f"stuck in {inner}")
+        messages = {**stuck, **messages}
     return messages
 
 

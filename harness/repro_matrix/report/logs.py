@@ -129,7 +129,8 @@ class _Parts:
 
     def elsewhere(self, ends: Sequence[Finding]) -> str:
         """Say where the error itself would be, where the log has none."""
-        own = (each for each in ends if rules()[each.kind].shows != "peer")  # else it outlived the one that failed
+        # Who lost a peer outlived it.
+        own = (each for each in ends if rules()[each.kind].shows != "peer")
         first = next((_place(each) for each in own if each.rank is not None or each.place), "")
         who = first if self.seen.summary.root is None else f"rank {self.seen.summary.root}"
         where = f"{who} ended first, as far as this log shows" if who else "The log does not say which rank ended first"

@@ -62,7 +62,8 @@ def load_rows(
             cells[path] = rows if fresh else []
     results = Store(folder)
     stale = {path: results.read(folder / path) for path, rows in cells.items() if not rows}
-    cells |= grade_cells(folder, {path: document for path, document in stale.items() if document}, cases, states)
+    graded = grade_documents(folder, {path: document for path, document in stale.items() if document}, cases)
+    cells |= rows_of_cells(graded, cases, states)
     notes += [f"{text}. The cell is left out." for text in results.damaged]
     result = [compared(row, cases) for rows in cells.values() for row in rows]
     missing = {path: rows for path, rows in stored.items() if not (folder / DocumentPath.parse(path).file).exists()}
@@ -202,13 +203,6 @@ def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
-def grade_cells(
-    folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case], states: Mapping[str, str]
-) -> dict[str, list[Row]]:
-    """Grade cells from their evidence: path -> rows. ``states``: of ``evidence_states``."""
-    return rows_of_cells(grade_documents(folder, documents, cases), cases, states)
-
-
 def grade_documents(
     folder: Path, documents: Mapping[str, Document], cases: Mapping[str, Case]
 ) -> dict[str, Document]:  # fmt: skip
@@ -230,9 +224,8 @@ def grade_documents(
 def rows_of_cells(
     graded: Mapping[str, Document], cases: Mapping[str, Case], states: Mapping[str, str]
 ) -> dict[str, list[Row]]:  # fmt: skip
-    keys, rows = grading_keys(cases), {}
-    for path, document in graded.items():
-        rows[path] = rows_of(
-            document, cases, path, states[DocumentPath.parse(path).file], keys.get(document["case"], "")
-        )
-    return rows
+    keys = grading_keys(cases)
+    return {
+        path: rows_of(document, cases, path, states[DocumentPath.parse(path).file], keys.get(document["case"], ""))
+        for path, document in graded.items()
+    }
