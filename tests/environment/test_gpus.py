@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from fake_nvml import A100, H200, FakeGpu, FakeNvml, Process, uuid_of
 from fake_stack import lines, python_that_says
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import wait_for
 from repro_matrix.config import catalog
 from repro_matrix.environment import machine as machines
 from repro_matrix.environment import probe as probe_module
@@ -298,7 +300,11 @@ def test_nvml_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(args)
         over.wait(100)
 
-    monkeypatch.setattr("repro_matrix.environment.gpus.ANSWER_S", 0.2)
+    def wait_while_nvml_answers(answers: list[Future[Any]], limit: float) -> Any:
+        wait_for(lambda: asked or answers[0].done())
+        return wait(answers, 0.05)
+
+    monkeypatch.setattr("repro_matrix.environment.gpus.wait", wait_while_nvml_answers)
     for question in ("nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMigMode", "nvmlEventSetCreate"):
         asked.clear()
         answers = {"nvmlDeviceGetMemoryInfo": lambda handle: MEMORY, question: hang}
