@@ -1,11 +1,13 @@
-"""The checks of parameters and gradients, from what ranks described."""
+"""The checks of parameters and gradients: what ranks record of a gradient, and what follows from their records."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from repro_matrix.launch.script_checks import add_checks
+from repro_matrix.launch.worker.parameters import bit_sums, digest
 
 
 def parameter(name: str, content: str = "same", step: int = 3, sums: str = "same", ignored: bool = False) -> Any:
@@ -34,3 +36,26 @@ def test_replicas_are_equal_if_parameters_and_gradients_are(one: Any, other: Any
     facts[1]["errors"] = ["RuntimeError: no sums"]
     add_checks(records, ["replicas"])
     assert "gradients not compared: RuntimeError" in records[0]["checks"][1]["subject"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5001,), (4, 6), (3, 5), (2, 3, 7), (1, 8), (8, 1)])
+def test_sums_depend_on_the_numbers_and_not_on_their_place_in_memory(shape: tuple[int, ...], dtype: Any) -> None:
+    gradient = torch.randn(shape).to(dtype)
+    last = gradient.clone()
+    last.view(-1)[-1] += 1
+    shifted = torch.cat([torch.ones(1, dtype=dtype), gradient.flatten()])[1:].view(shape)
+    columns = gradient.movedim(0, -1).contiguous().movedim(-1, 0) if shape else gradient
+    sums = digest(bit_sums(gradient))
+    assert digest(bit_sums(last)) != sums
+    assert digest(bit_sums(shifted)) == digest(bit_sums(columns)) == sums
+    assert bit_sums(gradient).numel() <= 8
+
+
+def test_sums_of_a_sparse_gradient_depend_on_its_rows() -> None:
+    one, other = (
+        torch.sparse_coo_tensor([rows], torch.ones(3, 4), (9, 4), check_invariants=True)
+        for rows in ([1, 1, 3], [1, 3, 1])
+    )
+    moved = torch.sparse_coo_tensor([[1, 1, 4]], torch.ones(3, 4), (9, 4), check_invariants=True)
+    assert digest(bit_sums(one)) == digest(bit_sums(other)) != digest(bit_sums(moved))

@@ -40,7 +40,7 @@ def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     try:
         steps[optimizer] = steps.get(optimizer, 0) + 1
         for key, parameter in found.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.numel():
                 used[key] = steps[optimizer], bit_sums(local(parameter.grad))
     except Exception as error:  # a layout without these operations
         errors.append(f"{type(error).__name__}: {error}"[:200])
@@ -52,10 +52,12 @@ def bit_sums(gradient: Any) -> Any:
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return torch.cat([gradient.indices().flatten(), bit_sums(gradient.values()).flatten()])
-    bits = gradient.contiguous()
-    size = 8 if bits.dim() and not (bits.shape[-1] * bits.element_size() | bits.data_ptr()) % 8 else bits.element_size()
-    bits = bits.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    return bits.sum(0, dtype=bits.dtype) if bits.dim() > 1 or bits.numel() > 4096 else bits.clone()
+    width = gradient.shape[-1] if gradient.dim() > 1 else gradient.numel() if gradient.numel() <= 4096 else 1
+    rows = gradient.contiguous().view(-1, width)
+    size = rows.element_size() if width * rows.element_size() % 8 else 8
+    rows = rows.clone() if rows.data_ptr() % size else rows
+    bits = rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    return bits.sum(0, dtype=bits.dtype)
 
 
 def remember(found: dict[int, Any]) -> None:
