@@ -24,7 +24,8 @@ def add_checks(records: Sequence[Json], wanted: Sequence[str]) -> None:
         parameters = facts.get("parameters", ())
         if "replicas" in wanted:
             why = missing or _no_replicas(ranks)
-            _add(record, "replicas_equal", *(("", []) if why else _compare(ranks)), why)
+            compared, wrong, unknown = ("", [], "") if why else _compare(ranks)
+            _add(record, "replicas_equal", compared, wrong, why or ("" if wrong else unknown))
         if "finite" in wanted:
             wrong = [each["name"] for each in parameters if not each["finite"]]
             compared = f"{len(parameters)} tensors and {sum(each['gradient'] for each in parameters)} gradients"
@@ -41,8 +42,9 @@ def _no_replicas(ranks: Sequence[Mapping[str, Any]]) -> str:
     return "" if all(each == shapes[0] for each in shapes) else "the ranks train different parameters"
 
 
-def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Return what was compared, and the names of what differs."""
+def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
+    """Return what was compared, the names of what differs, and why gradients could not be compared. Equal parameters
+    alone are no proof."""
     columns = [each for each in zip(*(facts["parameters"] for facts in ranks)) if not each[0]["ignored"]]
     ignored = len(ranks[0]["parameters"]) - len(columns)
     compared = f"{len(columns)} tensors" + (f" ({ignored} ignored by DDP)" if ignored else "")
@@ -55,9 +57,10 @@ def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     if not any(steps):
         unknown.append("no parameter has one after a step")
     if unknown:
-        return f"{compared}; gradients not compared: {unknown[0]}", wrong
+        why = f"gradients not compared: {unknown[0]}"
+        return f"{compared}; {why}", wrong, f"the parameters are equal; {why}"
     wrong += [f"gradient of {name}" for name in _different(columns, "used")]
-    return f"{compared} and {sum(map(any, used))} gradients of the last of {steps[0]} steps", wrong
+    return f"{compared} and {sum(map(any, used))} gradients of the last of {steps[0]} steps", wrong, ""
 
 
 def _different(columns: Sequence[Sequence[Json]], key: str) -> list[str]:

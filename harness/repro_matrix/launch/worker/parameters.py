@@ -47,17 +47,20 @@ def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def bit_sums(gradient: Any) -> Any:
-    """Return the sum of each column's bits: equal in any order of addition, and the device computes them later."""
+    """Return the sums of each column's and each row's bits: equal in any order of addition. The device computes them
+    later."""
     torch = sys.modules["torch"]
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return torch.cat([gradient.indices().flatten(), bit_sums(gradient.values()).flatten()])
-    width = gradient.shape[-1] if gradient.dim() > 1 else gradient.numel() if gradient.numel() <= 4096 else 1
-    rows = gradient.contiguous().view(-1, width)
-    size = rows.element_size() if width * rows.element_size() % 8 else 8
+    rows = gradient.contiguous().view(gradient.shape[0] if gradient.dim() > 1 else 1, -1)
+    size = rows.element_size() if rows.shape[1] * rows.element_size() % 8 else 8
     rows = rows.clone() if rows.data_ptr() % size else rows
     bits = rows.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    return bits.sum(0, dtype=bits.dtype)
+    if len(bits) > 1:
+        return torch.cat([bits.sum(0, dtype=bits.dtype), bits.sum(1, dtype=bits.dtype)])
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return bits.clone() if bits.numel() <= 4096 else (bits * places).sum(1)
 
 
 def remember(found: dict[int, Any]) -> None:
@@ -74,6 +77,11 @@ def remember(found: dict[int, Any]) -> None:
 
 def local(tensor: Any) -> Any:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def values(tensor: Any) -> Any:
+    """Return a tensor that can be asked whether it is finite."""
+    return local(tensor).coalesce().values() if tensor.is_sparse else local(tensor)
 
 
 def describe() -> dict[str, Any]:
@@ -95,7 +103,7 @@ def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
         sharded.add("tensor parallelism or FSDP2")
     torch, own = sys.modules["torch"], local(parameter)
     step, sums = used.get(key, (0, None))
-    tensors = [own, *([] if parameter.grad is None else [local(parameter.grad)])]
+    tensors = [own, *([] if parameter.grad is None else [values(parameter.grad)])]
     return {
         "name": names.get(key) or f"parameter {index}",
         "shape": list(parameter.shape),

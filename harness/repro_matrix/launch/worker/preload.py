@@ -201,7 +201,8 @@ def in_child(function: Callable[[], Any]) -> Any:
     os.close(send)
     with os.fdopen(receive, "rb") as pipe:
         data = pipe.read()
-    os.waitpid(pid, 0)
+    with contextlib.suppress(ChildProcessError):  # a package ignores SIGCHLD
+        os.waitpid(pid, 0)
     if not data:
         raise RuntimeError("CUDA failed in a child of the fork server: its log has the error")
     return pickle.loads(data)
