@@ -257,6 +257,8 @@ def test_upstream_fixed_needs_an_older_failure(tmp_path: Path) -> None:
 
 def test_exit_codes(tmp_path: Path) -> None:
     (document,) = run(tmp_path, Fake()).documents
+    for verdict in document["verdicts"].values():  # made up: another one than the nearest releases show
+        verdict["expected"] = "no_expectation"
     assert exit_code(summary_rows(document), 1) == 0
     assert exit_code(summary_rows(document), 2) == exit_code([], 1) == 3, "fewer cells than requested"
     assert exit_code(summary_rows(document), 1, stopped_early=True) == 3
