@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -46,7 +47,13 @@ class Ran:
 def preload() -> None:
     """Import what the ranks need; afterwards this process has one thread, so that it can be forked."""
     sys.path.insert(0, str(WORKER))
-    importlib.import_module("fork_server").preload(PACKAGES)
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # it notes there which import began last
+        try:
+            importlib.import_module("preload").preload(PACKAGES)
+        finally:
+            os.chdir(here)
     # Else DeepSpeed compiles its own collectives for CPUs (minutes), and leaves a lock behind where it is stopped.
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

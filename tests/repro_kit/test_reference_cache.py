@@ -114,7 +114,7 @@ def test_key_differs_by_model_settings_and_arguments(tmp_path: Path, name: str) 
 def test_key_differs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     referenced(a_rank(tmp_path, "0"))
     changes: list[Callable[[], None]] = [
-        lambda: monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default"),
+        lambda: monkeypatch.setenv("ATEN_CPU_CAPABILITY", "another"),
         lambda: monkeypatch.setitem(pass_criteria.RATES, torch.float32, 0.2),
         lambda: monkeypatch.setattr(depends, "sources", lambda: "another kit"),
         lambda: monkeypatch.setattr(depends, "installed", lambda: {"torch": "0.1"}),

@@ -59,6 +59,14 @@ class Difference:
         return float(self.sizes.max(initial=0.0))
 
     @property
+    def overall(self) -> float:
+        """The relative difference of all rows together; infinite where a row is not a number on one side only."""
+        if not np.isfinite(self.size):
+            return float("inf")
+        norm = float(np.linalg.norm(self.good))
+        return float(np.linalg.norm(self.bad - self.good)) / norm if norm > 0 else self.size
+
+    @property
     def wrong(self) -> bool:
         return self.size > self.tolerance
 
