@@ -263,6 +263,62 @@ def test_parameters_of_a_script_are_checked_at_its_end(
     assert text in "\n".join(describe(bench.script.case(), document))
 
 
+DATA = """
+    import sys, torch, torch.distributed as dist
+    from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+    from torch.utils.data.distributed import DistributedSampler
+    how, workers = sys.argv[1], int(sys.argv[2])
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = Stream() if how == "stream" else TensorDataset(torch.randn(15, 4))
+        sampler = DistributedSampler(data) if how == "sampler" else None
+        loader = DataLoader(data, 2, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+        if how == "accelerate":
+            from accelerate import Accelerator
+            model, optimizer, loader = Accelerator(cpu=True).prepare(model, optimizer, loader)
+        evaluation = DataLoader(TensorDataset(torch.randn(6, 4)), 2)
+        for epoch in range(2):
+            for number, batch in enumerate(loader):
+                x = batch if how == "stream" else batch[0]
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+                if number == 0:
+                    for (each,) in evaluation:  # all ranks evaluate on the same samples
+                        model(each)
+        dist.destroy_process_group()
+"""
+PADDED = "32 samples of 2 epochs on 2 ranks; epochs 0, 1: 1 sample repeated as padding"
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "outcome", "text"),
+    [
+        ("sampler", 2, "passed", PADDED),
+        ("stream", 0, "reproduced", "wrong: epochs 0, 1: 16 samples on ranks 0, 1"),
+        ("accelerate", 0, "passed", PADDED),
+        pytest.param("sampler", 0, "passed", PADDED, marks=pytest.mark.slow),
+        pytest.param("none", 0, "reproduced", "wrong: epochs 0, 1: 15 samples on ranks 0, 1", marks=pytest.mark.slow),
+        pytest.param("none", 1, "reproduced", "wrong: epochs 0, 1: 15 samples on ranks 0, 1", marks=pytest.mark.slow),
+    ],
+)
+def test_samples_of_a_script_are_disjoint_and_complete(
+    how: str, workers: int, outcome: str, text: str, bench: Bench
+) -> None:
+    bench.write(DATA)
+    line = f"torchrun --standalone --nproc-per-node 2 train.py {how} {workers}"
+    document = bench.document(line, script_failure.with_checks(ANY, ("data",)), checks=("data",))
+    (attempt,) = document["variants"]["unfixed"]["attempts"]
+    assert attempt["outcome"]["outcome"] == outcome, attempt["outcome"]
+    assert text in "\n".join(describe(bench.script.case(), document))
+
+
 def test_script_without_a_model_is_not_checked_rather_than_passed(bench: Bench) -> None:
     bench.write("print('no model')")
     document = bench.document("python train.py", script_failure.with_checks(ANY, FINITE), checks=FINITE)

@@ -78,8 +78,11 @@ def case_or_script(parser: argparse.ArgumentParser, **values: Any) -> None:
 
 def script(parser: argparse.ArgumentParser) -> None:
     add = launch(parser).add_argument
-    text = "when the script ends: parameters equal on all ranks, or finite with their gradients; may be repeated"
-    add("--check", action="append", default=[], choices=("replicas", "finite"), dest="checks", help=text)
+    text = (
+        "when the script ends: parameters are equal on all ranks (replicas), parameters and gradients are finite, "
+        "samples are disjoint and complete (data); may be repeated"
+    )
+    add("--check", action="append", default=[], choices=("replicas", "finite", "data"), dest="checks", help=text)
     add("--error", metavar="'TYPE: REGEX'", help="the failure: an exception of the ranks that failed first")
     add("--log", metavar="REGEX", help="the failure: a line that a rank prints, logs or warns")
     add("--exit", type=int, metavar="CODE", help="the failure: a rank ends with this code")

@@ -17,7 +17,8 @@ from repro_matrix.results.failure_text import comparable_text
 SIGNATURE = "failure"
 # --check -> the check's name, and the text of its failure
 CHECKS = {"replicas": ("replicas_equal", "parameters or gradients differ between ranks"),
-          "finite": ("parameters_finite", "parameters or gradients are not finite")}  # fmt: skip
+          "finite": ("parameters_finite", "parameters or gradients are not finite"),
+          "data": ("data_partitioned", "the ranks' samples are not disjoint and complete")}  # fmt: skip
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 

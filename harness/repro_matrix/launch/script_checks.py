@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from repro_matrix.launch import sample_checks
+
 Json = dict[str, Any]
 
 
 def add_checks(records: Sequence[Json], wanted: Sequence[str]) -> None:
-    """Add the wanted checks (``replicas``, ``finite``) to each rank's record."""
+    """Add the wanted checks (``replicas``, ``finite``, ``data``) to each rank's record."""
+    if "data" in wanted:
+        ended = {"missing": "the process ended without Python's exit"}
+        compared, wrong, unknown = sample_checks.compare([each["facts"].get("samples", ended) for each in records])
+        for record in records:
+            _add(record, "data_partitioned", compared, wrong, "" if wrong else unknown)
     ranks = [
         record["facts"].get("parameters") or {"missing": "the process ended without Python's exit"}
         for record in records

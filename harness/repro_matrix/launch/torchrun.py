@@ -133,7 +133,7 @@ def user_environment(attempt: Attempt, command: AdhocCase) -> dict[str, str]:
         added |= visible_devices(attempt)
     paths = (str(HOOKS), *map(str, attempt.overlay), os.environ.get("PYTHONPATH", ""))
     hooks = {"REPRO_RECORDS": str(attempt.records), **({"REPRO_PLAIN": "1"} if command.single else {})}
-    hooks |= {"REPRO_CHECKS": "1"} if command.checks else {}
+    hooks |= {"REPRO_CHECKS": ",".join(command.checks)} if command.checks else {}
     return {
         **env, "GLOO_SOCKET_IFNAME": env.get("GLOO_SOCKET_IFNAME", "lo"), "PYTHONUNBUFFERED": "1",
         **added, **own_values, **hooks, **attempt.trace, "PYTHONPATH": os.pathsep.join(filter(None, paths)),

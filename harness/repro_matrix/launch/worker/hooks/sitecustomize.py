@@ -113,9 +113,15 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
     record = recording.Record(Path(folder, f"rank-{rank}.json"), rank, world_size)
     record.data["phase"] = "script"
     record.capture.install(every=False)
-    parameters = load(WORKERS, "parameters") if os.environ.get("REPRO_CHECKS") else None
+    checks = os.environ.get("REPRO_CHECKS", "").split(",")
+    parameters = load(WORKERS, "parameters") if {"replicas", "finite"}.intersection(checks) else None
     if parameters:
         Finder("torch.optim.optimizer", parameters.watch)
+    samples = load(WORKERS, "samples") if "data" in checks else None
+    if samples:
+        Finder("torch.utils.data.dataloader", samples.install)
+        Finder("accelerate.data_loader", samples.install_accelerate)
+        Finder("torch.optim.optimizer", samples.watch_steps)
     tracers: list[Any] = []
     if os.environ.get("REPRO_TRACE"):
         if "torch" in sys.modules:  # forked from a process that has imported it (fork_server.py)
@@ -129,6 +135,8 @@ def watch_rank(folder: str, rank: int, world_size: int) -> None:
                 tracer.close("exception" if record.data["exception"] else "exit")
             if parameters:
                 record.data["facts"]["parameters"] = parameters.describe()
+            if samples:
+                record.data["facts"]["samples"] = samples.describe()
             record.data["ended"] = record.data["ended"] or time.time()
             record.data["finished"] = True
             record.write()

@@ -1,0 +1,237 @@
+"""Record the samples that a user's script trains on: `repro run --check data` compares them (launch/sample_checks.py).
+
+An epoch is one iteration over a DataLoader of torch, or of a class derived from it (accelerate, torchdata), during
+which an optimizer steps. Its samples are known by the indices that the sampler draws, or by a checksum of their
+content where there are none: an iterable dataset, a loader that gets its batches from another rank. Standard library;
+torch is the script's own; Python 3.9.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import zlib
+from typing import Any, Callable, Iterator
+
+LIMIT = 100_000  # samples of a rank that are recorded
+epochs: list[Epoch] = []
+drawing: Epoch | None = None  # the loader that runs now: batches of loaders inside of it are not counted
+last: Epoch | None = None  # the loader that yielded the last batch
+recorded = 0
+errors: list[str] = []
+
+
+class Epoch:
+    def __init__(self, loader: Any) -> None:
+        self.drawn: list[list[int]] = []  # indices of each batch, by the order in which they are fetched
+        self.content: list[list[int]] = []  # or checksums of each batch that was yielded
+        self.yielded = self.trained = 0  # batches
+        self.ended = False
+        self.skipped = getattr(loader, "skip_batches", 0) or 0
+        self.from_rank_0 = type(loader).__name__ == "DataLoaderDispatcher"  # accelerate: rank 0 draws for all ranks
+        samplers = list(nested(loader))
+        names = [type(each).__name__ for each in samplers]
+        self.fields = {
+            "sampler": next((name for name in reversed(names) if name != "BatchSampler"), ""),
+            "batch_size": max((getattr(each, "batch_size", 0) or 0 for each in [loader, *samplers]), default=0),
+            "batches": length(loader),
+            "length": length(getattr(loader, "dataset", None)),
+            "replacement": any(getattr(each, "replacement", False) for each in samplers),
+            "drop_last": any(getattr(each, "drop_last", False) for each in samplers),
+            "even_batches": any(getattr(each, "even_batches", False) for each in samplers),
+            "shard": next(([each.num_replicas, each.rank] for each in samplers if hasattr(each, "num_replicas")), None),
+            "continues": bool(self.skipped or "SkipBatchSampler" in names or getattr(loader, "next_iter_state", None)),
+        }
+
+    def take(self, batch: Any) -> None:
+        """Count a batch that the script gets."""
+        global last
+        last = self
+        self.yielded += 1
+        if recorded > LIMIT or errors:
+            return
+        try:
+            if self.from_rank_0 or len(self.drawn) < self.yielded + self.skipped:
+                self.content.append(checksums(batch))
+        except Exception as error:  # the script goes on; the check is not made
+            errors.append(f"{type(error).__name__}: {error}"[:200])
+
+    def samples(self, first: int, end: int) -> list[int]:
+        """Return the samples of the batches from the first to before the end."""
+        batches = self.content or self.drawn[self.skipped :]
+        return [sample for batch in batches[first:end] for sample in batch]
+
+    def describe(self) -> dict[str, Any]:
+        ended = self.ended or self.yielded == self.fields["batches"]
+        return {
+            **self.fields,
+            "exact": not self.content,
+            "finished": ended and self.trained == self.yielded,
+            "samples": self.samples(0, self.trained),
+        }
+
+
+def nested(loader: Any) -> Iterator[Any]:
+    """Yield a loader's samplers, from the outermost to the one that draws samples."""
+    each = loader
+    while each is not None:
+        inner = getattr(each, "batch_sampler", None)
+        each = getattr(each, "sampler", None) if inner is None else inner
+        if each is not None:
+            yield each
+
+
+def as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except Exception:  # of a dataset without a length, or of the user's own
+        return None
+
+
+def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if hasattr(value, "untyped_storage"):
+        yield name, value.detach()
+    elif hasattr(value, "items"):
+        for key, each in value.items():
+            yield from tensors(each, str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from tensors(each, f"{name}.{number}")
+
+
+def checksums(batch: Any) -> list[int]:
+    """Return a checksum per sample of a batch, without padding: what the attention mask hides."""
+    found = {name: each for name, each in tensors(batch) if each.dim()}
+    if not found:
+        raise ValueError("a batch holds no tensor")
+    count = len(next(iter(found.values())))
+    mask = found.pop("attention_mask", None)
+    sums = [0] * count
+    for each in found.values():
+        for row in range(count if len(each) == count else 0):
+            own = each[row] if mask is None or mask.shape != each.shape else each[row][mask[row].bool()]
+            sums[row] = zlib.crc32(repr(own.tolist()).encode(), sums[row])
+    return sums
+
+
+def install(dataloader: Any) -> None:
+    """Watch all loaders. dataloader: the module torch.utils.data.dataloader."""
+    loader, iterator = dataloader.DataLoader, dataloader._BaseDataLoaderIter
+    loader.__iter__ = iterating(loader.__iter__, iterator)
+    iterator.__next__ = yielding(iterator.__next__)
+    iterator._next_index = drawing_indices(iterator._next_index)
+
+    def init_subclass(cls: Any, **values: Any) -> None:
+        super(loader, cls).__init_subclass__(**values)
+        if not hasattr(cls.__iter__, "__wrapped__"):
+            cls.__iter__ = iterating(cls.__iter__, iterator)
+
+    loader.__init_subclass__ = classmethod(init_subclass)
+
+
+def install_accelerate(module: Any) -> None:
+    """Watch accelerate's loaders, which hold one of torch and fetch a batch ahead. module: accelerate.data_loader."""
+    for name in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"):
+        loader = getattr(module, name, None)
+        if loader is not None:
+            loader.__iter__ = iterating(loader.__iter__, None)
+
+
+def iterating(original: Callable[[Any], Any], kind: Any) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Any:
+        global drawing
+        if drawing is not None or errors:
+            return original(self)
+        try:
+            epoch = Epoch(self)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}"[:200])
+            return original(self)
+        drawing = epoch
+        try:
+            iterator = original(self)
+        finally:
+            drawing = None
+        epochs[:] = [*(each for each in epochs if each.trained or not each.ended), epoch]
+        if kind is None or not isinstance(iterator, kind):
+            return watched(iterator, epoch)
+        iterator._repro_epoch = epoch
+        return iterator
+
+    return __iter__
+
+
+def watched(iterator: Any, epoch: Epoch) -> Iterator[Any]:
+    """Yield what a loader with an iteration of its own yields."""
+    global drawing
+    iterator = iter(iterator)
+    while True:
+        drawing = epoch
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            epoch.ended = True
+            return
+        finally:
+            drawing = None
+        epoch.take(batch)
+        yield batch
+
+
+def yielding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:
+        epoch = None if drawing else self.__dict__.get("_repro_epoch")
+        try:
+            batch = original(self)
+        except StopIteration:
+            if epoch:
+                epoch.ended = True
+            raise
+        if epoch:
+            epoch.take(batch)
+        return batch
+
+    return __next__
+
+
+def drawing_indices(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def _next_index(self: Any) -> Any:
+        index = original(self)
+        epoch = drawing or self.__dict__.get("_repro_epoch")
+        if epoch and recorded <= LIMIT and all(hasattr(each, "__index__") for each in as_list(index)):
+            epoch.drawn.append(list(map(operator.index, as_list(index))))
+        return index
+
+    return _next_index
+
+
+def watch_steps(optimizers: Any) -> None:
+    """Mark what was trained on. optimizers: the module torch.optim.optimizer. torch before 2.0 has no such hook."""
+    no_compile = getattr(optimizers.torch, "_disable_dynamo", lambda hook: hook)
+    getattr(optimizers, "register_optimizer_step_post_hook", lambda hook: None)(no_compile(on_step))
+
+
+def on_step(*_: Any) -> None:
+    global recorded
+    if last is not None:
+        recorded += len(last.samples(last.trained, last.yielded))
+        last.trained = last.yielded
+
+
+def describe() -> dict[str, Any]:
+    """Return the epochs that this rank has trained, or why there are none."""
+    trained = [each.describe() for each in epochs if each.trained]
+    if errors:
+        return {"missing": f"a batch or a loader could not be read: {errors[0]}"}
+    if recorded > LIMIT:
+        return {"missing": f"a rank trained on more than {LIMIT:,} samples; end the script earlier"}
+    if not trained:
+        return {"missing": "no DataLoader of torch yielded a batch before an optimizer stepped"}
+    return {"epochs": trained}

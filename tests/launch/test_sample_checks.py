@@ -1,0 +1,100 @@
+"""The check of the samples that ranks trained on: what follows from their records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from repro_matrix.launch.sample_checks import compare
+from repro_matrix.launch.script_checks import add_checks
+
+Epochs = list[dict[str, Any]]
+
+
+def epoch(samples: list[int], length: int | None, **fields: Any) -> dict[str, Any]:
+    return {
+        "sampler": "DistributedSampler", "batch_size": 4, "batches": None, "length": length, "replacement": False,
+        "drop_last": False, "even_batches": False, "shard": None, "continues": False, "exact": True, "finished": True,
+        "samples": samples, **fields,
+    }  # fmt: skip
+
+
+def ranks(*epochs: Epochs) -> list[dict[str, Any]]:
+    return [{"epochs": each} for each in epochs]
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    """Return the length of a data set, and its samples divided over ranks as DistributedSampler does, with padding."""
+    world, length = draw(st.integers(1, 6)), draw(st.integers(12, 80))
+    order = draw(st.permutations(range(length)))
+    padded = order + order[: -length % world]
+    return length, [padded[rank::world] for rank in range(world)]
+
+
+@given(divisions())
+def test_data_that_a_sampler_divides_is_no_error(division: tuple[int, list[list[int]]]) -> None:
+    length, parts = division
+    assert compare(ranks(*([epoch(part, length)] for part in parts)))[1:] == ([], "")
+
+
+@given(divisions(), st.data())
+def test_a_sample_too_many_or_missing_is_an_error(division: tuple[int, list[list[int]]], data: st.DataObject) -> None:
+    length, parts = division
+    rank = data.draw(st.integers(0, len(parts) - 1))
+    sample = data.draw(st.sampled_from(parts[rank]))
+    others = [each for part in parts for each in part if each != sample]
+    if data.draw(st.booleans()):
+        parts[rank] = parts[rank] + [others[0]] * len(parts)
+    else:
+        parts = [[each for each in part if each != sample] for part in parts]
+    _, wrong, unknown = compare(ranks(*([epoch(part, length)] for part in parts)))
+    assert wrong and not unknown
+
+
+@pytest.mark.parametrize(
+    ("epochs", "is_wrong", "is_unknown", "remark"),
+    [
+        (ranks([epoch([0, 1], 4)], [epoch([2, 3], 4)]), False, False, ""),
+        (ranks([epoch([0, 1, 2, 3], 4)], [epoch([0, 1, 2, 3], 4)]), True, False, ""),
+        (ranks([epoch([0, 1], 4)], [epoch([0, 1], 4)]), True, False, ""),
+        (ranks([epoch([0, 1], 9, finished=False)], [epoch([2, 3], 9, finished=False)]), False, False, "not checked"),
+        (ranks([epoch([0, 1], 5, drop_last=True)], [epoch([2, 3], 5, drop_last=True)]), False, False, "drop_last"),
+        (ranks([epoch([0, 0], None, replacement=True)], [epoch([0, 1], None)]), False, True, ""),
+        (ranks([epoch([0], 2, shard=[1, 0])], [epoch([0], 2, shard=[1, 0])]), True, True, ""),
+        (ranks([epoch([0, 1], 2, shard=[1, 0])], [epoch([0, 1], 2, shard=[1, 0])]), False, True, ""),
+        (ranks([epoch([0, 1], 4)], [epoch([2, 3], 4, exact=False)]), False, True, ""),
+        (ranks([epoch([0, 1], 4)] * 2, [epoch([2, 3], 4)]), False, True, ""),
+        (ranks([epoch([5, 6], None, exact=False)], [epoch([5, 6], None, exact=False)]), True, False, "length"),
+        ([{"missing": "no loader"}, *ranks([epoch([0], 1)])], False, True, ""),
+    ],
+)
+def test_kinds_of_data(epochs: list[dict[str, Any]], is_wrong: bool, is_unknown: bool, remark: str) -> None:
+    compared, wrong, unknown = compare(epochs)
+    assert (bool(wrong), bool(unknown)) == (is_wrong, is_unknown) and remark in compared
+
+
+def test_few_samples_of_equal_content_may_be_duplicates_of_the_data() -> None:
+    one, other = list(range(50)), list(range(49, 99))
+    exact = compare(ranks([epoch(one, None)], [epoch(other, None)]))
+    by_content = compare(ranks([epoch(one, None, exact=False)], [epoch(other, None, exact=False)]))
+    assert exact[1] and not by_content[1] and by_content[2]
+
+
+def test_resumed_epoch_is_joined_with_its_beginning() -> None:
+    begun = [epoch([0, 1], 8, finished=False), epoch([2, 3], 8, finished=False)]
+    rest = [epoch([4, 5], 8, continues=True), epoch([6, 7], 8, continues=True)]
+    again = [epoch([0, 5], 8, continues=True), epoch([6, 7], 8, continues=True)]
+    assert compare(ranks(*([one, two] for one, two in zip(begun, rest))))[1:] == ([], "")
+    assert compare(ranks(*([one, two] for one, two in zip(begun, again))))[1]
+    compared, wrong, _ = compare(ranks(*([each] for each in rest)))
+    assert not wrong and "not checked" in compared, "the launch that began the epoch is another one"
+
+
+def test_check_is_added_to_every_rank() -> None:
+    same = ranks([epoch([0, 1], 2)], [epoch([0, 1], 2)])
+    records = [{"facts": {"samples": each}, "ended": 1.0, "checks": []} for each in same]
+    add_checks(records, ["data"])
+    assert [[check["passed"] for check in record["checks"]] for record in records] == [[False], [False]]
