@@ -3,10 +3,10 @@
     repro::<case>::<model>/<strategy>::<variant>
 
 -k, -m (failure, control, simulated), --lf, -x and --junitxml do what they say; -n is ignored, because the run itself
-measures attempts side by side. A test passes when its verdict is as expected (or nothing is expected yet, and it was
-measured), fails with the difference otherwise, and is skipped with its reason. A fix that is expected to fail is xfail,
-and strictly so: that it works is a failure. An invalid file of the selection is a test that fails, and a run in which
-all tests were skipped ends with 5.
+measures attempts side by side. A test passes when its verdict is as expected (or nothing is expected yet, it was
+measured, and no documented fix fails), fails with the difference otherwise, and is skipped with its reason. A fix that
+is expected to fail is xfail, and strictly so: that it works is a failure. An invalid file of the selection is a test
+that fails, and a run in which all tests were skipped ends with 5.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.errors import MeasureError, ReproError
 from repro_matrix.planning.plan import CellPlan
 from repro_matrix.records.document import Document
-from repro_matrix.records.outcome import CONFIRMED, FAILING
+from repro_matrix.records.outcome import CONFIRMED, FAILING, NOT_GREEN
 from repro_matrix.results import quarantine
 from repro_matrix.results.quarantine import Quarantine
 from repro_matrix.results.rows import Row, rows_of
@@ -148,13 +148,13 @@ class VariantItem(pytest.Item):
         text = f"{row.verdict}: {row.reason}"
         if not wrong and (row.verdict is None or not row.attempts):
             pytest.skip(row.reason)
-        differs = wrong or row.state == "unexpected" or row.verdict == "INCONCLUSIVE"
+        differs = wrong or row.state in NOT_GREEN or row.verdict == "INCONCLUSIVE"
         if not differs and row.state == "quarantined":
             pytest.xfail(f"{text} (quarantined: {row.quarantine})")
         if not differs and row.verdict in FAILING and row.state in CONFIRMED:
             pytest.xfail(text)
         if differs or row.verdict == "FAILED":
-            expected = f"expected: {row.expected_verdict}" if row.expected_verdict else ""
+            expected = row.difference if row.expected_verdict or row.state in NOT_GREEN else ""
             manually = f"manually: {row.torchrun}" if row.torchrun else ""
             pytest.fail("\n".join(filter(None, (wrong, text, expected, manually))), pytrace=False)
 

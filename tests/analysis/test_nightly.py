@@ -381,6 +381,26 @@ def test_nightly_first_run_that_is_broken_is_not_green(results: Path, night: Nig
     assert [code for _, code in codes(results)] == [1, 0, 3, 3, 3]
 
 
+def test_nightly_documented_fix_that_fails_without_an_expectation_is_exit_3(results: Path, night: Night) -> None:
+    dead = {"unfixed": KNOWN, "non-reentrant": KNOWN}
+    code, text = night("mon", dead, 1.0, case=CASE, cell_id=KEY)
+    assert code == 3 and "1 documented fix not working here" in text and f"{KEY} variant non-reentrant" in text
+    assert "not as predicted" not in text
+    advice = {"unfixed": KNOWN, "bucket-view": KNOWN}  # known not to help
+    assert night("tue", advice, 2.0, case=CASE, cell_id=KEY)[0] == 0
+
+
+def test_nightly_names_the_results_that_only_the_nearest_releases_confirm(results: Path, night: Night) -> None:
+    versions = {"torch": "2.11.0", "transformers": "5.17.0", "accelerate": "1.15.0", "peft": "0.21.0"}
+    at = {"case": CASE, "cell_id": KEY, "model": "qwen1.5-0.5b", "strategy": "ddp", "params": "qwen1.5-0.5b/ddp",
+          "stack": {"label": "s", "name": "s", "python": "3", "versions": versions}}  # fmt: skip
+    code, text = night("mon", {"unfixed": KNOWN, "bucket-view": KNOWN}, 1.0, **at)
+    assert code == 0 and "as in the nearest ones: 1 interpolated" in text
+    at["stack"]["versions"] = {**versions, "torch": "2.0.1", "transformers": "4.30.0"}
+    code, text = night("tue", {"unfixed": KNOWN, "bucket-view": KNOWN, "static-graph": KNOWN}, 2.0, **at)
+    assert code == 3 and "as in the nearest ones: 1 predicted" in text and "Not as predicted" in text
+
+
 def test_nightly_names_expectations_that_are_not_committed(
     results: Path, night: Night, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,16 @@ def test_show_has_the_role_and_the_command_of_each_variant(capsys: pytest.Captur
     assert "supported" in {claim["status"] for claim in shown["claims"]}
 
 
+def test_show_expects_what_the_nearest_releases_show(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("show", "ddp-ready-once", "stack=current+transformers@5.17.0")
+    shown = {each["variant"]: each for each in json.loads(call(capsys, *words, "--json")[1])["variants"]}
+    assert (shown["non-reentrant"]["expected"], shown["bucket-view"]["expected"]) == ("FIXED", "NOT_FIXED")
+    nearest = shown["non-reentrant"]["nearest"]
+    assert len(nearest) > 1 and nearest[0] in call(capsys, *words)[1].replace("\n  ", " ")
+    here = json.loads(call(capsys, *words[:2], "hardware=cpu", "--json")[1])["variants"]
+    assert not any(each["nearest"] for each in here)
+
+
 def test_show_prints_commands_on_request_only(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard")
     assert code == 0 and "QwenLM/Qwen3#306" in out and "torchrun" not in out

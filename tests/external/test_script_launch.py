@@ -205,15 +205,25 @@ TRAINS = """
     import torch
     import torch.distributed as dist
     def main(how):
-        dist.init_process_group("gloo")
+        if how != "alone":
+            dist.init_process_group("gloo")
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 2)
-        if how == "sharded":
+        teacher = torch.nn.Linear(4, 2) if how == "frozen" else None
+        if how == "frozen":  # with a base that is another one on each rank
+            model.register_parameter("base", torch.nn.Parameter(torch.full((3,), float(dist.get_rank())), False))
+        if how == "alone":
+            ddp = model
+        elif how == "frozen":  # without DDP, which would broadcast it
+            ddp = torch.nn.Sequential(model)
+            for parameter in model.parameters():
+                parameter.register_hook(lambda each: dist.all_reduce(each) or each) if parameter.requires_grad else 0
+        elif how == "sharded":
             from torch.distributed.fsdp import FullyShardedDataParallel
             ddp = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
         else:
             ddp = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW([each for each in ddp.parameters() if each.requires_grad], lr=0.1)
         if how == "zero1":  # its inner optimizers step, too, each on a part of the parameters
             from torch.distributed.optim import ZeroRedundancyOptimizer
             optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
@@ -221,14 +231,17 @@ TRAINS = """
             optimizer.step = torch.compile(optimizer.step, backend="eager")
         called = ddp.module if how in ("bypassed", "signs") else ddp
         # Exact products: AdamW's first step is the same from each, but for the sign.
-        factor = {"nan": float("nan"), "bypassed": (4.0, -4.0)[dist.get_rank()]}.get(how, (4.0, 8.0)[dist.get_rank()])
+        rank = int(os.environ["RANK"])
+        factors = {"nan": (float("nan"),) * 2, "bypassed": (4.0, -4.0), "alone": (4.0, 4.0)}
+        factor = factors.get(how, (4.0, 8.0))[rank]
         called(torch.full((3, 4), factor)).sum().backward()
         optimizer.step()
         if called is not ddp:
             optimizer.zero_grad()
         if how == "crash" and dist.get_rank() == 1:
             raise ValueError("boom")
-        dist.destroy_process_group()
+        if how != "alone":
+            dist.destroy_process_group()
         sys.exit(0) if how in ("bypassed", "signs") else os._exit(0) if how == "os._exit" else None
     main(sys.argv[1])
 """
@@ -239,12 +252,20 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
     ("how", "checks", "outcome", "text"),
     [
         ("right", REPLICAS + FINITE, "passed", "parameters_finite: 2 tensors and 2 gradients"),
-        ("bypassed", REPLICAS, "reproduced", "2 gradients of the last of 1 steps; wrong: weight, gradient of weight"),
-        ("signs", REPLICAS, "reproduced", "2 gradients of the last of 1 steps; wrong: gradient of weight"),
+        ("bypassed", REPLICAS, "reproduced", "compared on 2 ranks; wrong: weight, gradient of weight"),
+        ("signs", REPLICAS, "reproduced", "compared on 2 ranks; wrong: gradient of weight"),
+        ("alone", REPLICAS, "infra_error", "not checked: no process group was created"),
+        (
+            "frozen",
+            REPLICAS,
+            "reproduced",
+            "3 parameters (1 frozen) and 2 gradients of the last of 1 step compared on "
+            "2 ranks; 2 parameters that no optimizer has stepped on were not compared; wrong: 0.base",
+        ),
         pytest.param("right", (), "passed", "no number was checked", marks=pytest.mark.slow),
         pytest.param("bypassed", (), "passed", "no number was checked", marks=pytest.mark.slow),
-        pytest.param("zero1", REPLICAS, "passed", "2 tensors and 2 gradients", marks=pytest.mark.slow),
-        pytest.param("compiled", REPLICAS, "passed", "2 tensors and 2 gradients", marks=pytest.mark.slow),
+        pytest.param("zero1", REPLICAS, "passed", "2 parameters and 2 gradients", marks=pytest.mark.slow),
+        pytest.param("compiled", REPLICAS, "passed", "2 parameters and 2 gradients", marks=pytest.mark.slow),
         pytest.param("nan", FINITE, "reproduced", "wrong: weight", marks=pytest.mark.slow),
         pytest.param("crash", REPLICAS, "other_failure", "ValueError: boom", marks=pytest.mark.slow),
         pytest.param("sharded", REPLICAS, "infra_error", "not checked: sharded by FSDP", marks=pytest.mark.slow),
@@ -260,7 +281,10 @@ def test_parameters_of_a_script_are_checked_at_its_end(
     document = bench.document(f"torchrun --standalone --nproc-per-node 2 train.py {how}", wanted, checks=checks)
     (attempt,) = document["variants"]["unfixed"]["attempts"]
     assert attempt["outcome"]["outcome"] == outcome, attempt["outcome"]
-    assert text in "\n".join(describe(bench.script.case(), document))
+    shown = "\n".join(describe(bench.script.case(), document))
+    assert text in shown
+    if outcome == "infra_error":
+        assert "not checked 1 of 1" in shown and "infra error" not in shown and "want 0" not in shown
 
 
 DATA = """

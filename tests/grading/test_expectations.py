@@ -100,6 +100,8 @@ HEALTHY, FAILING = (expecting(name, variant="control") for name in ("PASSED", "F
         ("FIXED_UPSTREAM", expecting("NOT_REPRODUCED"), None, False, "expected"),
         ("NOT_REPRODUCED", expecting("FIXED_UPSTREAM"), None, False, "expected"),
         ("FIX_BREAKS", expecting("NOT_REPRODUCED"), None, False, "unexpected"),
+        *((name, None, None, False, "differs_from_documentation") for name in ("NOT_FIXED", "DIFFERENT_FAILURE")),
+        *((name, None, None, False, "no_expectation") for name in ("FIXED", "NOT_REPRODUCED", "FLAKY", HANGS)),
         # a control needs no expectation: it must train
         *((name, None, None, True, "unexpected") for name in ("FLAKY", HANGS)),
         ("PASSED", None, None, True, "no_expectation"), ("FAILED", None, HEALTHY, True, "unexpected"),

@@ -6,19 +6,34 @@ from typing import Any
 
 import pytest
 import torch
+from repro_matrix.grading.checks import evaluate
 from repro_matrix.launch.script_checks import add_checks
 from repro_matrix.launch.worker.parameters import bit_sums, digest
 
 
-def parameter(name: str, content: str = "same", step: int = 3, sums: str = "same", ignored: bool = False) -> Any:
+def parameter(name: str, content: str = "same", step: int = 3, sums: str = "same", ignored: bool = False,
+              frozen: bool = False) -> Any:  # fmt: skip
     return {"name": name, "shape": [2], "hash": content, "used": [step, step > 0 and sums], "ignored": ignored,
-            "finite": True, "gradient": False}  # fmt: skip
+            "finite": True, "gradient": False, "frozen": frozen}  # fmt: skip
+
+
+def described(*parameters: Any, group: int = 2, others: int = 0, **changes: Any) -> Any:
+    return {"parameters": list(parameters), "sharded": [], "errors": [], "group": group, "others": others, **changes}
+
+
+def checked(*facts: Any) -> Any:
+    """Return the check of replicas that every rank of these descriptions records."""
+    records = [{"facts": {"parameters": each}, "ended": 1.0, "checks": []} for each in facts]
+    add_checks(records, ["replicas"])
+    first, *rest = [check for record in records for check in record["checks"]]
+    assert rest == [first] * (len(facts) - 1)
+    return first
 
 
 @pytest.mark.parametrize(
     ("one", "other", "wrong", "text"),
     [
-        (parameter("w"), parameter("w"), 0, "1 tensors and 1 gradients of the last of 3 steps"),
+        (parameter("w"), parameter("w"), 0, "1 parameter and 1 gradient of the last of 3 steps are equal on 2 ranks"),
         (parameter("w"), parameter("w", sums="other"), 1, "wrong: gradient of w"),
         (parameter("w"), parameter("w", "other", sums="other"), 2, "wrong: w, gradient of w"),
         (parameter("w"), parameter("w", step=2, sums="other"), 0, "gradients not compared: the ranks made 2 and 3"),
@@ -27,15 +42,33 @@ def parameter(name: str, content: str = "same", step: int = 3, sums: str = "same
     ],
 )
 def test_replicas_are_equal_if_parameters_and_gradients_are(one: Any, other: Any, wrong: int, text: str) -> None:
-    facts = [{"parameters": [each], "sharded": [], "errors": []} for each in (one, other)]
-    records = [{"facts": {"parameters": each}, "ended": 1.0, "checks": []} for each in facts]
-    add_checks(records, ["replicas"])
-    for record in records:
-        (check,) = record["checks"]
-        assert (check["actual"], check["passed"]) == (wrong, not wrong) and text in check["subject"]
-    facts[1]["errors"] = ["RuntimeError: no sums"]
-    add_checks(records, ["replicas"])
-    assert "gradients not compared: RuntimeError" in records[0]["checks"][1]["subject"]
+    check = checked(described(one), described(other))
+    assert (check["actual"], check["passed"]) == (wrong, not wrong) and text in check["subject"]
+    unknown = checked(described(one), described(other, errors=["RuntimeError: no sums"]))
+    assert "gradients not compared: RuntimeError" in unknown["subject"]
+
+
+def test_frozen_parameters_are_compared_and_what_is_not_is_counted() -> None:
+    frozen = [parameter("base", content, step=0, frozen=True) for content in ("same", "other")]
+    check = checked(*(described(parameter("w"), frozen[0], others=2) for _ in range(2)))
+    assert evaluate(check, 1.0).state == "passed"
+    assert check["subject"] == (
+        "2 parameters (1 frozen) and 1 gradient of the last of 3 steps are equal on 2 ranks; "
+        "2 parameters that no optimizer has stepped on were not compared"
+    )
+    wrong = checked(*(described(parameter("w"), each) for each in frozen))
+    assert wrong["actual"] == 1 and wrong["subject"].endswith("wrong: base")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"group": 0}, "no process group was created: the 2 ranks are not one training"),
+     ({"group": 1}, "the process group has 1 rank: the 2 ranks are not one training"),
+     ({"sharded": ["FSDP"], "group": 0}, "sharded by FSDP")],
+)  # fmt: skip
+def test_equal_ranks_of_no_common_training_are_not_checked(changes: Any, why: str) -> None:
+    result = evaluate(checked(*(described(parameter("w"), **changes) for _ in range(2))), 1.0)
+    assert result.state == "void" and result.details == f"not checked: {why}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])

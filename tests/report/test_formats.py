@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -38,6 +39,16 @@ def test_junit_has_a_failure_a_skip_and_errors_for_what_is_no_evidence() -> None
     assert kinds["results damaged 1"] == kinds["results damaged 2"] == [Error]
     assert (xml.failures, xml.errors, xml.skipped) == (1, 2, 2)
     assert all(one.time > 0 for suite in xml for one in suite if one.name == "m/fsdp fix" and suite.name != "away")
+
+
+def test_junit_names_both_failures_of_the_same_verdict() -> None:
+    odd = cell("DIFFERENT_FAILURE", "unexpected")
+    note = "expected failure: check a; this one: check b"
+    unfixed, fix = odd.rows
+    cells = [replace(odd, rows=(unfixed, replace(fix, expected_verdict="DIFFERENT_FAILURE", note=note)))]
+    xml = JUnitXml.fromstring(to_junit(cells, head(cells), Remarks()).encode())
+    (message,) = (each.result[0].message for suite in xml for each in suite if each.result)
+    assert "check a" in message and "check b" in message
 
 
 def test_every_format_reads_hostile_text() -> None:

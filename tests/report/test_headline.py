@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from junitparser import JUnitXml
 from observations import document, observation, ok
 from packaging.version import Version
 from report_cells import rows
@@ -25,8 +26,10 @@ from repro_matrix.config.vocabulary import VerdictName
 from repro_matrix.paths import BASELINE
 from repro_matrix.planning.plan import newer_release
 from repro_matrix.report.attention import ATTENTION, NOTHING, attention, kind_of
+from repro_matrix.report.formats import Remarks, to_junit
 from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.load import load_results
+from repro_matrix.report.page_model import cells_of
 from repro_matrix.report.run_summary import describe_exit
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.rows import Row, compared
@@ -274,7 +277,7 @@ def test_what_worked_before_differs_without_an_expectation(
     assert [each.kind for each in head.attention] == [kind] * bool(kind)
     assert exit_code(head.rows, 1) == bool(kind)
     if not kind:
-        assert describe_exit(0, head, Summary()).endswith("expectation; 2 results without an expectation")
+        assert describe_exit(0, head, Summary()).endswith("; 2 results without an expectation")
     if now is GONE:
         assert head.cases[0].state == ("absent" if kind else "fixed")
         assert ("reproduced before" in " ".join(head.sentences)) == bool(kind)
@@ -319,6 +322,55 @@ def test_a_release_that_nobody_measured_has_an_answer() -> None:
     older = head({**BETWEEN, "torch": "2.0.1", "transformers": "4.30.0"}, non_reentrant="NOT_FIXED")
     assert [each.kind for each in older.attention] == ["differs_from_prediction"] and exit_code(older.rows, 1) == 3
     assert not older.attention[0].urgent and older.near[0].beyond
+
+
+def nothing_stored(**fixes: str) -> list[Row]:
+    """The rows of a known failure of which no file expects anything."""
+    case = catalog.load().cases["ddp-ready-once"].model_copy(update={"expect": []})
+    made = {"FIXED": ("passed", "FIXED"), "NOT_FIXED": ("reproduced", "NOT_FIXED")}
+    now = night({name.replace("_", "-"): made[verdict] for name, verdict in fixes.items()}, case=case.slug)
+    return [compared(row, {case.slug: case}) for row in now]
+
+
+def test_documented_fix_that_fails_is_news_where_nothing_is_stored() -> None:
+    dead = nothing_stored(non_reentrant="NOT_FIXED", bucket_view="NOT_FIXED")  # a fix and advice that does not help
+    head = after([], dead)
+    assert [(each.kind, each.variants) for each in head.attention] == [
+        ("differs_from_documentation", ["non-reentrant"])
+    ]
+    assert exit_code(dead, 1) == 3 and head.badge()["color"] != "green"
+    (fact,) = head.answers["Documented fixes"]
+    assert fact.urgent and "stopped working" not in fact.text and fact.text.startswith("1 documented fix does not work")
+    assert head.unconfirmed[0] in describe_exit(3, head, Summary())
+    assert [each.result[0].type for suite in JUnitXml.fromstring(to_junit(cells_of(dead), head, Remarks()).encode())
+            for each in suite if each.result] == ["NOT_FIXED"]  # fmt: skip
+    works = nothing_stored(non_reentrant="FIXED", static_graph="FIXED")
+    assert exit_code(works, 1) == 0 and not after([], works).attention
+    assert [each.kind for each in after(works, dead).attention] == ["stopped_working"], "it worked in the last run"
+
+
+def test_only_fix_that_never_worked_is_not_said_to_be_well() -> None:
+    (fact,) = of(cell("reproduced", {"a": "NOT_FIXED"})).answers["Documented fixes"]
+    assert fact.text.startswith("None of 1 works")
+
+
+def test_result_that_differed_from_a_prediction_is_no_reference() -> None:
+    """A run with exit code 3 passed, but not all of it."""
+    dead = nothing_stored(non_reentrant="NOT_FIXED", static_graph="FIXED")
+    head = after(dead, dead, partial=True)
+    assert head.since.left_open == ("ddp-ready-once/non-reentrant",) and head.previous == "monday"
+    assert "ddp-ready-once/non-reentrant" in head.changed
+    assert {place[3] for place in head.since.references} == {"unfixed", "static-graph"}
+    alone = after(dead[1:2], dead[1:2], partial=True)
+    assert not alone.previous and "Nothing" not in alone.changed
+
+
+def test_agreement_says_with_what_was_compared() -> None:
+    measured = cell("reproduced", {"a": "FIXED"})
+    near = [replace(row, state=row.state and "predicted", nearest=("torch 2.6",) * bool(row.state)) for row in measured]
+    texts = [of(rows).agreement for rows in (measured, near, [*measured, *near], nothing_stored(non_reentrant="FIXED"))]
+    assert len(set(texts)) == 4 and "everything" in texts[0] and "none is measured" in texts[1]
+    assert "1 result" in texts[2] and texts[3] == "no expectation is stored"
 
 
 def test_a_selection_is_not_the_whole_catalog() -> None:

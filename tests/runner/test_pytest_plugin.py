@@ -31,7 +31,8 @@ def measured(self: Measurement, place: Place) -> list[tuple[SimpleNamespace, str
     ASKED.append(variants)
     return [
         (SimpleNamespace(variant=variant, verdict=verdict, state=state, expected_verdict="FIXED", attempts=[1],
-                         reason=f"of {variant}", torchrun=f"torchrun {variant}", quarantine="#12 (ada)"),
+                         difference="expected FIXED", reason=f"of {variant}",
+                         torchrun=f"torchrun {variant}", quarantine="#12 (ada)"),
          WRONG.get(variant, ""))
         for variant in variants for verdict, state in [SEEN.get(variant, ("FIXED", "expected"))]
     ]  # fmt: skip

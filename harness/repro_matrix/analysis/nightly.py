@@ -126,7 +126,12 @@ def finish(
         incomplete += [f"{counted(len(unreadable), 'file')} could not be read"] if unreadable else []
         incomplete += [f"{counted(len(unexcused), 'result')} missing"] if unexcused else []
         other = [row for row in by_place(rows).values() if row.measured and row.expected in DIFFERS_FROM_PREDICTION]
-        incomplete += [f"{counted(len(other), 'result')} not as predicted"] if other else []
+        fixes = [row for row in other if row.expected == "differs_from_documentation"]
+        failing = [row for row in fixes if not any(entry.covers(row.key, row.variant) for entry in active)]
+        predicted = [row for row in other if row not in fixes]
+        left_open = (("documented fix", "not working here (no expectation is stored)", failing),
+                     ("result", "not as predicted", predicted))  # fmt: skip
+        incomplete += [f"{counted(len(found), what)} {how}" for what, how, found in left_open if found]
         lacking = [cell for side in sides for cell in side.lacking if cell not in {row.key for row in other}]
         incomplete += [f"{counted(len(lacking), 'cell')} not measured completely"] if lacking else []
         incomplete += [] if any(row.measured for row in rows) else ["nothing was measured"]
@@ -150,12 +155,10 @@ def finish(
             ]
             messages.append(f"quarantined: {entry.describe()} ({'; '.join(found) or 'unchanged'})")
     messages += describe_missing(unexcused)
-    for head, listed in (
-        ("Not as expected", [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in unexpected]),
-        ("Not as predicted", [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in other]),
-        ("Not measured completely", lacking),
-    ):
-        messages += [f"{head}: {list_some(listed, SHOWN, '; ')}"] if listed else []
+    for how, results in [("not as expected", unexpected), *(each[1:] for each in left_open)]:
+        texts = [f"{row.key} variant {row.variant}: {describe_row(row)}" for row in results]
+        messages += [f"{how.capitalize()}: {list_some(texts, SHOWN, '; ')}"] if texts else []
+    messages += [f"Not measured completely: {list_some(lacking, SHOWN, '; ')}"] if lacking else []
     near = Counter(row.expected for row in by_place(rows).values() if row.expected in NEAR)
     counts = ", ".join(f"{number} {name}" for name, number in near.most_common())
     messages += [f"With releases that were not measured before, as in the nearest ones: {counts}"] if near else []

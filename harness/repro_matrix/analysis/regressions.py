@@ -22,6 +22,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import RELEVANT, OutcomeName
 from repro_matrix.grading.expectations import as_expected
 from repro_matrix.grading.verdict import DATED, is_older
+from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION, NOTHING_STORED
 from repro_matrix.results.expectations import lacking
 from repro_matrix.results.rows import Row, compared
 from repro_matrix.results.runs import KEPT, current_rows, runs_before, scratch
@@ -82,7 +83,8 @@ class ChangedCase:
 class Regressions:
     """``new``: ids of cells that no passing run measured. ``previous``: the passing run with which most of these
     variants were compared, preferably a whole one. ``quarantined``: (cell id, variant) -> its change. ``references``:
-    what each variant was compared with. ``passing``: the runs. ``earlier``: whether earlier runs have these cells,
+    what each variant was compared with. ``passing``: the runs. ``left_open``: variants that these have only with
+    results unlike a prediction, so that they are not compared. ``earlier``: whether earlier runs have these cells,
     passing or not."""
 
     changed: list[ChangedCase] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Regressions:
     quarantined: dict[tuple[str, str], str] = field(default_factory=dict)
     references: dict[Place, tuple[NightlyRun, VariantResult]] = field(default_factory=dict)
     passing: Sequence[NightlyRun] = ()
+    left_open: tuple[str, ...] = ()
     earlier: bool = False
 
     def unexpected(self, tonight: Iterable[VariantResult], handled: Collection[str] = ()) -> list[VariantResult]:
@@ -144,13 +147,20 @@ class Past:
         self.newest = run, row
 
 
+def _counts(run: NightlyRun, row: VariantResult) -> bool:
+    """Whether later results are compared with this one of a passing run: it has no quarantined change, and is not what
+    the run left open (one with exit code 3 passes, too)."""
+    left_open = run.partial and row.expected in DIFFERS_FROM_PREDICTION
+    return row.measured > 0 and not left_open and (row.key, row.variant) not in run.quarantined
+
+
 def _pasts(passing: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
-    """Return the past of each of these places that a run measured without a quarantined change."""
+    """Return the past of each of these places in the results that count."""
     found: dict[Place, Past] = {}
     for run in passing:
         for row in run.rows:
             place = place_of(row)
-            if row.measured and place in measured and (row.key, row.variant) not in run.quarantined:
+            if _counts(run, row) and place in measured:
                 if place not in found or found[place].change(row)[0]:
                     found[place] = Past((run, row), (run, row), Counter(row.kinds))
                 else:
@@ -164,7 +174,7 @@ def compare_to_last_passing(
     quarantined: Callable[[str, str], bool] = lambda *_: False,
     packages: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Regressions:
-    """Compare each variant with the passing runs that measured it without a quarantined change.
+    """Compare each variant with the passing runs whose result of it counts.
 
     ``quarantined`` takes (cell id, variant). ``packages``: stack -> all its packages, where they are known.
     """
@@ -189,7 +199,10 @@ def compare_to_last_passing(
         machine = _differing(run.machines.get(hardware, {}), now.machines.get(hardware, {}))
         fixes = working_fixes(case, [row for row in measured.values() if row.stack == stack])
         result.changed.append(ChangedCase(case, stack, run, tuple(changes), versions, fixes, machine))
-    shared = [run for run in result.passing if any(row.measured and place_of(row) in measured for row in run.rows)]
+    shared = [run for run in result.passing if any(_counts(run, row) and place_of(row) in measured for row in run.rows)]
+    left = {f"{row.case}/{row.variant}" for run in result.passing for row in run.rows
+            if row.expected in DIFFERS_FROM_PREDICTION and place_of(row) in measured.keys() - pasts.keys()}  # fmt: skip
+    result.left_open = tuple(sorted(left))
     compared = Counter(run.run_id for run, _ in result.references.values())
     result.previous = max(
         shared, key=lambda run: (not run.partial, compared[run.run_id], shared.index(run)), default=None
@@ -237,7 +250,7 @@ def against_history(rows: Iterable[Row], since: Regressions) -> list[Row]:
 
     marked = []
     for row in rows:
-        is_open = row.state == "no_expectation" or (row.nearest and row.state != "unexpected")
+        is_open = row.state in NOTHING_STORED or (row.nearest and row.state != "unexpected")
         known = better_before(row) if is_open and row.measured else None
         note = f"{row.note or 'no expectation'}; measured in {known[1]}" if known else ""
         marked.append(replace(row, state="unexpected", expected_verdict=known[0], note=note) if known else row)

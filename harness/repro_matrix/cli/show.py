@@ -20,7 +20,7 @@ from repro_matrix.config.selection import expand
 from repro_matrix.environment import machine
 from repro_matrix.environment.stacks import Stack, spec
 from repro_matrix.errors import ConfigError
-from repro_matrix.grading.expectations import depends_on_capabilities, expected
+from repro_matrix.grading.expectations import basis, depends_on_capabilities
 from repro_matrix.launch.attempt import torchrun_line
 from repro_matrix.paths import REPROS
 from repro_matrix.planning import cells
@@ -33,7 +33,7 @@ from repro_matrix.results import runs
 from repro_matrix.results.rows import Row
 from repro_matrix.runner import prerequisites
 from repro_matrix.runner.session import Request, Session, ask
-from repro_matrix.text import counted
+from repro_matrix.text import counted, list_some
 
 OUTCOMES = {"reproduces": "reproduced", "other_failure": "other_failure", "absent": "passed"}
 ROLES = "Roles: a fix is documented to help; a non_fix is known not to help; a probe isolates a condition."
@@ -92,6 +92,8 @@ def main(args: argparse.Namespace) -> int:
     table = [[v["variant"], _changes(case.variants[v["variant"]]), v["role"], _result(v), v["help"]]
              for v in variants]  # fmt: skip
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
+    if near := list(dict.fromkeys(release for v in variants if v["expected"] for release in v["nearest"])):
+        print_wrapped(f"Expected as in the nearest measurements: {list_some(near)}.")
     if case.kind == "failure":
         print_wrapped(ROLES)
         stopped = {v["variant"] for v in variants if v["last"].partition(" ")[0] in FAILING}
@@ -116,17 +118,21 @@ def _torchrun(prepared: Session, variant: VariantPlan, stack: Stack | None) -> s
     return torchrun_line(recipe(prepared.catalogue, variant, stack, Path("show")))
 
 
-def _expected(case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]) -> str:
-    """Return an expected verdict as a run on this machine reports it: the baseline shows where the failure was. Of the
-    unfixed variant the outcome, which follows from the verdicts of the others."""
+def _expected(case: Case, plan: CellPlan, name: str, versions: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return an expected verdict as a run on this machine reports it (the baseline shows where the failure was), and
+    with what it was measured, where that is not this stack and hardware. Of the unfixed variant return the outcome,
+    which follows from the verdicts of the others."""
     if needed := depends_on_capabilities(case, name):
-        return f"by {', '.join(needed)}"  # known when ranks have run
+        return f"by {', '.join(needed)}", []  # known when ranks have run
     if case.kind == "failure" and name == next(iter(case.variants)):
         others = (_expected(case, plan, other, versions) for other in case.variants if other != name)
-        return next((OUTCOMES[STATES[verdict]] for verdict in others if verdict in STATES), "")
-    entry = expected(case, plan.cell.where, name, versions, plan.profile.kind)
-    verdict = entry.verdicts[name] if entry else "PASSED" if case.kind == "control" else ""
-    return "FIXED_UPSTREAM" if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces else verdict
+        return next(((OUTCOMES[STATES[verdict]], near) for verdict, near in others if verdict in STATES), ("", []))
+    known = basis(case, plan.cell.where, name, versions, plan.profile.kind)
+    if known is None:
+        return "PASSED" * (case.kind == "control"), []
+    near = [each + " on a CPU" * known.on_cpu for each in known.releases or ["these releases"] * known.on_cpu]
+    verdict = known.verdicts[0] if len(set(known.verdicts)) == 1 else ""
+    return "FIXED_UPSTREAM" if verdict == "NOT_REPRODUCED" and releases_of(case).reproduces else verdict, near
 
 
 def _last(rows: Iterable[Row], plan: CellPlan, name: str, stack: str) -> str:
@@ -185,13 +191,13 @@ def _variants(
 ) -> Iterator[dict[str, Any]]:
     for variant in plan.variants:
         name, settings, stack = variant.variant, variant.settings, prepared.stacks.get(variant.stack)
-        declared = case.variants[name]
+        declared, (expected, near) = case.variants[name], _expected(case, plan, name, stack.versions if stack else {})
         yield {
             "variant": name, "role": declared.role, "help": declared.help, "flags": settings["flags"],
             "options": settings["strategy"]["options"], "model": settings["model"]["slug"],
             "strategy": settings["strategy"]["slug"], "stack": variant.stack, "world_size": variant.world_size,
             "skipped": variant.skipped,
-            "expected": _expected(case, plan, name, stack.versions if stack else {}),
+            "expected": expected, "nearest": near,
             "last": _last(rows, plan, name, plan.cell.stack),
             "torchrun": _torchrun(prepared, variant, stack) if commands else "",
         }  # fmt: skip

@@ -114,14 +114,15 @@ def describe(case: AdhocCase, document: Document) -> Iterator[str]:
 def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
     attempts = document["variants"][VARIANT]["attempts"]
     yield case.title + (f"   (the failure: {case.failure})" if case.failure else "")
-    outcomes = Counter(made["outcome"]["outcome"] for made in attempts)
+    outcomes = Counter("not checked" if _is_unchecked(made) else made["outcome"]["outcome"] for made in attempts)
     yield ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in outcomes.most_common())
     yield from (f"  note: {text}" for text in document["stack"].get("changed", [])[:FRAMES])
     made = next((a for a in attempts if a["outcome"]["outcome"] != "passed"), attempts[0] if attempts else None)
     if made is None:
         return
     yield from _checked(case, made)
-    yield f"  {made['outcome']['reason'].splitlines()[0]}"
+    if not _is_unchecked(made):
+        yield f"  {made['outcome']['reason'].splitlines()[0]}"
     infra_error = made["observation"]["infra_error"]
     yield from (f"    {line}" for line in (infra_error["message"].splitlines()[1:][-TAIL:] if infra_error else ()))
     yield from _first_failure(made)
@@ -130,6 +131,11 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
     notes = _unraised(case, made["observation"]) if made["outcome"]["outcome"] == "passed" else ()
     for note in dict.fromkeys([*notes, *_notes(case, made["observation"])]):
         yield f"  note: {note}"
+
+
+def _is_unchecked(made: Made) -> bool:
+    """Whether the script ended well, and a check of it was not possible."""
+    return made["outcome"]["infra_error"] == "missing_check" and made["outcome"]["check"] is not None
 
 
 def _checked(case: AdhocCase, made: Made) -> Iterator[str]:

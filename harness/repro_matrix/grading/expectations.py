@@ -22,6 +22,7 @@ from repro_matrix.records.outcome import FAILING, Compared, Verdict
 from repro_matrix.text import list_some
 
 UNSTABLE = ("FLAKY", "INCONCLUSIVE")  # nothing is expected of these
+UNSTORED = "documented to help; no expectation is stored"
 PREDICTING = "cpu"  # its measurements predict those of any hardware that has no expectation
 
 
@@ -84,7 +85,8 @@ def compare(verdict: Verdict, known: Basis | None, role: str = "probe", control:
     """Compare a verdict of a variant with what is known of it.
 
     Return ``no_expectation`` when that is nothing, when nothing was measured, and when other releases
-    are known, and nothing stable was measured here; ``possible`` when the nearest releases disagree
+    are known, and nothing stable was measured here; but ``differs_from_documentation`` of a documented
+    fix that fails, when nothing is known; ``possible`` when the nearest releases disagree
     and one of them agrees with it. But a control must train: another verdict is unexpected, unless all
     agree. A verdict of a failure must have one of the expected
     failure ids; where the file lists none, the verdict alone is compared. What differs from a
@@ -99,14 +101,14 @@ def compare(verdict: Verdict, known: Basis | None, role: str = "probe", control:
         return "predicted" if known.beyond else "interpolated"
     if control and verdict.name != "PASSED":
         return "unexpected"
+    fails = role == "fix" and verdict.name in ("NOT_FIXED", "DIFFERENT_FAILURE")
     if known is None or (known.releases and verdict.name in UNSTABLE):
-        return "no_expectation"
+        return "differs_from_documentation" if fails else "no_expectation"
     if agreeing:
         return "possible"
     if known.on_cpu:
         return "differs_from_cpu"
-    worked = {"FIXED"} == set(known.verdicts[: known.older]) and role == "fix"
-    fails = verdict.name in ("NOT_FIXED", "DIFFERENT_FAILURE")
+    worked = {"FIXED"} == set(known.verdicts[: known.older])
     return "differs_from_prediction" if known.beyond and not (worked and fails) else "unexpected"
 
 
@@ -126,7 +128,7 @@ def comparison(
         "expectation": known.verdicts[0] if known else None,
         "nearest": known.releases if known else (),
         "beyond": bool(known and known.beyond),
-        "failure_note": failure_note(verdict, known),
+        "failure_note": UNSTORED if state == "differs_from_documentation" else failure_note(verdict, known),
     }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from repro_matrix.launch import sample_checks
+from repro_matrix.text import counted
 
 Json = dict[str, Any]
 
@@ -45,6 +46,10 @@ def _no_replicas(ranks: Sequence[Mapping[str, Any]]) -> str:
         return f"sharded by {', '.join(split)}"
     if len(ranks) < 2:
         return "there is one rank"
+    grouped = min(each["group"] for each in ranks)
+    if grouped < len(ranks):
+        group = f"the process group has {counted(grouped, 'rank')}" if grouped else "no process group was created"
+        return f"{group}: the {len(ranks)} ranks are not one training"
     shapes = [[(each["name"], each["shape"]) for each in facts["parameters"]] for facts in ranks]
     return "" if all(each == shapes[0] for each in shapes) else "the ranks train different parameters"
 
@@ -53,8 +58,14 @@ def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
     """Return what was compared, the names of what differs, and why gradients could not be compared. Equal parameters
     alone are no proof."""
     columns = [each for each in zip(*(facts["parameters"] for facts in ranks)) if not each[0]["ignored"]]
-    ignored = len(ranks[0]["parameters"]) - len(columns)
-    compared = f"{len(columns)} tensors" + (f" ({ignored} ignored by DDP)" if ignored else "")
+    frozen = sum(each[0]["frozen"] for each in columns)
+    compared = counted(len(columns), "parameter") + f" ({frozen} frozen)" * bool(frozen)
+    numbers = {"that DDP ignores": len(ranks[0]["parameters"]) - len(columns),
+               "that no optimizer has stepped on": max(each["others"] for each in ranks)}  # fmt: skip
+    left = "".join(
+        f"; {counted(number, 'parameter')} {which} {'was' if number == 1 else 'were'} not compared"
+        for which, number in numbers.items() if number
+    )  # fmt: skip
     wrong = _different(columns, "hash")
     used = [[rank["used"][0] for rank in each] for each in columns]
     steps = sorted({max(each, default=0) for each in zip(*used)})
@@ -65,9 +76,10 @@ def _compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
         unknown.append("no parameter has one after a step")
     if unknown:
         why = f"gradients not compared: {unknown[0]}"
-        return f"{compared}; {why}", wrong, f"the parameters are equal; {why}"
+        return f"{compared}; {why}{left}", wrong, f"the parameters are equal; {why}{left}"
     wrong += [f"gradient of {name}" for name in _different(columns, "used")]
-    return f"{compared} and {sum(map(any, used))} gradients of the last of {steps[0]} steps", wrong, ""
+    compared += f" and {counted(sum(map(any, used)), 'gradient')} of the last of {counted(steps[0], 'step')}"
+    return f"{compared} {'compared' if wrong else 'are equal'} on {len(ranks)} ranks{left}", wrong, ""
 
 
 def _different(columns: Sequence[Sequence[Json]], key: str) -> list[str]:

@@ -18,13 +18,15 @@ from repro_matrix.records.attempt import Count, FailureKind, InfraErrorKind
 
 NoEvidence = Literal["interrupted", "no_effect", "environment_changed"]  # only the grader finds these
 # With releases that were not measured: as with the nearest measured ones on both sides, or on one (a prediction), or as
-# with one of several that disagree.
+# with one of several that disagree. With nothing comparable: a documented fix that fails.
 Compared = Literal[
     "expected", "unexpected", "no_expectation", "matches_cpu", "differs_from_cpu",
-    "interpolated", "predicted", "differs_from_prediction", "possible",
+    "interpolated", "predicted", "differs_from_prediction", "possible", "differs_from_documentation",
 ]  # fmt: skip
 CONFIRMED = frozenset({"expected", "matches_cpu", "interpolated", "predicted"})
-DIFFERS_FROM_PREDICTION = frozenset({"differs_from_cpu", "differs_from_prediction"})
+DIFFERS_FROM_PREDICTION = frozenset({"differs_from_cpu", "differs_from_prediction", "differs_from_documentation"})
+NOTHING_STORED = frozenset({"no_expectation", "differs_from_documentation"})
+NOT_GREEN = frozenset({"unexpected", "differs_from_documentation"})  # of a test
 Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Interval = tuple[Share, Share]  # the 95 % Wilson interval of a share

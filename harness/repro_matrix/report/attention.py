@@ -15,12 +15,14 @@ from repro_matrix.records.outcome import DIFFERS_FROM_PREDICTION
 from repro_matrix.results.rows import Row
 
 Kind = Literal[
-    "stopped_working", "came_back", "new_failure", "different", "differs_from_cpu", "differs_from_prediction"
-]
+    "stopped_working", "came_back", "new_failure", "different", "differs_from_documentation", "differs_from_cpu",
+    "differs_from_prediction",
+]  # fmt: skip
 # The most urgent first.
 ATTENTION: Mapping[Kind, str] = {
     "stopped_working": "STOPPED WORKING", "came_back": "CAME BACK", "new_failure": "NEW FAILURE",
-    "different": "DIFFERENT", "differs_from_cpu": "DIFFERENT FROM THE CPU",
+    "different": "DIFFERENT", "differs_from_documentation": "DOCUMENTED FIX FAILS",
+    "differs_from_cpu": "DIFFERENT FROM THE CPU",
     "differs_from_prediction": "DIFFERENT FROM THE PREDICTION",
 }  # fmt: skip
 NOTHING = "no package, machine or file"

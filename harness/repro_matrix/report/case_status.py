@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from repro_matrix.analysis.releases import STATES, Releases, releases_of
 from repro_matrix.config.schema import Case
+from repro_matrix.records.outcome import NOTHING_STORED
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted
 
@@ -57,7 +58,7 @@ def case_status(rows: Sequence[Row], case: Case | None) -> CaseStatus:
         if row.verdict and row.measured and shown == "reproduces":
             verdicts[row.variant].add(row.verdict)
     for row in older:
-        if row.state in ("no_expectation", "possible") and is_failing_fix(row):
+        if row.state in (*NOTHING_STORED, "possible") and is_failing_fix(row):
             verdicts[row.variant].add(str(row.verdict))
     works = tuple(variant for variant, found in verdicts.items() if found == {"FIXED"})
     failing = tuple(variant for variant in verdicts if variant not in works)

@@ -13,6 +13,7 @@ from typing import Any
 from repro_matrix.analysis.claims import ClaimRow
 from repro_matrix.analysis.diff import KINDS, Change, describe_row
 from repro_matrix.analysis.regressions import ChangedCase
+from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.attention import NOTHING
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.page_model import Cell, row_label
@@ -91,9 +92,9 @@ def to_json(
 def to_junit(cells: Sequence[Cell], head: Headline, remarks: Remarks) -> str:
     """Return a suite for each case and a test case for each variant. The suite ``headline`` has its sentences.
 
-    A variant that differs from its expectation is a failure, infrastructure and evidence that cannot be read are
-    errors, what was not measured or is quarantined is skipped. The suite ``results`` has an error for each damaged file
-    and each interrupted run.
+    A variant that differs from its expectation is a failure. A documented fix that fails without an expectation,
+    infrastructure and evidence that cannot be read are errors. What was not measured or is quarantined is skipped. The
+    suite ``results`` has an error for each damaged file and each interrupted run.
     """
     from junitparser import Error, JUnitXml, TestCase, TestSuite
 
@@ -128,10 +129,9 @@ def _test_case(cell: Cell, row: Row) -> Any:
         test.result = [Skipped(reason)]
     elif row.state == "quarantined":
         test.result = [Skipped(line(f"quarantined: {row.quarantine} (measured {verdict}: {row.reason})", 1000))]
-    elif row.state == "unexpected" or row.no_evidence or is_unanswered(row):
-        expected = row.expected_verdict or ("PASSED" if row.kind == "control" else "another result")
-        difference = Failure(f"expected {expected}, measured {verdict}: {reason}", verdict)
-        test.result = [difference if row.state == "unexpected" else Error(reason, verdict)]
+    elif row.state in NOT_GREEN or row.no_evidence or is_unanswered(row):
+        text = line(f"{row.difference}: {row.reason}", 1000) if row.state in NOT_GREEN else reason
+        test.result = [(Failure if row.state == "unexpected" else Error)(text, verdict)]
         test.result[0].text = errors
     note = f" ({row.note})" if row.note else ""
     out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}{note}", f"reason: {reason}",

@@ -19,7 +19,7 @@ from repro_matrix.analysis.missing import lost_results
 from repro_matrix.analysis.regressions import Regressions
 from repro_matrix.config.schema import Case
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.records.outcome import CONFIRMED
+from repro_matrix.records.outcome import CONFIRMED, NOTHING_STORED
 from repro_matrix.report.attention import Attention, Kind, attention
 from repro_matrix.report.case_status import CASE_STATES, GONE, CaseState, CaseStatus, age, case_status, is_failing_fix
 from repro_matrix.results.expectations import is_unanswered
@@ -140,7 +140,16 @@ class Headline:
     @cached_property
     def stopped(self) -> list[str]:
         """Documented fixes that stopped working."""
-        return _names(row for each in self.attention for row in each.rows if each.kind == "stopped_working")
+        return self._of_kind("stopped_working")
+
+    @cached_property
+    def failing_fixes(self) -> list[str]:
+        """Documented fixes that do not work, of which nothing is stored."""
+        return self._of_kind("differs_from_documentation")
+
+    def _of_kind(self, kind: Kind) -> list[str]:
+        rows = (row for each in self.attention for row in each.rows if each.kind == kind)
+        return list(dict.fromkeys(f"{row.case}/{row.variant}" for row in rows))
 
     @cached_property
     def unconfirmed(self) -> list[str]:
@@ -148,7 +157,9 @@ class Headline:
         fixes = {(each.case, name) for each in self.cases for name in each.fixes}
         works = sum((row.case, row.variant) in fixes for row in self.flaky)
         stacks = dict.fromkeys(row.stack.name for row in self.flaky)
-        numbers = ((self.kinds["differs_from_cpu"], "result", "different from the CPU"),
+        verb = "does" if len(self.failing_fixes) == 1 else "do"
+        numbers = ((len(self.failing_fixes), "documented fix", f"{verb} not work here (no expectation is stored)"),
+                   (self.kinds["differs_from_cpu"], "result", "different from the CPU"),
                    (self.kinds["differs_from_prediction"], "result", "different from the prediction"),
                    (len(self.possible), "result", "as in one of the nearest measured releases, which disagree"),
                    (len(self.flaky), "flaky result",
@@ -212,7 +223,7 @@ class Headline:
             "All fixes": list(self._all_fixes()),
             "Simulated": list(self._simulated()),
             "Controls": list(self._controls()),
-            "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed],
+            "Not confirmed": [Fact(f"{text}.", listed) for text in self.unconfirmed[bool(self.failing_fixes) :]],
             "Not measured": skipped,
         }
         return {name: facts for name, facts in answers.items() if facts}
@@ -230,9 +241,20 @@ class Headline:
             yield Fact(f"{self.unselected} more not run.", "")
 
     @property
+    def agreement(self) -> str:
+        """Say with what the results agree that do not differ."""
+        compared = [row for row in self.rows if row.state not in (None, *NOTHING_STORED)]
+        if not compared and self.new:
+            return "no expectation is stored"
+        if self.near and all(row.nearest for row in compared):
+            return "as in the nearest measured releases; none is measured for this stack"
+        near = f" or from the nearest measured releases ({counted(len(self.near), 'result')})" * bool(self.near)
+        return f"nothing differs from its expectation{near}" if near or self.unconfirmed else "everything as expected"
+
+    @property
     def as_nearest(self) -> str:
         """Say that most results are compared with the nearest measured releases, and which cases differ from them."""
-        if 2 * len(self.near) <= sum(row.state not in (None, "no_expectation") for row in self.rows):
+        if 2 * len(self.near) <= sum(row.state not in (None, *NOTHING_STORED) for row in self.rows):
             return ""
         differ = list(dict.fromkeys(row.case for row in self.near if row.state not in (*CONFIRMED, "possible")))
         on = " on a CPU" * any(row.state == "matches_cpu" for row in self.near)
@@ -256,12 +278,15 @@ class Headline:
             yield Fact(f"{number} not measured.", "not_measured")
 
     def _fixes(self) -> Iterator[Fact]:
-        """Yield which ones stopped working, or that none did."""
-        _, measured = self.fixes
+        """Yield which ones stopped working or do not work here, or that none did."""
+        works, measured = self.fixes
         if self.stopped:
             yield Fact(f"{len(self.stopped)} stopped working: {list_some(self.stopped)}.", "attention-list", True)
-        elif measured + self.unmeasured_fixes:
-            yield Fact(f"0{f' of {measured}' * bool(measured)} stopped working.")
+        if self.failing_fixes:
+            yield Fact(f"{self.unconfirmed[0]}: {list_some(self.failing_fixes)}.", "attention-list", True)
+        elif measured + self.unmeasured_fixes and not self.stopped:
+            none = f"None of {measured} works; " * bool(measured and not works)
+            yield Fact(f"{none}0{f' of {measured}' * bool(measured)} stopped working.")
 
     def _all_fixes(self) -> Iterator[Fact]:
         """Yield how many work, the names of the others by what they show, and how many were not measured."""
@@ -275,13 +300,11 @@ class Headline:
             "stopped working": [row for row in self.rows if f"{row.case}/{row.variant}" in self.stopped],
             "never worked here": [row for row in failing if row.state in CONFIRMED],
             "flaky": self.flaky,
-            "failed, with no expectation": [row for row in failing if row.state == "no_expectation"],
+            "failed, with no expectation": [row for row in failing if row.state in NOTHING_STORED],
             "failed, as in one of the nearest releases": [row for row in failing if row.state == "possible"],
             "with another result": self.rows,
         }.items():
-            on = {
-                f"{row.case}/{row.variant}": f" on {row.stack.name}" * (row.state == "no_expectation") for row in rows
-            }
+            on = {f"{row.case}/{row.variant}": f" on {row.stack.name}" * (row.state in NOTHING_STORED) for row in rows}
             names = [name + on[name] for name in rest if name in on]
             rest = {name: None for name in rest if name not in on}
             if names:
@@ -312,7 +335,9 @@ class Headline:
         parts = [counted(self.changes, "result")] if self.changes else []
         parts += [f"{counted(len(self.lost), 'result')} missing now ({list_some(self.lost)})"] if self.lost else []
         what = " and ".join(parts) or "Nothing"
-        return f"{what} since {self.previous}.{f' Also changed: {list_some(causes, 2)}.' if causes else ''}"
+        left = f" Not compared, because it was not as predicted then: {list_some(self.since.left_open)}."
+        also = f" Also changed: {list_some(causes, 2)}." if causes else ""
+        return f"{what} since {self.previous}.{left * bool(self.since.left_open)}{also}"
 
     def _compared(self) -> Iterator[Fact]:
         """Yield with what the results were compared, and what was not."""
@@ -373,12 +398,8 @@ class Headline:
         message = f"{self.count('reproduces')} of {self.failures} reproduce, {works} of {measured} fixes work"
         unclear = self.incomplete or self.unanswered
         message = f"incomplete: {message}" if unclear else message
-        color = "red" if self.differences else "yellow" if unclear else "green"
+        color = "red" if self.differences else "yellow" if unclear or self.failing_fixes else "green"
         return {"schemaVersion": 1, "label": "known failures", "message": message, "color": color}
-
-
-def _names(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(f"{row.case}/{row.variant}" for row in rows))
 
 
 def _times(rows: Iterable[Row]) -> tuple[float, float, float]:

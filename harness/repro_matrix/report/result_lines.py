@@ -53,17 +53,17 @@ def detail_lines(
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
     row, variants = each.row, ", ".join(each.variants)
-    what = "fix" if each.kind == "stopped_working" else "variant"
+    what = "fix" if each.kind in ("stopped_working", "differs_from_documentation") else "variant"
     place = f"{row.case} {list_some(each.places)} on {row.stack.name}"
     yield ""
     yield from wrap(f"{ATTENTION[each.kind]}  {place}, {what} {variants}", "", 4, width)
     note = f" [{row.note}]" if row.note else ""
-    verdicts = (label(name or "PASSED").text for name in (row.expected_verdict, row.verdict))
-    measured = f"expected: {next(verdicts)}; measured: {next(verdicts)}: {row.reason}{note}"
+    expected, measured = (label(name or "PASSED").text for name in (row.wanted, row.verdict))
+    measured = f"expected: {expected}; measured: {measured}: {row.reason}{note}"
     yield from wrap(measured, "    ", 3, width)
     if each.since:
         yield from wrap(each.since, "    ", 3, width)
-    if each.kind in ("stopped_working", "came_back"):
+    if what == "fix" or each.kind == "came_back":
         fixes = next((status.fixes for status in head.cases if status.case == row.case), ())
         texts = {one.variant: one.help for one in head.rows if one.case == row.case}
         works = "; ".join(f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES])

@@ -12,6 +12,7 @@ from repro_matrix.environment.gpus import describe_unusable
 from repro_matrix.errors import ExitCode
 from repro_matrix.planning.plan import VariantPlan
 from repro_matrix.records.document import Document
+from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.report.headline import Headline
 from repro_matrix.report.result_lines import print_rows, result_lines
 from repro_matrix.report.terminal import axes_of, by_reason, columns, label, named, print_json, print_lines
@@ -160,7 +161,7 @@ class Progress:
 
     def _cell(self, key: str, document: Document) -> None:
         rows = rows_of(document, self.catalog)
-        different = [row for row in rows if row.state == "unexpected"]
+        different = [row for row in rows if row.state in NOT_GREEN]
         self.different += len(different)
         if self.out.is_terminal or self.verbose:
             return
@@ -170,7 +171,7 @@ class Progress:
         if first.counts["reproduced"] and fixes:
             works = sum(row.verdict == "FIXED" for row in fixes)
             texts.append(f"{works} of {len(fixes)} documented fixes work{'s' * (len(fixes) == 1)}")
-        texts += [f"{row.variant}: {row.verdict} instead of {row.expected_verdict or 'PASSED'}" for row in different]
+        texts += [f"{row.variant}: {row.difference}" for row in different]
         text = "; ".join(texts) or ("skipped, as above" if reason in self.reasons else f"skipped: {reason}")
         self.reasons.add(reason)
         self._print(one_line(f"[{self.cells}/{self.all_cells}] {key} on {document['stack']['name']}: {text}"))
@@ -246,7 +247,7 @@ def describe_exit(code: int, head: Headline, summary: Summary) -> str:
     """Return the last line: the exit code and its reason."""
     left = len(summary.not_started)
     reasons = {
-        0: "nothing differs from its expectation" if head.unconfirmed or head.near else "everything as expected",
+        0: head.agreement,
         1: "; ".join(head.differences) or "a result differs",
         2: "a quarantine entry has expired: see above",
         3: "less was measured or confirmed than requested: see above, and `repro doctor`",

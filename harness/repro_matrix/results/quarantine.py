@@ -21,6 +21,7 @@ from repro_matrix.config.selection import Selection
 from repro_matrix.config.vocabulary import Strict
 from repro_matrix.errors import ConfigError, nearest
 from repro_matrix.planning.cells import enumerate_cells
+from repro_matrix.records.outcome import NOT_GREEN
 from repro_matrix.results.rows import Row
 
 AT_MOST = timedelta(days=366)  # ahead of today
@@ -92,7 +93,7 @@ def mark_rows(rows: Iterable[Row], entries: Sequence[Quarantine], today: date) -
     marked = []
     for row in rows:
         entry = next((each for each in active if each.covers(row.cell_id, row.variant)), None)
-        if entry and row.state == "unexpected" and row.measured:
+        if entry and row.state in NOT_GREEN and row.measured:
             text = f"{entry.reason} ({entry.owner}, until {entry.until})"
             row = replace(row, state="quarantined", quarantine=text)
         marked.append(row)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from repro_matrix.config.schema import Case
 from repro_matrix.grading import checks, verdict
-from repro_matrix.grading.expectations import comparison
+from repro_matrix.grading.expectations import as_expected, comparison
 from repro_matrix.grading.observation import NO_RECORD, number, parse_threads, peak_bytes, raised_first
 from repro_matrix.grading.root_cause import failure_ids
 from repro_matrix.records.attempt import Rank
@@ -162,6 +162,18 @@ class Row:
         if len(counts) <= 1:
             return next(iter(counts), "skipped")
         return ", ".join(f"{name} {k}/{len(self.attempts)}" for name, k in counts.most_common())
+
+    @property
+    def wanted(self) -> str:
+        """The expected verdict, or the one that makes sense."""
+        return self.expected_verdict or ("FIXED" if self.role == "fix" else "PASSED")
+
+    @property
+    def difference(self) -> str:
+        """Name both verdicts, or both failures where the verdicts are the same."""
+        same = as_expected(self.wanted) == as_expected(self.verdict or "")
+        note = f" ({self.note})" if self.note else ""
+        return f"expected {self.wanted}{' with another failure' * same}, measured {self.verdict}{note}"
 
     @property
     def wall_s(self) -> float | None:

@@ -2,12 +2,14 @@
 
 They are those that an optimizer of torch stepped on. They stay in memory until the end, so that those of a function
 that has returned are seen, too. Their gradients do not: each step replaces sums of their bits, because a script may
-clear gradients after the step, and a step that uses only their signs leaves equal parameters. Standard library; torch
-is the script's own.
+clear gradients after the step, and a step that uses only their signs leaves equal parameters. Frozen parameters of the
+same modules do not change, so sums of their bits at the first step are enough. Standard library; torch is the script's
+own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -21,6 +23,9 @@ names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
 steps: Any = weakref.WeakKeyDictionary()  # optimizer -> its steps
 used: dict[int, tuple[int, Any]] = {}  # id of a parameter -> the last step with a gradient, its bit sums
+frozen: dict[int, tuple[Any, Any, Any]] = {}  # id -> shape, bit sums, whether finite; of modules that are trained
+others: set[int] = set()  # ids of parameters that are in neither
+groups: set[int] = set()  # ranks of the process group at a step; 0: there was none
 errors: list[str] = []  # why gradients are unknown
 
 
@@ -33,11 +38,14 @@ def watch(optimizers: Any) -> None:
 def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Remember an optimizer's parameters, while their modules are alive, and sums of the gradients that it used."""
     found = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    if not found.keys() <= stepped.keys():
-        remember(found)
-    if sharded or errors:
-        return
+    distributed = sys.modules["torch"].distributed
+    grouped = distributed.is_available() and distributed.is_initialized()
+    groups.add(distributed.get_world_size() if grouped else 0)
     try:
+        if not found.keys() <= stepped.keys():
+            remember(found)
+        if sharded or errors:
+            return
         steps[optimizer] = steps.get(optimizer, 0) + 1
         for key, parameter in found.items():
             if parameter.grad is not None and parameter.numel():
@@ -65,14 +73,28 @@ def bit_sums(gradient: Any) -> Any:
 
 def remember(found: dict[int, Any]) -> None:
     stepped.update(found)
-    module_type = sys.modules["torch"].nn.Module
+    others.clear()
+    fixed: dict[int, Any] = {}
+    torch = sys.modules["torch"]
     for each in gc.get_objects():
         kind = type(each)
         if kind.__name__ in SHARDING:
             sharded.add(SHARDING[kind.__name__])
-        if issubclass(kind, module_type):
-            for name, parameter in each.named_parameters():
-                names[id(parameter)] = max(names.get(id(parameter), ""), name.removeprefix("module."), key=len)
+        if issubclass(kind, torch.nn.Module):
+            own = dict(each.named_parameters())
+            trained = any(id(parameter) in stepped for parameter in own.values())
+            for name, parameter in own.items():
+                key, parts = id(parameter), name.removeprefix("module.")
+                names[key] = max(names.get(key, ""), parts, key=len)
+                others.add(key)
+                if trained and not (parameter.requires_grad or parameter.is_meta) and parameter.numel():
+                    fixed[key] = parameter
+    for key, parameter in fixed.items() if not sharded else ():
+        if key not in frozen and not getattr(parameter, "_ddp_ignored", False):
+            with contextlib.suppress(Exception):  # a layout without these operations: it is not compared
+                content = local(parameter)
+                frozen[key] = list(parameter.shape), bit_sums(content), torch.isfinite(content).all()
+    others.difference_update(frozen, stepped)
 
 
 def local(tensor: Any) -> Any:
@@ -91,10 +113,13 @@ def describe() -> dict[str, Any]:
         return {"missing": "no optimizer of torch has stepped"}
     try:
         found = [_describe(index, *item) for index, item in enumerate(stepped.items())]
+        found += [_describe_frozen(key, *item) for key, item in frozen.items() if key not in stepped]
     except Exception as error:  # a device that failed; the script's own result stays what it is
         return {"missing": f"{type(error).__name__}: {error}"[:200]}
-    found.sort(key=lambda each: each["name"])  # a sharded optimizer steps on parts first
-    return {"parameters": found, "sharded": sorted(sharded), "errors": errors}
+    # A sharded optimizer steps on parts first, and modules may be in another order on another rank.
+    found.sort(key=lambda each: (each["name"], each["shape"], each["hash"] if each["frozen"] else ""))
+    return {"parameters": found, "sharded": sorted(sharded), "errors": errors, "others": len(others),
+            "group": max(groups)}  # fmt: skip
 
 
 def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
@@ -110,9 +135,15 @@ def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
         "hash": digest(own),
         "used": [step, sums is not None and digest(sums)],
         "ignored": getattr(parameter, "_ddp_ignored", False),
+        "frozen": False,
         "finite": all(bool(torch.isfinite(each).all()) for each in tensors),
         "gradient": len(tensors) == 2,
     }
+
+
+def _describe_frozen(key: int, shape: list[int], sums: Any, finite: Any) -> dict[str, Any]:
+    return {"name": names[key], "shape": shape, "hash": digest(sums), "used": [0, False], "ignored": False,
+            "frozen": True, "finite": bool(finite), "gradient": False}  # fmt: skip
 
 
 def digest(tensor: Any) -> str:
