@@ -84,18 +84,17 @@ def main(args: argparse.Namespace) -> int:
             "backend": profile.backend, "torch": torch,
             "gpus": [asdict(gpu) | asdict(now[gpu.uuid]) for gpu in machine.gpus],
             "shm_mb": shm, "ptrace": untraceable is None, "problems": problems, "notes": notes,
-            "stack": {"name": stack.name, "versions": dict(stack.versions)}, "cells": rows,
+            "stack": {"name": stack.name, "python": stack.python, "versions": dict(stack.versions)}, "cells": rows,
             "unavailable_stacks": prepared.unavailable,
         })  # fmt: skip
         return 3 if problems else 0
     print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb:.1f} GiB; {machine.os}")
     _print_gpus(machine, now)
     of_torch = probe.describe(torch, len(profile.gpus))
-    versions = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print_wrapped(
         f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if untraceable else 'py-spy'}",
         f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {of_torch}",
-        f"stack {stack.name}: {', '.join(versions)}",
+        f"stack {stack.describe(_SHOWN)}",
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
     )
