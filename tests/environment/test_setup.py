@@ -113,7 +113,7 @@ def test_an_environment_has_one_stamp_however_its_path_is_written(spelling: str,
 
 def test_an_environment_that_prints_at_every_start_is_prepared_once(parent: Path, tmp_path: Path) -> None:
     site = next(parent.glob("lib/python*/site-packages"))
-    (site / "sitecustomize.py").write_text("import atexit\nprint('welcome to the cluster')\natexit.register(print, 'OK')")
+    (site / "sitecustomize.py").write_text("import atexit; print('welcome all'); atexit.register(print, 'OK')")
     for _ in range(2):
         done = make(parent, tmp_path)
         assert done.returncode == 0, done.stderr
