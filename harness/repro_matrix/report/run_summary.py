@@ -230,7 +230,9 @@ def lines(
         names = ", ".join(dict.fromkeys(cell.case for cell in summary.not_started))
         texts.append(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {names}")
     for reason, count in summary.torchrun_reasons.most_common():
-        texts.append(f"{counted(count, 'attempt')} used torchrun (a few seconds slower each): {reason}")
+        texts.append(
+            f"{counted(count, 'attempt')} used torchrun (seconds slower each: its ranks import everything anew): {reason}"
+        )
     blocking = {f"{row.case}/{row.variant}" for row in head.rows for each in row.evidence_attempts if each.blocking}
     if blocking:
         names = ", ".join(sorted(blocking))
