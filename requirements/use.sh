@@ -7,9 +7,9 @@ fail() {
     exit 1
 }
 
-error=$(ls -d "$python" 2>&1 > /dev/null) ||
-    fail "$python: ${error##*: }. Name an environment's folder (its sys.prefix), such as /opt/conda."
-[ -e "$python" ] || fail "$python is a link to $(readlink "$python"), which does not exist. Create the environment anew."
+error=$(ls -dL "$python" 2>&1 > /dev/null) ||
+    fail "$python$([ ! -L "$python" ] || echo ", a link to $(readlink -m "$python")"): ${error##*: }." \
+        "  Name an environment's folder (its sys.prefix), such as /opt/conda."
 error=$("$python" -c '' 2>&1 > /dev/null) || fail "$python cannot be run: ${error##*: }"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' > /dev/null ||
     fail "repro-matrix needs Python 3.10 or newer. Measure it from .venv:" "  $instead"
@@ -18,7 +18,7 @@ error=$("$python" -c '' 2>&1 > /dev/null) || fail "$python cannot be run: ${erro
 other=$("$python" -c 'import os, repro_matrix as r; print("\n=" + os.path.realpath(r.__file__))' 2> /dev/null | sed -n 's/^=//p')
 case $other in
     "" | "$(pwd -P)"/harness/*) ;;
-    *) fail "it has another repro-matrix, $(dirname "$other"), which would be replaced. Remove it first, if nobody uses it:" \
+    *) fail "it has another repro-matrix, $(dirname "$other"), which would be replaced. Use that one, or remove it:" \
         "  $python -m pip uninstall repro-matrix (or uv pip uninstall --python $python repro-matrix)" \
         "Or leave it alone, and measure this environment from .venv:" "  $instead" ;;
 esac
@@ -31,7 +31,7 @@ elif [ "$uv" ]; then
     pip="$uv pip" at="--python $python"
 else
     fail "it has no pip 21.3 or newer, and there is no uv, neither there nor on PATH. Nothing was installed. One of these helps:" \
-        "  $python -m pip install -U pip" "  $python -m ensurepip" "  python3 -m pip install uv"
+        "  $python -m pip install -U pip" "  $python -m ensurepip    (if it has no pip)" "  python3 -m pip install uv"
 fi
 { $pip list $at --format=freeze | grep -E '^[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+$' > "$PINS" && $pip install $at -q -c "$PINS" -e "$target"; } ||
     fail "the controller could not be installed there (above). No package that it had was changed." \

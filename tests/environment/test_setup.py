@@ -152,7 +152,7 @@ def test_another_repro_matrix_is_not_replaced(there: str, parent: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("how", "cause"),
-    [("missing", "No such file"), ("no permission", "Permission denied"), ("broken link", "link to /no/such/python")],
+    [("missing", "No such file"), ("no permission", "Permission denied"), ("broken link", "link to /no/such/python: No such file")],
 )
 def test_the_cause_why_a_python_cannot_be_run_is_named(how: str, cause: str, parent: Path, tmp_path: Path) -> None:
     for python in parent.glob("bin/python*"):
