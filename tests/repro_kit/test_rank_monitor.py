@@ -6,7 +6,7 @@ import json
 import sys
 from types import SimpleNamespace
 
-from repro_kit.rank_monitor import recorded
+from repro_kit.rank_monitor import nccl_environment, recorded
 
 import pytest
 
@@ -23,3 +23,9 @@ def test_recorder_of_gloo_is_read_where_nccls_is_empty(
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**recorders))
     dump = recorded(with_frames=False)
     assert dump and dump["entries"][0]["record_id"] == found
+
+
+@pytest.mark.parametrize(("release", "prefix"), [((2, 7), "TORCH_NCCL_"), ((2, 8), "TORCH_FR_"), ((2, 11), "TORCH_FR_")])
+def test_recorder_is_configured_by_the_names_that_a_release_prefers(release: tuple[int, int], prefix: str) -> None:
+    names = [name for name in nccl_environment(release, 60, Path("x")) if "BUFFER_SIZE" in name or "TEMP_FILE" in name]
+    assert len(names) == 2 and all(name.startswith(prefix) for name in names)
