@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from repro_kit.rank_monitor import nccl_environment, recorded
@@ -25,7 +26,7 @@ def test_recorder_of_gloo_is_read_where_nccls_is_empty(
     assert dump and dump["entries"][0]["record_id"] == found
 
 
-@pytest.mark.parametrize(("release", "prefix"), [((2, 7), "TORCH_NCCL_"), ((2, 8), "TORCH_FR_"), ((2, 11), "TORCH_FR_")])
-def test_recorder_is_configured_by_the_names_that_a_release_prefers(release: tuple[int, int], prefix: str) -> None:
-    names = [name for name in nccl_environment(release, 60, Path("x")) if "BUFFER_SIZE" in name or "TEMP_FILE" in name]
+@pytest.mark.parametrize(("minor", "prefix"), [(7, "TORCH_NCCL_"), (8, "TORCH_FR_"), (11, "TORCH_FR_")])
+def test_recorder_is_configured_by_the_names_that_a_release_prefers(minor: int, prefix: str) -> None:
+    names = [name for name in nccl_environment((2, minor), 60, Path("x")) if "BUFFER_SIZE" in name or "TEMP_FILE" in name]
     assert len(names) == 2 and all(name.startswith(prefix) for name in names)
