@@ -109,6 +109,18 @@ def test_run_and_doctor_name_the_python_of_the_measured_environment(capsys: pyte
     assert json.loads(call(capsys, "doctor", *words, "--json")[1])["stack"]["python"] == sys.executable
 
 
+def test_doctor_says_that_an_op_will_be_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    for compiled in (False, True):
+        notes = json.loads(call(capsys, "doctor", "case=train-step", "hardware=cpu", "--json")[1])["notes"]
+        assert any("DeepSpeed's CPU op is not compiled" in note for note in notes) != compiled
+        done = Path(prepare(["hardware=cpu"]).stacks["current"].extensions_dir) / "deepspeed-cpu.done"
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+
+
 def test_show_has_the_role_and_the_command_of_each_variant(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", "qwen15-fsdp-norm-shard", "--json")
     shown: dict[str, Any] = json.loads(out)

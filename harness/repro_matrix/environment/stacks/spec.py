@@ -235,13 +235,12 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         done = subprocess.run([python, "-c", _INSPECT], capture_output=True, text=True, timeout=120, env=env)
+        # A sitecustomize, a .pth file or an exit handler may print, too.
+        answers = [line for line in done.stdout.splitlines() if line.startswith('["')]
+        if done.returncode or not answers:
+            raise OSError((done.stderr or done.stdout)[-500:].strip())
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StackError("python", f"the interpreter {python} does not run: {error}") from None
-    # A sitecustomize, a .pth file or an exit handler may print, too.
-    answers = [line for line in done.stdout.splitlines() if line.startswith('["')]
-    if done.returncode or not answers:
-        output = (done.stderr or done.stdout)[-500:].strip()
-        raise StackError("python", f"the interpreter {python} does not run: {output}")
     version, packages, folders = json.loads(answers[0])
     versions = {canonical(name): release for name, release in reversed(packages) if name}  # the first folder wins
     return {"python": version, **dict(sorted(versions.items()))}, tuple(map(Path, dict.fromkeys(folders)))

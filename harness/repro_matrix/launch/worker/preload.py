@@ -44,7 +44,6 @@ LAZY = {
 # Accelerator.prepare and Trainer import deepspeed wherever it is installed.
 LAZY["accelerate"] = ["transformers.trainer", "deepspeed", *LAZY["deepspeed"]]
 
-OLDER = "there before the first import, from a .pth file or sitecustomize"
 at_start: list[Callable[[], Any]] = []  # what imports did, and each rank has to do for itself
 
 
@@ -88,8 +87,8 @@ class Importing:
     def __init__(self) -> None:
         self.file = os.open("importing", os.O_WRONLY | os.O_CREAT, 0o600)
         self.last = ""
-        # thread or process -> its origin: the module whose import had begun last
-        self.started = dict.fromkeys([*threads(), *map(str, elastic.children())], OLDER)
+        older = "there before the first import, from a .pth file or sitecustomize"
+        self.started = dict.fromkeys([*threads(), *map(str, elastic.children())], older)  # thread or process -> origin
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         self._note()
