@@ -289,5 +289,5 @@ class Server:
     def _describe_end(self, when: str = "") -> str:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self.process and self.process.wait(2)
+            code = self.process.wait(2) if self.process else None
         return f"{describe_exit(code)}{when}\n{observe.tail(self.folder / 'server.log', lines=5)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -214,7 +215,7 @@ def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: s
     done = None
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=limit_s, env=dict(env))
-        return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1]), ""
+        return json.loads(re.findall(r"(?m)^\{.*", done.stdout)[-1]), ""
     except subprocess.TimeoutExpired:
         return {}, f"it was not done within {limit_s / 3600:g} hours"
     except (OSError, ValueError, IndexError) as error:

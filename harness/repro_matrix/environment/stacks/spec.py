@@ -236,7 +236,7 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
     try:
         done = subprocess.run([python, "-c", _INSPECT], capture_output=True, text=True, timeout=120, env=env)
         # A sitecustomize, a .pth file or an exit handler may print, too.
-        answers = [line for line in done.stdout.splitlines() if line.startswith('["')]
+        answers = re.findall(r'(?m)^\[".*', done.stdout)
         if done.returncode or not answers:
             raise OSError((done.stderr or done.stdout)[-500:].strip())
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -279,10 +279,10 @@ def with_changes(stack: Stack) -> Stack:
     if not (everything := [*overlays, *base]):
         return stack
     digest = short_hash(*(f"{change.note} {change.digest}" for change in everything))
-    content = short_hash(stack.content, digest) if stack.content else ""
-    notes = tuple(change.note for change in everything)
-    key = short_hash(stack.key, digest)
-    return replace(stack, key=key, content=content, compiled=stack.compiled or stack.key, changed=notes)
+    return replace(
+        stack, key=short_hash(stack.key, digest), content=stack.content and short_hash(stack.content, digest),
+        compiled=stack.compiled or stack.key, changed=tuple(change.note for change in everything),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)

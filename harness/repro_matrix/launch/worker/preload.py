@@ -101,15 +101,14 @@ class Importing:
 
     def check(self, module: str) -> None:
         """Raise Refused if the import of ``module`` left a thread or a process."""
-        origin = f"the import of {module}"
         if len(threads()) > 1:
             in_child(int)  # libraries that expect forks (OpenBLAS) end their threads before one
         if len(threads()) > 1:
-            raise Refused("thread", f"a thread is left after {origin} ({self._describe()}): no rank can be forked")
+            raise Refused("thread", f"a thread is left after importing {module} ({self._describe()})")
         if elastic.reap():
-            left = elastic.children().items()
-            names = "; ".join(f"{name}, {self.started.get(str(pid), f'from {origin}')}" for pid, name in left)
-            raise Refused("process", f"a process is left after {origin} ({names}), which all ranks would share")
+            left, origin = elastic.children().items(), f"from the import of {module}"
+            names = "; ".join(f"{name}, {self.started.get(str(pid), origin)}" for pid, name in left)
+            raise Refused("process", f"a process is left, which all ranks would share ({names})")
 
     def _describe(self) -> str:
         """Return the names of the threads, and their origin."""
