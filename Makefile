@@ -8,10 +8,14 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 ifdef PYTHON_ENV
 EXTRAS ?= $(if $(filter test% exports lint docs,$(MAKECMDGOALS)),test)
-VENV := $(shell path='$(PYTHON_ENV)'; path="$${path%/}"; echo "$${path%/bin/python*}")
+ifneq ($(words $(PYTHON_ENV)),1)
+$(error PYTHON_ENV='$(PYTHON_ENV)' has a space, which make cannot use. Name a link to it: ln -s '$(PYTHON_ENV)' /tmp/env; make PYTHON_ENV=/tmp/env)
+endif
+# As a folder, however it is written: ~/env, env/, env/bin, env/bin/python.
+VENV := $(shell path='$(abspath $(PYTHON_ENV:~/%=$(HOME)/%))'; path="$${path%/bin/python*}"; echo "$${path%/bin}")
 READY := $(CURDIR)/results/scratch/.ready$(subst /,-,$(VENV))$(EXTRAS)
-HERE = import repro_matrix as found, sys; sys.exit(not found.__file__.startswith("$(CURDIR)/"))
-MISSING = $(shell $(PY) -c '$(HERE)' 2> /dev/null || echo missing)
+HERE = import repro_matrix as found, sys; sys.exit(not found.__file__.startswith("$(CURDIR)/harness/"))
+MISSING = $(shell $(PY) -c '$(HERE)' > /dev/null 2>&1 || echo missing)
 else
 EXTRAS ?= stack,test
 VENV := $(CURDIR)/.venv
@@ -41,16 +45,8 @@ setup: $(READY) ## create .venv with everything installed (or prepare PYTHON_ENV
 # Runs once, and again when the requirements change. Otherwise set-up needs no network.
 $(READY): pyproject.toml requirements/tested.txt $(MISSING)
 ifdef PYTHON_ENV
-# What the environment has is pinned, so that nothing in it changes: pip installs what is missing, or ends with an error.
-	@test -x $(PY) || { echo "PYTHON_ENV=$(PYTHON_ENV): $(PY) cannot be run. Name an environment's folder (its sys.prefix), such as /opt/conda." >&2; exit 1; }
-	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "PYTHON_ENV=$(PYTHON_ENV): repro-matrix needs Python 3.10 or newer. Measure it from .venv: make EXTRAS= TORCH= ARGS=stack=python:$(PY)" >&2; exit 1; }
-	@$(HAS_TORCH) || { echo "PYTHON_ENV=$(PYTHON_ENV): it has no torch. Install torch there, or leave out PYTHON_ENV to create .venv." >&2; exit 1; }
-	@mkdir -p $(@D); if $(PY) -m pip --version > /dev/null 2>&1; then pip="$(PY) -m pip" at=; else pip="uv pip" at="--python $(PY)"; fi; \
-	{ $$pip list $$at --format=freeze > $(READY).txt && $$pip install $$at -q -c $(READY).txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'; } \
-	  || { printf '%s\n' "PYTHON_ENV=$(PYTHON_ENV): the controller could not be installed there (above). No package that it had was changed." \
-	         "  pip older than 21.3, or no pip and no uv: $(PY) -m pip install -U pip (or python -m ensurepip)" \
-	         "  conflicts, no permission, externally managed: leave it alone, and measure it from .venv:" \
-	         "  make $(MAKECMDGOALS) EXTRAS= TORCH= ARGS='stack=python:$(PY)$(if $(ARGS), $(ARGS))'" >&2; exit 1; }
+	@mkdir -p $(@D); GIVEN='$(PYTHON_ENV)' PINS=$(READY).txt sh requirements/use.sh $(VENV) $(PY) '.$(if $(EXTRAS),[$(EXTRAS)])' \
+	  "make $(MAKECMDGOALS) EXTRAS= TORCH= ARGS='stack=python:$(PY)$(if $(ARGS), $(ARGS))'"
 else
 	@echo "setting up $(VENV): a few minutes; torch with CUDA is about 2 GB" >&2
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)

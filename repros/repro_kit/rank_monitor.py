@@ -32,13 +32,13 @@ MARGIN_S = 120.0  # seconds by which NCCL's own time limits exceed the launcher'
 
 # Variables of torch's NCCL process groups: (name, first release, first release without it, value).
 # ``limit`` is the launcher's limit plus MARGIN_S in seconds, ``file`` a prefix in the records folder.
-# Sources: ProcessGroupNCCL.hpp and FlightRecorder.hpp. The TORCH_FR_* names came after the recorder served every
-# backend (pytorch#152563, 2.8); the older names still work with a warning, so the later release is the safe bound.
+# Sources: ProcessGroupNCCL.hpp and FlightRecorder.hpp. The wheel of torch 2.7.1 has no TORCH_FR_* names; those of 2.8.0
+# and 2.9.0 prefer them (pytorch#152563), and warn of the older ones.
 NCCL_SETTINGS: list[tuple[str, Release, Release, str]] = [
-    ("TORCH_NCCL_TRACE_BUFFER_SIZE", (2, 2), (2, 9), RECORDED),
-    ("TORCH_FR_BUFFER_SIZE", (2, 9), (99,), RECORDED),
-    ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (2, 2), (2, 10), "file"),
-    ("TORCH_FR_DUMP_TEMP_FILE", (2, 10), (99,), "file"),
+    ("TORCH_NCCL_TRACE_BUFFER_SIZE", (2, 2), (2, 8), RECORDED),
+    ("TORCH_FR_BUFFER_SIZE", (2, 8), (99,), RECORDED),
+    ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (2, 2), (2, 8), "file"),
+    ("TORCH_FR_DUMP_TEMP_FILE", (2, 8), (99,), "file"),
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", (2, 2), (99,), "1"),
     # End the process on an error or timeout of a collective without aborting the communicator first: the abort can
     # hang, and comes before the dump (pytorch#121055). This is torch's default; torchrun sets 1.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from repro_matrix.cli import main as cli
 from repro_matrix.paths import ROOT
+from repro_matrix.runner.session import prepare
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -99,6 +100,25 @@ def test_dry_run_plans_patterns_of_variants_on_a_stack_that_is_not_built(
     rows = json.loads(call(capsys, *words, "--dry-run", "--json")[1])
     assert [row["variant"] for row in rows] == ["unfixed", "layer-wrap", "layer-wrap-root-call"]
     assert rows[0]["skipped"] is None and rows[0]["world_size"] == 2
+
+
+def test_run_and_doctor_name_the_python_of_the_measured_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["case=ddp-ready-once", "hardware=cpu"]
+    assert f"stack current at {sys.executable} (python " in prepare(words).headline()
+    assert f"stackcurrentat{sys.executable}(" in "".join(call(capsys, "doctor", *words)[1].split())
+    assert json.loads(call(capsys, "doctor", *words, "--json")[1])["stack"]["python"] == sys.executable
+
+
+def test_doctor_says_that_an_op_will_be_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REPRO_CACHE", str(tmp_path))
+    for compiled in (False, True):
+        notes = json.loads(call(capsys, "doctor", "case=train-step", "hardware=cpu", "--json")[1])["notes"]
+        assert any("DeepSpeed's CPU op is not compiled" in note for note in notes) != compiled
+        done = Path(prepare(["hardware=cpu"]).stacks["current"].extensions_dir) / "deepspeed-cpu.done"
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
 
 
 def test_show_has_the_role_and_the_command_of_each_variant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,6 +250,14 @@ def test_existing_environment_has_one_label_in_every_checkout(monkeypatch: pytes
     assert len({spec.existing("python:x", path).label_key for path in ("/one/python", "/other/python")}) == 2
 
 
+def test_python_that_prints_by_itself_is_a_stack(tmp_path: Path) -> None:
+    """A sitecustomize that greets, an exit handler, a wrapper of a cluster."""
+    noisy = tmp_path / "python"
+    noisy.write_text(f"#!/bin/sh\nprintf welcome\n{sys.executable} \"$@\"\necho '[bye]'\n", encoding="utf-8")
+    noisy.chmod(0o755)
+    assert spec.existing("python:x", str(noisy)).versions == resolve("current").versions
+
+
 # -- errors
 
 
@@ -264,6 +272,7 @@ def test_resolve_errors_have_a_kind_and_a_hint(conf: Path, monkeypatch: pytest.M
         ("+top==1.0", "usage", "no base"),
         ("python:/no/such/python", "python", "/no/such/python"),
         ("python:/bin/false", "python", "does not run"),
+        ("python:/bin/echo", "python", "does not run"),
         ("no/such/requirements.txt", "usage", "No such file"),
     ]:
         with pytest.raises(StackError, match=hint) as caught:

@@ -121,6 +121,23 @@ def test_unsafe_import_starts_with_torchrun_and_is_named(
 
 @ranks
 @pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("code", "kind", "name"),
+    [(THREAD.format(1), "thread", "w"), ("import subprocess\nsubprocess.Popen(['sleep', '60'])", "process", "sleep")],
+    ids=["thread", "process"],
+)
+def test_what_the_environment_starts_before_any_import_is_blamed_on_no_package(
+    tmp_path: Path, warm: ForkserverLauncher, code: str, kind: str, name: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(code)
+    about = launched(warm, importing(tmp_path, ""))["attempt"]
+    reason = about["cold_start_reason"]
+    assert about["launcher"] == "torchrun" and f"({kind})" in reason
+    assert f"({name}, there before the first import, from a .pth file or sitecustomize)" in reason
+
+
+@ranks
+@pytest.mark.usefixtures("torchrun")
 def test_packages_of_a_refused_server_are_not_imported_again(tmp_path: Path, warm: ForkserverLauncher) -> None:
     code = "import os\nopen(os.path.dirname(__file__) + '/imports', 'a').write('x')\nraise OSError"
     attempt = importing(tmp_path, code)

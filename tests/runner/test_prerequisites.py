@@ -19,7 +19,8 @@ from repro_matrix.runner.prerequisites import download, with_weights
 
 CATALOGUE = catalogue.load()
 HUB = """
-import os
+import atexit, os
+atexit.register(print, "bye")  # as a sitecustomize may
 class GatedRepoError(Exception): pass
 class LocalEntryNotFoundError(Exception): pass
 def snapshot_download(name, allow_patterns=None):
@@ -58,6 +59,7 @@ def test_weights_are_downloaded_once_per_model_and_a_failure_skips_its_cells(sta
     assert sorted(asked) == ["Qwen/Qwen-14B", "Qwen/Qwen1.5-0.5B"]
     random = plans(stack, "model=qwen-14b", "strategy=ddp", weights="random")
     assert with_weights(random, {"current": stack}) == random
+    assert download(stack, "Qwen/Qwen1.5-0.5B") is None, "although the process prints more than its answer"
 
 
 def test_download_failure_gives_the_reason(stack: Stack) -> None:

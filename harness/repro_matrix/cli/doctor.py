@@ -11,6 +11,7 @@ from repro_matrix.environment import probe
 from repro_matrix.environment.gpus import GpuState, describe_gpu, describe_unusable, other_user, states
 from repro_matrix.environment.machine import HardwareError, Machine, no_ptrace, shm_mb, unwritable
 from repro_matrix.environment.stacks import resolve
+from repro_matrix.launch.processes import op_compiled
 from repro_matrix.paths import cache_dir
 from repro_matrix.report import terminal
 from repro_matrix.report.terminal import print_json, print_wrapped
@@ -48,9 +49,8 @@ def main(args: argparse.Namespace) -> int:
             prepared.stacks[name] = replace(prepared.stacks[name], probe=probe.record(answer))
     plan(prepared, cells, build=False)
     problems += [problem for _, problem in checked.values() if problem]
-    for folder, setting in ((cache_dir(), "REPRO_CACHE=DIR"), (runs.scratch(), "results=DIR")):
-        reason = unwritable(folder)
-        problems += [f"{reason}: set another with {setting}"] if reason else []
+    folders = {"REPRO_CACHE": cache_dir(), "results": runs.scratch()}
+    problems += [f"{why}: set another with {key}=DIR" for key, path in folders.items() if (why := unwritable(path))]
     now = states([gpu.uuid for gpu in machine.gpus])
     problems += [f"GPU {gpu.index}: {why}" for gpu in profile.gpus if (why := now[gpu.uuid].problem)]
     in_use = {gpu.index: user for gpu in profile.gpus if (user := other_user(now[gpu.uuid]))}
@@ -62,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
     notes += [f"left out: {text}" for text in prepared.catalogue.left_out]
     notes += [f"stack {stack.name}: {note}" for note in stack.changed]
     notes += [f"stack {name} would be built first" for name in prepared.to_build]
+    slow = "DeepSpeed's CPU op is not compiled: the first run that needs it takes minutes more"
+    notes += [f"stack {name}: {slow}" for name, each in prepared.stacks.items() if not op_compiled(each)]
     notes += profile.warnings(shm)
     remedy = "attempts use other GPUs, or wait until it is free. End that process, or leave the GPU out of"
     notes += [f"GPU {index} is in use by {user}: {remedy} CUDA_VISIBLE_DEVICES" for index, user in in_use.items()]
@@ -84,18 +86,17 @@ def main(args: argparse.Namespace) -> int:
             "backend": profile.backend, "torch": torch,
             "gpus": [asdict(gpu) | asdict(now[gpu.uuid]) for gpu in machine.gpus],
             "shm_mb": shm, "ptrace": untraceable is None, "problems": problems, "notes": notes,
-            "stack": {"name": stack.name, "versions": dict(stack.versions)}, "cells": rows,
+            "stack": {"name": stack.name, "python": stack.python, "versions": dict(stack.versions)}, "cells": rows,
             "unavailable_stacks": prepared.unavailable,
         })  # fmt: skip
         return 3 if problems else 0
     print_wrapped(f"machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gb:.1f} GiB; {machine.os}")
     _print_gpus(machine, now)
     of_torch = probe.describe(torch, len(profile.gpus))
-    versions = [f"{name} {stack.versions[name]}" for name in _SHOWN if name in stack.versions]
     print_wrapped(
         f"/dev/shm: {'none' if shm is None else f'{shm} MiB'}; hangs: {'faulthandler' if untraceable else 'py-spy'}",
         f"hardware: {' | '.join(each.words() for each in prepared.profiles)}; {of_torch}",
-        f"stack {stack.name}: {', '.join(versions)}",
+        f"stack {stack.describe(_SHOWN)}",
         *(f"PROBLEM: {text}" for text in problems),
         *(f"note: {text}" for text in notes),
     )

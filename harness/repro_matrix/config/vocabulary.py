@@ -44,7 +44,7 @@ REPLACED = (*UPSTREAM, "numpy", "tokenizers", "einops")
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, protected_namespaces=())
 
 
 def _regex(value: str) -> str:

@@ -238,8 +238,7 @@ class Server:
             if stop.is_set():
                 raise Refused("stopped", "the run was stopped")
             if time.monotonic() > limit:
-                message = f"the fork server was not ready after {IMPORT_S:g} s{self._importing()}"
-                raise Refused("import", message)
+                raise Refused("import", f"the fork server was not ready after {IMPORT_S:g} s{self._importing()}")
         data = self._socket.recv(1 << 20)
         if not data:
             raise Refused("died", f"the fork server {self._describe_end(self._importing())}")
@@ -288,8 +287,7 @@ class Server:
         return ""
 
     def _describe_end(self, when: str = "") -> str:
-        try:
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(2) if self.process else None
-        except subprocess.TimeoutExpired:
-            code = None
         return f"{describe_exit(code)}{when}\n{observe.tail(self.folder / 'server.log', lines=5)}"

@@ -186,10 +186,13 @@ class Progress:
 
 def totals(prepared: Session, summary: Summary, head: Headline) -> dict[str, Any]:
     """Return the totals of a run for ``--json``."""
-    profiles: list[dict[str, Any]] = []
-    for each in prepared.profiles:
-        profiles.append({"profile": each.name, "accelerator": each.accelerator, "backend": each.backend})
-        profiles[-1] |= {"devices": [gpu.name for gpu in each.gpus], "ranks": prepared.sizes(each)}
+    profiles = [
+        {
+            "profile": each.name, "accelerator": each.accelerator, "backend": each.backend,
+            "devices": [gpu.name for gpu in each.gpus], "ranks": prepared.sizes(each),
+        }
+        for each in prepared.profiles
+    ]  # fmt: skip
     return {
         "hardware": [profile.name for profile in prepared.profiles],
         "profiles": profiles,
@@ -231,7 +234,7 @@ def lines(
         names = ", ".join(dict.fromkeys(cell.case for cell in summary.not_started))
         texts.append(f"NOT MEASURED within time_limit={prepared.settings.time_limit}: {names}")
     for reason, count in summary.torchrun_reasons.most_common():
-        texts.append(f"{counted(count, 'attempt')} used torchrun: {reason}")
+        texts.append(f"{counted(count, 'attempt')} used torchrun, each some seconds slower: {reason}")
     blocking = {f"{row.case}/{row.variant}" for row in head.rows for each in row.evidence_attempts if each.blocking}
     if blocking:
         names = ", ".join(sorted(blocking))

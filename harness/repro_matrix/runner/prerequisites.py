@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -210,11 +211,11 @@ def download(stack: Stack, name: str) -> str | None:
 
 
 def _ask(command: Sequence[str], env: Mapping[str, str], limit_s: float, text: str = "") -> tuple[Json, str]:
-    """Run a process of a stack; return the JSON of its last line and why there is none ("" where there is one)."""
+    """Run a process of a stack; return its last line of JSON and why there is none ("" where there is one)."""
     done = None
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=limit_s, env=dict(env))
-        return json.loads(done.stdout.splitlines()[-1]), ""
+        return json.loads(re.findall(r"(?m)^\{.*", done.stdout)[-1]), ""
     except subprocess.TimeoutExpired:
         return {}, f"it was not done within {limit_s / 3600:g} hours"
     except (OSError, ValueError, IndexError) as error:

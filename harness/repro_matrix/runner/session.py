@@ -206,11 +206,8 @@ class Session:
             ranks = " to ".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:]))) + f" rank{'s' * (sizes != [1])}"
             beside = " an attempt, several side by side" if sizes and max(sizes) * 2 <= len(profile.gpus) else ""
             hardware.append(f"{profile.words()}, {ranks + beside if sizes else 'no cell for it'}")
-        stacks = []
-        for name in sorted({plan.cell.stack for plan in self.plans} & self.stacks.keys()):
-            versions = self.stacks[name].versions
-            shown = ", ".join(f"{package} {versions[package]}" for package in _SHOWN if package in versions)
-            stacks.append(f"{name} ({shown})")
+        used = sorted({plan.cell.stack for plan in self.plans} & self.stacks.keys())
+        stacks = [self.stacks[name].describe(_SHOWN) for name in used]
         return f"hardware {' | '.join(hardware)}; stack {', '.join(stacks) or 'none'}"
 
     def shortfall(self) -> list[str]:

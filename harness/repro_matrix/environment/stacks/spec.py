@@ -22,7 +22,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -57,7 +57,7 @@ library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
 library |= {folder + "/lib-dynload" for folder in library}
 packages = [[d.metadata["Name"], d.version] for d in m.distributions()]
 version = ".".join(map(str, sys.version_info[:3]))
-print(json.dumps([version, packages, [path for path in sys.path if path and path not in library]]))
+print("\\n" + json.dumps([version, packages, [path for path in sys.path if path and path not in library]]))
 """
 
 
@@ -105,6 +105,11 @@ class Stack:
     probe: Mapping[str, Any] = field(default_factory=dict, hash=False)
     changed: tuple[str, ...] = ()  # files that differ from what was installed
     content: str = ""  # ``key`` without the location, for the project's own environment: equal in every checkout
+
+    def describe(self, packages: Iterable[str]) -> str:
+        """Return its name, which environment ``current`` is, and the releases of these packages."""
+        versions = ", ".join(f"{name} {self.versions[name]}" for name in packages if name in self.versions)
+        return f"{self.name}{f' at {self.python}' if self.name == 'current' else ''} ({versions})"
 
     @property
     def label_key(self) -> str:
@@ -230,16 +235,15 @@ def inspect_python(python: str) -> tuple[Mapping[str, str], tuple[Path, ...]]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         done = subprocess.run([python, "-c", _INSPECT], capture_output=True, text=True, timeout=120, env=env)
+        # A sitecustomize, a .pth file or an exit handler may print, too.
+        answers = re.findall(r'(?m)^\[".*', done.stdout)
+        if done.returncode or not answers:
+            raise OSError((done.stderr or done.stdout)[-500:].strip())
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StackError("python", f"the interpreter {python} does not run: {error}") from None
-    if done.returncode:
-        raise StackError("python", f"the interpreter {python} does not run: {done.stderr.strip()[-500:]}")
-    version, packages, folders = json.loads(done.stdout.splitlines()[-1])
-    versions: dict[str, str] = {}
-    for name, release in packages:
-        if name:
-            versions.setdefault(canonical(name), release)  # the first folder wins
-    return {"python": version, **dict(sorted(versions.items()))}, tuple(Path(path) for path in dict.fromkeys(folders))
+    version, packages, folders = json.loads(answers[0])
+    versions = {canonical(name): release for name, release in reversed(packages) if name}  # the first folder wins
+    return {"python": version, **dict(sorted(versions.items()))}, tuple(map(Path, dict.fromkeys(folders)))
 
 
 def existing(name: str, python: str) -> Stack:
@@ -275,10 +279,10 @@ def with_changes(stack: Stack) -> Stack:
     if not (everything := [*overlays, *base]):
         return stack
     digest = short_hash(*(f"{change.note} {change.digest}" for change in everything))
-    content = short_hash(stack.content, digest) if stack.content else ""
-    notes = tuple(change.note for change in everything)
-    key = short_hash(stack.key, digest)
-    return replace(stack, key=key, content=content, compiled=stack.compiled or stack.key, changed=notes)
+    return replace(
+        stack, key=short_hash(stack.key, digest), content=stack.content and short_hash(stack.content, digest),
+        compiled=stack.compiled or stack.key, changed=tuple(change.note for change in everything),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)

@@ -87,7 +87,8 @@ class Importing:
     def __init__(self) -> None:
         self.file = os.open("importing", os.O_WRONLY | os.O_CREAT, 0o600)
         self.last = ""
-        self.started = dict.fromkeys(threads(), "")  # thread -> the module whose import had begun last
+        older = "there before the first import, from a .pth file or sitecustomize"
+        self.started = dict.fromkeys([*threads(), *map(str, elastic.children())], older)  # thread or process -> origin
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         self._note()
@@ -96,28 +97,29 @@ class Importing:
 
     def _note(self) -> None:
         for thread in threads():
-            self.started.setdefault(thread, self.last)
+            self.started.setdefault(thread, f"from the import of {self.last}")
 
     def check(self, module: str) -> None:
         """Raise Refused if the import of ``module`` left a thread or a process."""
-        self._note()
         if len(threads()) > 1:
             in_child(int)  # libraries that expect forks (OpenBLAS) end their threads before one
         if len(threads()) > 1:
-            raise Refused("thread", f"importing {module} started a thread ({self._describe()}): no rank can be forked")
+            raise Refused("thread", f"a thread is left after importing {module} ({self._describe()})")
         if elastic.reap():
-            names = ", ".join(elastic.children().values())
-            raise Refused("process", f"importing {module} left a process ({names}), which all ranks would share")
+            left, origin = elastic.children().items(), f"from the import of {module}"
+            names = "; ".join(f"{name}, {self.started.get(str(pid), origin)}" for pid, name in left)
+            raise Refused("process", f"a process is left, which all ranks would share ({names})")
 
     def _describe(self) -> str:
-        """Return the names of the threads, and of the modules that were imported when they started."""
+        """Return the names of the threads, and their origin."""
         time.sleep(0.05)  # a thread that names itself does so when it runs
+        self._note()
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         found: Counter[str] = Counter()
         for thread in set(threads()) - {str(os.getpid())}:
             with contextlib.suppress(OSError):  # it has ended
                 name = Path("/proc/self/task", thread, "comm").read_text(encoding="utf-8", errors="replace").strip()
-                found[f"{python.get(int(thread), name)}, from the import of {self.started[thread]}"] += 1
+                found[f"{python.get(int(thread), name)}, {self.started[thread]}"] += 1
         return "; ".join(f"{count} of {name}" if count > 1 else name for name, count in found.most_common(5))
 
 
