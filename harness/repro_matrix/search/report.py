@@ -87,7 +87,7 @@ def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good:
         "good": _end(found.good, variant, prober), "bad": _end(found.bad, variant, prober),
         "unknown": [{"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown],
         "unprobed": [target.name for target in found.unprobed], "probes": probes,
-        "sentence": _sentence(kind, found, variant, older_is_good),
+        "sentence": _sentence(kind, found, variant, older_is_good, prober.place is not None),
         "good_means": None if roles.exact or roles.good == PASSED else roles.good,
     }  # fmt: skip
 
@@ -114,7 +114,7 @@ def _portable(line: str) -> str:
     return line.replace(f"{os.path.expanduser('~')}/", '"$HOME"/')
 
 
-def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool) -> str:
+def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool, numbers: bool) -> str:
     """Return the result in a line, with no more than was measured."""
     good, bad = found.good.target.name, found.bad.target.name
     label = found.good.variants[variant].label or ""
@@ -123,6 +123,9 @@ def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool) ->
         between = len(found.unknown) + len(found.unprobed)
         better = other or "good"
         return f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between them are unknown"
+    if numbers:  # neither side is known to be right
+        before, after = (good, bad) if older_is_good else (bad, good)
+        return f"{after} is the {kind} that changed the numbers; {before} is the last one before it"
     if other:
         return f"{bad} is the {'first' if older_is_good else 'last'} {kind} with this failure; {good} {other}"
     if older_is_good:

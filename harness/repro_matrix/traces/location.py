@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from repro_matrix.records.outcome import adapter
-from repro_matrix.text import counted, list_ranks
+from repro_matrix.text import counted, list_numbers, list_ranks
 
 Stage = Literal[
     "", "data", "random draws", "initial weights", "buffer", "forward", "loss weight", "backward", "local gradient",
@@ -79,7 +79,7 @@ class Location:
             return f"no difference in {compared} of {steps}; the largest is {short(self.largest or 0)} of its tolerance"
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []
-        where += [f"micro-batch {', '.join(map(str, self.micro))}"] if self.micro else []
+        where += [list_numbers("micro-batch", self.micro)] if self.micro else []
         what = self.role if self.stage in ("forward", "update") else _WHAT.get(self.stage, self.stage)
         text = f"{', '.join([*where, *([self.place] if self.place else [])])}: {what}"
         if self.size is not None:
