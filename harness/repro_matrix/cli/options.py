@@ -68,10 +68,11 @@ def case(parser: argparse.ArgumentParser, text: str = "the name of a case (`repr
     parser.add_argument("case", metavar="CASE", help=text)
 
 
-def case_or_script(parser: argparse.ArgumentParser, **values: Any) -> None:
-    """Add the case or script, the overrides, and the options of a script."""
+def case_or_script(parser: argparse.ArgumentParser) -> None:
+    """Add the case or script, the overrides, and the options of a script. A command after -- is a script, too."""
     text = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
-    parser.add_argument("case", metavar="CASE|SCRIPT", help=text, **values)
+    parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=text)
+    parser.set_defaults(command=())
     overrides(parser)
     script(parser)
 
@@ -159,8 +160,15 @@ def case_of(args: argparse.Namespace, refused: Mapping[str, str] | None = None) 
 
     refuse(args)
     stack, texts = one_stack(args, refused)
-    case = one_case(args.case)
+    case = one_case(named(args.case))
     return case, ask([f"case={args.case}", *texts]), stack or case.requires.stack or "current"
+
+
+def named(case: str | None) -> str:
+    """Return the case that the command line names. Raises ConfigError."""
+    if not case:
+        raise ConfigError("Nothing to run. Name a case (`repro list`), a script (./train.py), or a command after --.")
+    return case
 
 
 def check_stack(side: str, text: str) -> None:

@@ -173,11 +173,12 @@ class CellRunner(ExitStack):
         super().__init__()
         self.say, self.stop = say, stop
         self._place: workspace.Workplace | None = None
+        self.launched: Counter[Path] = Counter()  # result -> attempts that this command launched
 
     def measure(
         self, request: Request, stack: Stack, variants: Sequence[str], repeat: int, starting: str = ""
     ) -> tuple[Document, Path, int]:
-        """Return the result of the request's one cell, its file, and how many attempts were launched for it.
+        """Return the result of the request's one cell, its file, and how many attempts this command launched for it.
 
         ``starting``: what to say at each launch.
         Raises Stopped, and ConfigError where there is no such cell.
@@ -202,7 +203,8 @@ class CellRunner(ExitStack):
         document = summary.documents[0]
         store = Store(runs.results_folder(prepared.settings))
         path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
-        return document, path, summary.attempts
+        self.launched[path] += summary.attempts
+        return document, path, self.launched[path]
 
 
 class Prober(CellRunner):
