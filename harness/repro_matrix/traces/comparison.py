@@ -19,7 +19,7 @@ from repro_matrix.traces.location import Coverage, Location
 from repro_matrix.traces.names import renamed
 from repro_matrix.traces.pair import ROLES, STAGES, Difference, Pair
 from repro_matrix.traces.reader import Trace
-from repro_matrix.traces.relations import affected, describe
+from repro_matrix.traces.relations import affected, describe, proportion
 from repro_matrix.traces.settings import different_setting
 
 LATE = ("rgrad", "clip", "ograd", "param", "buffer after")  # kinds of events after the backward pass
@@ -181,8 +181,11 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     if first.stage == "forward" and _draws_differ(pair, sources):
         relation = relation or "both sides draw random numbers here, and not the same ones"
         found = replace(found, stage="random draws", relation=relation)
+    if np.isfinite(first.size):
+        off = first.sizes > first.tolerance
+        found = replace(found, size=first.size, factor=proportion(first.good[off], first.bad[off]))
     return replace(
-        found, size=first.size if np.isfinite(first.size) else None, tolerance=first.tolerance, rounding=first.rounding,
+        found, tolerance=first.tolerance, rounding=first.rounding,
         also=tuple(dict.fromkeys(each.place for each in same[1:]))[:ALSO],
     )  # fmt: skip
 

@@ -72,9 +72,15 @@ def describe_factor(good: Array, bad: Array) -> str:
         return "not a number (NaN or infinite) on one side only"
     if not np.any(bad):
         return "zero"
-    scale, rest = factor(good, bad)
+    scale = proportion(good, bad)
     what = "" if good.shape[1] > 1 else "its norm is "
-    return f"{what}{times(scale)} times the good side's" if rest < 0.05 * abs(scale - 1) else ""
+    return "" if scale is None else f"{what}{times(scale)} times the good side's"
+
+
+def proportion(good: Array, bad: Array) -> float | None:
+    """Return the factor by which one is the other, where that explains (nearly) all of the difference."""
+    scale, rest = factor(good, bad)
+    return scale if rest < 0.05 * abs(scale - 1) else None
 
 
 def times(scale: float) -> str:
@@ -121,9 +127,7 @@ def _describe_reduction(
     return f"{name}: {terms}" if terms else name, odd
 
 
-def _describe_sum_of(
-    pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool
-) -> tuple[str, str, list[Owner]]:
+def _describe_sum_of(pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool) -> tuple[str, str, list[Owner]]:
     """Find the weight of each local gradient in a rank's reduced gradients, by least squares over parameters.
 
     Return the name of the error; the sum, where it is short or the error has no name; and the odd addends."""
@@ -175,8 +179,8 @@ def _name(
         if not what:
             return kinds[0] or "the average, but less exact", []
         names = [(kind, [value for value in kinds if kinds[value] == kind]) for kind in dict.fromkeys(kinds.values())]
-        text = ", ".join(f"{list_numbers(what, each)} {kind}" for kind, each in names if kind)
-        return text, [source for source, value in zip(sources, values) if kinds[value]]
+        parts = [f"{list_numbers(what, each)} {'are' if each[1:] else 'is'} {kind}" for kind, each in names if kind]
+        return ", ".join(parts), [source for source, value in zip(sources, values) if kinds[value]]
     return UNNAMED, []
 
 

@@ -36,7 +36,8 @@ def _first(good: Step, ours: list[Any], theirs: list[Any]) -> tuple[str, str] | 
         for name in group:
             if name in other and name not in IMPLEMENTATION and not _equal(group[name], other[name]):
                 whose = f"; the group of {first[place]}" if any(first[place : place + 1]) else ""
-                text = f"{other[name]}; on the good side {group[name]}{_other_step(good, place, name, other[name])}"
+                text = f"{_text(other[name])}; on the good side {_text(group[name])}"
+                text += _other_step(good, place, name, other[name])
                 return f"group {place}: {name}", f"{text}{whose}"
     return None
 
@@ -47,8 +48,12 @@ def _other_step(good: Step, place: int, name: str, value: Any) -> str:
         number = good.number + offset
         groups = _groups(Step(good.trace, number)) if number in good.trace.steps else []
         if place < len(groups) and name in groups[place] and _equal(groups[place][name], value):
-            return f", and {value} in step {number}: {why}"
+            return f", and {_text(value)} in step {number}: {why}"
     return ""
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _equal(left: Any, right: Any) -> bool:
