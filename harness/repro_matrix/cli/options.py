@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
     from repro_matrix.external.adhoc_case import Script
     from repro_matrix.external.script_failure import Failure
+    from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
 
@@ -185,6 +187,21 @@ def check_stack(side: str, text: str) -> None:
         raise ConfigError(f"--{side} {text}: {error}; --{side} takes {takes}") from None
 
 
+def stack_of(side: str, text: str, base: str, package: str) -> str:
+    """Return the stack that an option names: a stack, or a release of the package on top of ``base``. Raises
+    ConfigError."""
+    from repro_matrix.environment import stacks
+    from repro_matrix.environment.stacks import lock as locks
+    from repro_matrix.search.bisect import is_release
+
+    if is_release(text):
+        package = stacks.spec.canonical(package)
+        known = locks.releases(package, yanked=True, pre=True)
+        text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
+    check_stack(side, text)
+    return text
+
+
 def stopped(error: Stopped) -> int:
     """Print why a search ended early, and return its exit code."""
     reason = str(error).rstrip(".")
@@ -260,6 +277,20 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     env, results = tuple(sorted(settings.env.items())), adhoc_case.results_folder(settings.results)
     deadline = settings.deadline or adhoc_case.DEADLINE_S
     return adhoc_case.Script(command, failure, results, deadline, env, checks), stack or "current", settings
+
+
+def script_prober(args: argparse.Namespace, needs_limit: bool = True) -> tuple[ScriptProber, str]:
+    """Return the prober of a search for a script's failure or numbers, and the stack's specification."""
+    from repro_matrix.external.scripts import ScriptProber
+
+    script, base, settings = script_of(args, needs_limit)
+    if not args.numbers:
+        return ScriptProber(script, log, threading.Event(), settings.repeat), base
+    if getattr(args, "any_change", False) or args.checks or settings.repeat:
+        raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
+    from repro_matrix.external.compare import NumbersProber, Window  # numpy
+
+    return NumbersProber(script, Window(args.steps, args.from_step), log, threading.Event()), base
 
 
 # For main.py

@@ -125,7 +125,8 @@ def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool, nu
         return f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between them are unknown"
     if numbers:  # neither side is known to be right
         before, after = (good, bad) if older_is_good else (bad, good)
-        return f"{after} is the {kind} that changed the numbers; {before} is the last one before it"
+        text = f"{after} is the {kind} that changed the numbers; {before} is the last one before it"
+        return text if label == PASSED else f"{text}. {good} differs, too: {label}"
     if other:
         return f"{bad} is the {'first' if older_is_good else 'last'} {kind} with this failure; {good} {other}"
     if older_is_good:
