@@ -51,6 +51,7 @@ class World:
         self.bases: dict[str, dict[str, str]] = {"base": BASE}
         self.uninstallable: set[tuple[str, str]] = set()  # releases that cannot be installed
         self.needs: Callable[[Mapping[str, str]], str] = lambda versions: ""  # the package that contradicts the others
+        self.moves: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda versions: {}  # packages that follow
         self.version_at: Callable[[str], str] = lambda url: ""  # of a commit in a clone
         self.launched: list[tuple[Mapping[str, str], str]] = []
         self.resolved: list[str] = []
@@ -74,12 +75,14 @@ class World:
             if (canonical(swap.name), version) in self.uninstallable:
                 raise StackError("unavailable", f"{swap} has nothing for this Python")
             versions[canonical(swap.name)] = version
+        moved = {name: ("1.0", version) for name, version in self.moves(versions).items()}
+        versions |= {name: version for name, (_, version) in moved.items()}
         pinned = {canonical(swap.name) for swap in wanted.swaps}
         if (name := self.needs(versions)) and name in pinned:
             said = f"Because transformers==4 depends on {name}>=1 and you require {name}=={versions[name]}"
             raise StackError("unavailable", f"stack {spec}: the requirements contradict each other\n  {said}")
         python = f"/fake/{short_hash(json.dumps(versions, sort_keys=True))}"
-        self._pythons[python] = Stack(spec, python, versions, (), short_hash(python))
+        self._pythons[python] = Stack(spec, python, versions, (), short_hash(python), moved)
         return self._pythons[python]
 
     def check(self, spec: str) -> None:

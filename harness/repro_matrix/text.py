@@ -55,6 +55,16 @@ def list_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
 
 
+def list_numbers(what: str, numbers: Sequence[int]) -> str:
+    """Return ``micro-batch 0``, ``micro-batches 0, 2`` or ``micro-batches 1 to 3``."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    first, last = numbers[0], numbers[-1]
+    together = len(numbers) > 2 and list(numbers) == list(range(first, last + 1))
+    listed = f"{first} to {last}" if together else ", ".join(map(str, numbers))
+    return f"{what}{'es' if what.endswith('ch') else 's'} {listed}"
+
+
 def printable(text: str) -> str:
     """Return the text with each of its lines as ``one_line`` gives it."""
     return "\n".join(map(one_line, text.split("\n")))

@@ -39,8 +39,10 @@ class Lab(ScriptLab):
         folder.mkdir(parents=True)
         plant = self.plant(versions, attempt)
         if plant is not None:
-            how = {"dropout": True, "plant": plant} if plant == "other draws" else {"plant": plant}
-            train(folder, world=attempt.world_size, noise=int(noise) if noise else None, rank=0, **how)
+            plant, _, scale = plant.partition(" times ")  # of a gradient
+            strength, dropout = 100 * (float(scale or 1.01) - 1), plant == "other draws"
+            how: Json = {"noise": int(noise) if noise else None, "strength": strength, "dropout": dropout}
+            train(folder, world=attempt.world_size, rank=0, plant=plant, **how)
         return self.observation if attempt.world_size == 2 else seen(rank(0))
 
 
@@ -153,7 +155,10 @@ def test_bisect_numbers_finds_release_and_module(lab: Lab, capsys: Capsys) -> No
         "repro compare --good base+transformers@4.37.0 --bad base+transformers@4.40.0"
     )
     launched = len(lab.launched)
-    assert result(lab.repro, capsys, *BISECT)["launched"] == 0 and len(lab.launched) == launched
+    assert all(probe["launched"] for probe in stage["probes"])  # the ends, too, before they are probed
+    again = result(lab.repro, capsys, *BISECT)
+    assert again["launched"] == 0 and len(lab.launched) == launched
+    assert not any(probe["launched"] for probe in again["stages"][0]["probes"])
 
 
 def test_bisect_numbers_difference_elsewhere_is_unknown(lab: Lab, capsys: Capsys) -> None:
@@ -163,6 +168,34 @@ def test_bisect_numbers_difference_elsewhere_is_unknown(lab: Lab, capsys: Capsys
     lab.plant = plant
     (stage,) = result(lab.repro, capsys, *BISECT)["stages"]
     assert not stage["exact"] and stage["bad"]["name"].endswith("4.42.0") and "rotary" in stage["unknown"][0]["reason"]
+
+
+def sizes(*since: tuple[str, str]) -> Callable[[Mapping[str, str], Attempt], str]:
+    """Return a history: from each release on, a gradient is so many times what it is in 4.37."""
+
+    def plant(versions: Mapping[str, str], attempt: Attempt) -> str:
+        sizes = [size for release, size in since if not before(versions, release)]
+        return f"local gradient times {sizes[-1]}" if sizes else ""
+
+    return plant
+
+
+def test_versions_numbers_keep_sizes_apart_and_noise_together(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = sizes(("4.38", "8"), ("4.39", "7.98"), ("4.40", "2"), ("4.41.1", "8.02"), ("4.43", "8"))
+    words = ("versions", "./train.py", "stack=base", "--range", "4.37..4.45", "--numbers", "4.37.0", "--samples", "11")
+    data = result(lab.repro, capsys, *words)
+    parts = data["variants"]["unfixed"]["segments"]
+    assert [part["first"] for part in parts] == ["4.37.0", "4.38.0", "4.40.0", "4.41.1"]
+    answers = [part["answer"] for part in parts]
+    assert answers[0] == "passed" and answers[1] == answers[3] != answers[2] and not data["may_depend_on"]
+    assert all(answer.startswith("reproduced: local gradient, layers.1.up.weight") for answer in answers[1:])
+
+
+def test_bisect_numbers_of_another_size_come_before_those_of_the_bad_end(lab: Lab, capsys: Capsys) -> None:
+    lab.plant = sizes(("4.38", "2"), ("4.42", "8"))
+    (stage,) = result(lab.repro, capsys, *BISECT)["stages"]
+    assert stage["exact"] and stage["bad"]["name"].endswith("4.42.0")
+    assert stage["good"]["answer"].startswith("other_size: ") and stage["good"]["answer"] in stage["sentence"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from observations import failed, observation
 from probing import BASE, CASE, World, before, result, world
+from repro_matrix.cli.main import main
 from repro_matrix.environment import stacks
 from repro_matrix.runner.session import ask
 from repro_matrix.search.prober import Prober, answer_of
@@ -66,6 +68,19 @@ def test_bisect_wrong_ends_are_refused(
     world.history = lambda versions, variant: answers[versions["transformers"] != "4.37.0"]
     assert message in releases(world, capsys, code=code)["err"]
     assert world.probed == ["4.45.0", "4.37.0"]
+
+
+def test_bisect_ends_that_agree_offer_commands_that_run(world: World, capsys: Capsys) -> None:
+    world.releases_of("torch", "2.2.2", "2.4.1")
+    world.history = lambda versions, variant: "reproduced"
+    err = releases(world, capsys, "--variant", "root-call", code=2)["err"]
+    offered = [shlex.split(line[line.index("repro ") :]) for line in err.splitlines() if ": repro " in line]
+    assert [each[1] for each in offered] == ["versions", "bisect"] and offered[0][-2:] == ["--package", "torch"]
+    assert offered[1][-1] == "ranks=4"
+    for each in offered:
+        world.launched.clear()
+        assert main(each[1:]) in (0, 2)
+        assert "root-call" in {variant for _, variant in world.launched}
 
 
 def test_bisect_ends_that_cannot_run_have_the_reason(world: World, capsys: Capsys) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from probing import ScriptLab, before, lab, result, world
+from repro_matrix.cli.main import main
 from repro_matrix.environment.stacks.lock import Release
 from repro_matrix.external.lockfiles import endpoints
 from repro_matrix.launch.attempt import Attempt
@@ -147,3 +150,62 @@ def test_endpoints_package_in_one_lockfile_only_builds_both_whole(
     write_locks("torch==2.13.0 einops==0.7.0", "torch==2.13.0")
     good, bad, _ = endpoints("good.txt", "bad.txt", tmp_path)
     assert Path(good).read_text() == "einops==0.7.0\ntorch==2.13.0\n" and Path(bad).read_text() == "torch==2.13.0\n"
+
+
+# -- a command after --
+
+
+COMMAND = ("--", "torchrun", "--nproc-per-node", "2", "train.py")
+
+
+def search(lab: Lab, capsys: Capsys, *words: str, code: int = 0) -> Json:
+    """Return the answer of a search with a command after --; its results folder is named before that."""
+    assert main([*words, f"results={lab.folder / 'results'}", "--json", *COMMAND]) == code
+    out = capsys.readouterr()
+    return dict(json.loads(out.out)) if out.out else {"err": out.err}
+
+
+def test_searches_take_a_command_after_two_dashes(lab: Lab, capsys: Capsys) -> None:
+    words = ("stack=base", "--error", "IndexError: list index")
+    found = search(lab, capsys, "bisect", *words, "--good", "4.37.0", "--bad", "4.45.0")
+    assert ends(found) == ("4.39.3", "4.40.0") and shlex.join(COMMAND) in found["report"]
+    parts = search(lab, capsys, "versions", *words, "--range", "4.37..4.45")["variants"]["unfixed"]["segments"]
+    assert [part["first"] for part in parts] == ["4.37.0", "4.40.0"]
+    assert main(["versions", "--range", "4.37..4.45"]) == 2 and "Nothing to run" in capsys.readouterr().err
+
+
+def test_both_ends_changed_packages_are_not_listed(lab: Lab, capsys: Capsys) -> None:
+    """Only what differs between the two ends: not what both changed in the base."""
+    lab.world.moves = lambda versions: {"tokenizers": "0.15" if before(versions, "4.40") else "0.19", "rich": "13"}
+    (stage,) = result(lab.repro, capsys, *NAMED)["stages"]
+    assert stage["also_changed"] == {"tokenizers": ["0.15", "0.19"]}
+
+
+# -- no change found: what else it may depend on
+
+
+def commands(lines: Iterable[str]) -> list[list[str]]:
+    return [shlex.split(line[line.index("repro ") :]) for line in lines if ": repro " in line]
+
+
+@pytest.mark.parametrize("command", [(), COMMAND])
+@pytest.mark.parametrize("name", ["bisect", "versions"])
+def test_where_nothing_changes_the_commands_that_vary_the_rest_run(
+    lab: Lab, capsys: Capsys, name: str, command: tuple[str, ...]
+) -> None:
+    lab.world.releases_of("torch", "2.2.2", "2.4.1")
+    lab.world.releases_of("numpy", "1.26.4", "2.0.0")
+    lab.world.bases["base"] = {**lab.world.bases["base"], "numpy": "1.26.4"}
+    fine = rank(0, log_tail="UserWarning: compiled with NumPy 1.x cannot be run in torch")
+    lab.history = lambda v: seen(fine, rank(1)) if before(v, "2.0", "numpy") else Lab.failed
+    span = ("--good", "4.37.0", "--bad", "4.45.0") if name == "bisect" else ("--range", "4.37..4.45")
+    words = [name, *(() if command else ("./train.py",)), "--nproc", "2", "stack=base", *span]
+    words += ["--error", "IndexError: list index", f"results={lab.folder / 'results'}", *command]
+    assert main(words) == (2 if name == "bisect" else 0)
+    out = capsys.readouterr()
+    offered = commands((out.err if name == "bisect" else out.out).splitlines())
+    assert len(offered) == 3 and {each[each.index("--package") + 1] for each in offered[:2]} == {"numpy", "torch"}
+    for each in offered:
+        assert main(each[1:]) in (0, 2)
+    assert {attempt.world_size for attempt in lab.launched} == {1, 2}
+    assert "IndexError" in capsys.readouterr().out  # numpy 2.0.0 has the failure

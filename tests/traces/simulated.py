@@ -211,6 +211,8 @@ class Simulation:
                 step -= 1
             if self.planted("repeated micro-batch", group) and micro == 1:
                 samples = next(s for g, m, s in self.batches() if g == group and m == 0)
+            if self.planted("same data"):
+                samples = next(s for g, m, s in self.batches() if g == 0 and m == micro)
             ids, counts = self.data[step][samples], self.counts[step][samples]
             scale = self.groups / total
             if self.planted("own count"):
@@ -352,6 +354,9 @@ class Simulation:
             sums = sums * (run.world // self.groups)
             if self.planted("not reduced") and name == "head.weight":
                 ranks = sums
+            if self.planted("late flag"):  # only the first micro-batch is reduced
+                first = [self.local[g, 0][name] for g in range(self.groups)]
+                ranks = [sum(first) / self.groups + own - one for own, one in zip(sums, first)]
             if self.planted("nothing reduced"):
                 ranks = sums
             if self.planted("summed"):
@@ -388,7 +393,14 @@ class Simulation:
             self.record_parameter("ograd", name, received[name])
         self.previous = received
         eps = 1e-6 if self.planted("eps") else 1e-8
-        group = {"lr": 1e-2, "betas": [0.9, 0.999], "eps": eps, "weight_decay": 0.01, "foreach": run.world > 1}
+        steps = self.step + self.planted("scheduler")
+        group = {
+            "lr": 1e-2 * 0.9**steps,
+            "betas": [0.9, 0.999],
+            "eps": eps,
+            "weight_decay": 0.01,
+            "foreach": run.world > 1,
+        }
         for rank in range(run.world):
             self.write(rank, "opt", **{"class": "AdamW"}, groups=[group])
         for name in self.weights:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from repro_matrix.cli import options
 from repro_matrix.config.schema import VARIANT
+from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
@@ -28,7 +29,8 @@ from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
 from repro_matrix.search.bisect import Search, is_release
 from repro_matrix.search.commits import Clone
-from repro_matrix.search.prober import Prober, one_variant
+from repro_matrix.search.other_causes import list_causes, reworded
+from repro_matrix.search.prober import Prober, SameResult, one_variant
 from repro_matrix.text import log
 
 
@@ -59,6 +61,8 @@ def main(args: argparse.Namespace) -> int:
             search.run(args.good, args.bad, package, base)
         except Stopped as stopped:
             return options.stopped(stopped)
+        except SameResult as error:
+            raise ConfigError("\n  ".join([str(error), *_other_causes(args, search, package, base)])) from None
     data = report.bisection(search, shlex.join(["repro", "bisect", *args.words]))
     text = report.render("bisect", data)
     print_json({**data, "report": text}) if args.json else print(text)
@@ -76,20 +80,23 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
 def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     """Return the prober of a script. Lock files become stacks first."""
     from repro_matrix.external.lockfiles import endpoints
-    from repro_matrix.external.scripts import ScriptProber
 
-    script, base, settings = options.script_of(args, needs_limit=False)
-    prober = ScriptProber(script, log, threading.Event(), settings.repeat)
-    if args.numbers:
-        if args.any_change or args.checks or settings.repeat:
-            raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
-        from repro_matrix.external.compare import NumbersProber, Window  # numpy
-
-        prober = NumbersProber(script, Window(args.steps, args.from_step), log, threading.Event())
+    prober, base = options.script_prober(args, needs_limit=False)
     if not is_release(args.good):
-        args.good, args.bad, notes = endpoints(args.good, args.bad, script.results)
+        args.good, args.bad, notes = endpoints(args.good, args.bad, prober.script.results)
         prober.notes += notes
     return prober, VARIANT, base
+
+
+def _other_causes(args: argparse.Namespace, search: Search, package: str | None, base: str) -> list[str]:
+    """Return what else the failure may depend on, with commands."""
+    releases, name = is_release(args.good), package or "transformers"
+    good = stacks.with_release(base, name, args.good) if releases else args.good
+    more = [f"stack={good}", *(["--numbers", good] if args.numbers else [])]
+    more += [f"variants={search.variant}"] if args.variant else []
+    ends = dict.fromkeys(("--good", "--bad", "--repo", "--variant"))
+    versions = reworded(["repro", "versions", *args.words], ends, ("--any-change", "--numbers", "stack"), more)
+    return list_causes(search.prober, [name] if releases else [], ["repro", "bisect", *args.words], versions)
 
 
 def _check_ends(good: str, bad: str) -> None:

@@ -21,13 +21,10 @@ from pathlib import Path
 
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
-from repro_matrix.environment.stacks import lock as locks
-from repro_matrix.environment.stacks.spec import canonical
 from repro_matrix.errors import ConfigError
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.search.algorithms import Stopped
-from repro_matrix.search.bisect import is_release
 from repro_matrix.text import log, one_line
 
 
@@ -104,13 +101,7 @@ def _stacks(args: argparse.Namespace, base: str, results: Path) -> tuple[list[st
     """Return the specifications of both stacks, and notes on how lock files became stacks. Raises ConfigError."""
     from repro_matrix.external.lockfiles import endpoints
 
-    def spec_of(side: str, text: str) -> str:
-        if is_release(text):
-            package = canonical(args.package or "transformers")
-            known = locks.releases(package, yanked=True, pre=True)
-            text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
-        options.check_stack(side, text)
-        return text
-
-    good, bad, notes = endpoints(spec_of("good", args.good or base), spec_of("bad", args.bad or base), results)
+    package = args.package or "transformers"
+    good, bad = (options.stack_of(side, getattr(args, side) or base, base, package) for side in ("good", "bad"))
+    good, bad, notes = endpoints(good, bad, results)
     return [good, bad], notes

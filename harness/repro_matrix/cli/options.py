@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
     from repro_matrix.external.adhoc_case import Script
     from repro_matrix.external.script_failure import Failure
+    from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
 
@@ -68,10 +70,11 @@ def case(parser: argparse.ArgumentParser, text: str = "the name of a case (`repr
     parser.add_argument("case", metavar="CASE", help=text)
 
 
-def case_or_script(parser: argparse.ArgumentParser, **values: Any) -> None:
-    """Add the case or script, the overrides, and the options of a script."""
+def case_or_script(parser: argparse.ArgumentParser) -> None:
+    """Add the case or script, the overrides, and the options of a script. A command after -- is a script, too."""
     text = "the case's slug (`repro list` shows them), or a script of your own: ./train.py"
-    parser.add_argument("case", metavar="CASE|SCRIPT", help=text, **values)
+    parser.add_argument("case", metavar="CASE|SCRIPT", nargs="?", help=text)
+    parser.set_defaults(command=())
     overrides(parser)
     script(parser)
 
@@ -162,8 +165,15 @@ def case_of(args: argparse.Namespace, refused: Mapping[str, str] | None = None) 
 
     refuse(args)
     stack, texts = one_stack(args, refused)
-    case = one_case(args.case)
+    case = one_case(named(args.case))
     return case, ask([f"case={args.case}", *texts]), stack or case.requires.stack or "current"
+
+
+def named(case: str | None) -> str:
+    """Return the case that the command line names. Raises ConfigError."""
+    if not case:
+        raise ConfigError("Nothing to run. Name a case (`repro list`), a script (./train.py), or a command after --.")
+    return case
 
 
 def check_stack(side: str, text: str) -> None:
@@ -178,6 +188,21 @@ def check_stack(side: str, text: str) -> None:
     except stacks.StackError as error:
         takes = "a release (4.45.2), a stack, an interpreter (python:PATH), or a lock file"
         raise ConfigError(f"--{side} {text}: {error}; --{side} takes {takes}") from None
+
+
+def stack_of(side: str, text: str, base: str, package: str) -> str:
+    """Return the stack that an option names: a stack, or a release of the package on top of ``base``. Raises
+    ConfigError."""
+    from repro_matrix.environment import stacks
+    from repro_matrix.environment.stacks import lock as locks
+    from repro_matrix.search.bisect import is_release
+
+    if is_release(text):
+        package = stacks.spec.canonical(package)
+        known = locks.releases(package, yanked=True, pre=True)
+        text = stacks.with_release(base, package, known[locks.exact(package, known, text)].version)
+    check_stack(side, text)
+    return text
 
 
 def stopped(error: Stopped) -> int:
@@ -255,6 +280,20 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     env, results = tuple(sorted(settings.env.items())), adhoc_case.results_folder(settings.results)
     deadline = settings.deadline or adhoc_case.DEADLINE_S
     return adhoc_case.Script(command, failure, results, deadline, env, checks), stack or "current", settings
+
+
+def script_prober(args: argparse.Namespace, needs_limit: bool = True) -> tuple[ScriptProber, str]:
+    """Return the prober of a search for a script's failure or numbers, and the stack's specification."""
+    from repro_matrix.external.scripts import ScriptProber
+
+    script, base, settings = script_of(args, needs_limit)
+    if not args.numbers:
+        return ScriptProber(script, log, threading.Event(), settings.repeat), base
+    if getattr(args, "any_change", False) or args.checks or settings.repeat:
+        raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
+    from repro_matrix.external.compare import NumbersProber, Window  # numpy
+
+    return NumbersProber(script, Window(args.steps, args.from_step), log, threading.Event()), base
 
 
 # For main.py

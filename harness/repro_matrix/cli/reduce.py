@@ -29,6 +29,7 @@ from repro_matrix.text import log
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.case_or_script(parser)
+    parser.set_defaults(command=None)  # it takes no command after --: it rewrites a script
     add = parser.add_argument
     add("--variant", help="of a case: the variant to reduce (default: the first)")
     add("--max-probes", type=options.number(1), metavar="N", help="launch at most N attempts")

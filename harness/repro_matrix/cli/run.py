@@ -22,24 +22,20 @@ from repro_matrix.text import counted, log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.case_or_script(parser, nargs="?")
+    options.case_or_script(parser)
     matrix.run_options(parser)
     text = (
         "for git bisect run: of the first variant, 0 passed, 1 the failure occurs, 125 neither; 128 or more: an error"
     )
     parser.add_argument("--bisect-exit", action="store_true", help=text)
-    parser.set_defaults(command=())
 
 
 def main(args: argparse.Namespace) -> int:
     if options.names_script(args):
         return run_script(args)
     options.refuse(args)
-    if not args.case:
-        raise ConfigError("Nothing to run. Name a case (`repro list`), a script (./train.py), or a command after --.")
-    expand(
-        "case", args.case.split(","), catalog.load().cases, "the first argument of `repro run` is a case or a script"
-    )
+    cases = options.named(args.case).split(",")
+    expand("case", cases, catalog.load().cases, "the first argument of `repro run` is a case or a script")
     texts = [f"case={args.case}", *args.overrides]
     return matrix.measure(args, texts, every_variant=True, live=True)
 

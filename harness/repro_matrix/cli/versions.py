@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import threading
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
@@ -24,8 +25,12 @@ from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.search import algorithms, report
 from repro_matrix.search.algorithms import Label, Stopped, Trail
+from repro_matrix.search.other_causes import list_causes, reworded
 from repro_matrix.search.prober import Point, Prober, Target
 from repro_matrix.text import log
+
+if TYPE_CHECKING:
+    from repro_matrix.external.compare import NumbersProber
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
     add("--samples", type=options.number(2), metavar="N", default=8, help=text)
     add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
+    text = "the failure of a script: a number of its training differs from those of this release by more than rounding"
+    add("--numbers", metavar="RELEASE|STACK", help=text)
+    options.trace(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -57,10 +65,21 @@ def main(args: argparse.Namespace) -> int:
 
     trail = Trail(probe, max_probes=args.max_probes)
     with workspace.interruptible(prober.stop, log), prober:
+        if args.numbers:
+            good = options.stack_of("numbers", args.numbers, base, package)
+            try:
+                cast("NumbersProber", prober).measure_good(Target(args.numbers, good))
+            except Stopped as error:
+                return options.stopped(error)
         algorithms.version_map(trail, len(names), prober.variants, args.samples)
     stopped = trail.ended if isinstance(trail.ended, Stopped) else None
     data = report.version_map(prober, base, package, names, trail, points)
     data["stopped"] = str(stopped) if stopped else None
+    data["may_depend_on"] = []
+    if trail.ended is None and all(len(variant["segments"]) == 1 for variant in data["variants"].values()):
+        words = ["repro", "versions", *args.words]
+        vary = reworded(words, {"--numbers": good} if args.numbers else {})
+        data["may_depend_on"] = list_causes(prober, [package], words, vary)
     print_json(data) if args.json else print(report.render("versions", data))
     if stopped:
         return options.stopped(stopped)
@@ -73,10 +92,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
     if options.names_script(args):
-        from repro_matrix.external.scripts import ScriptProber
-
-        script, base, settings = options.script_of(args)
-        return ScriptProber(script, log, threading.Event(), settings.repeat), base
+        return options.script_prober(args)
     _, request, base = options.case_of(args)
     return Prober(request, log, threading.Event()), base
 

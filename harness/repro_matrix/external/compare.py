@@ -18,14 +18,14 @@ from typing import Any
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.config.vocabulary import RELEVANT
 from repro_matrix.environment.stacks import Stack, differences
-from repro_matrix.errors import ConfigError, MeasureError
+from repro_matrix.errors import MeasureError
 from repro_matrix.external.adhoc_case import Script
 from repro_matrix.external.scripts import ScriptProber
 from repro_matrix.records.document import Document, Made
 from repro_matrix.results import runs
 from repro_matrix.runner.session import Request
 from repro_matrix.runner.tracing import NOISE
-from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, CellRunner, Say, Target
+from repro_matrix.search.prober import OTHER_SIZE, PASSED, REPRODUCED, Answer, CellRunner, SameResult, Say, Target
 from repro_matrix.text import counted, first_line
 from repro_matrix.traces.comparison import grid, locate
 from repro_matrix.traces.location import Location
@@ -201,25 +201,31 @@ def describe(found: Comparison) -> Iterator[str]:
 
 
 class NumbersProber(TraceRunner, ScriptProber):
-    """The failure is a difference from the good end that rounding does not explain, at the place where the bad end
-    first differs. A difference elsewhere is another failure."""
+    """The failure is a difference from the good end that rounding does not explain: with a bad end, at the place where
+    that one first differs and of the same size. Another place or size is another failure."""
 
     def __init__(self, script: Script, window: Window, say: Say, stop: threading.Event) -> None:
         self.window = window
+        self.wanted: Location | None = None  # of the bad end
+        self._found: list[Location] = []  # one of each size at each place
         super().__init__(replace(script, trace=window.variables()), say, stop)
 
-    def learn(self, good: Target, bad: Target) -> None:
-        """Trace the good end, also with noise, and define the failure by the bad end."""
+    def measure_good(self, good: Target) -> None:
+        """Trace the good end, also with noise."""
         self.good = GoodSide(self, self.script, self.resolve(good), self.window)
+
+    def learn(self, good: Target, bad: Target) -> None:
+        """Trace the good end, and define the failure by the bad end."""
+        self.measure_good(good)
         other = traced(self, self.script, self.resolve(bad), self.window)
         found = self.good.locate(other.trace)
         if found.verdict == "inconclusive":
             why = f" ({other.problem})" if other.problem else ""
             raise MeasureError(f"{bad.name} cannot be compared with {good.name}: {found.reason}{why}")
         if found.verdict == "agrees":
-            raise ConfigError(f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}: "
-                              f"{found.sentence()}. --steps N compares more.")  # fmt: skip
-        self.wanted = (found.stage, found.place)
+            raise SameResult(f"Cannot bisect: the numbers of {bad.name} do not differ from those of {good.name}: "
+                             f"{found.sentence()}. --steps N compares more. They may also depend on:")  # fmt: skip
+        self.wanted, self._found = found, [found]
         self.place = {**found.to_json(), "sentence": found.sentence()}
         self.use(replace(self.script.failure, text=f"the numbers differ: {found.stage}, {found.place}"))
         self.say(f"{bad.name} differs from {good.name}: {found.sentence()}")
@@ -237,9 +243,17 @@ class NumbersProber(TraceRunner, ScriptProber):
         if trace is None:
             return answer
         found = self.good.locate(trace)
-        detail = found.sentence()
-        if found.verdict == "differs" and (found.stage, found.place) == self.wanted:
-            return replace(answer, label=REPRODUCED, detail=detail, reproductions=1, counted=1)
-        if answer.label != PASSED:
+        detail, wanted = found.sentence(), self.wanted
+        if answer.label == PASSED:
+            answer = replace(answer, label=PASSED if found.verdict == "agrees" else None, detail=detail)
+        elif wanted is None:
             return answer
-        return replace(answer, label=PASSED if found.verdict == "agrees" else None, detail=detail)
+        if found.verdict != "differs":
+            return answer
+        first = next((each for each in self._found if found.repeats(each)), found)
+        self._found += [found] if first is found else []
+        if wanted in (None, first):
+            return replace(answer, label=REPRODUCED, detail=detail, reproductions=1, counted=1, failure=first.failure)
+        if wanted and (found.stage, found.place) == (wanted.stage, wanted.place):
+            return replace(answer, label=f"{OTHER_SIZE}: {first.failure}", detail=detail)
+        return answer

@@ -23,7 +23,7 @@ from repro_matrix.errors import ConfigError, MeasureError, ReproError
 from repro_matrix.search import algorithms, report
 from repro_matrix.search.algorithms import Boundary, Culprits, Side, Stopped, Trail
 from repro_matrix.search.commits import Clone
-from repro_matrix.search.prober import PASSED, REPRODUCED, Answer, Point, Prober, Target
+from repro_matrix.search.prober import OTHER_SIZE, PASSED, REPRODUCED, Answer, Point, Prober, SameResult, Target
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Roles:
         label = answer.result if self.exact else answer.label
         if label == self.bad:
             return Side.BAD
-        return Side.GOOD if label == self.good or (not self.exact and label == PASSED) else Side.UNKNOWN
+        without = label == PASSED or str(label).startswith(OTHER_SIZE)  # does not show the failure
+        return Side.GOOD if label == self.good or (not self.exact and without) else Side.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,9 @@ class Search:
                 raise MeasureError(f"Cannot bisect: on {target.name} ({side}), {reason}")
         ends = f"{good.name} (good): {better}; {bad.name} (bad): {worse}"
         if (worse.result == better.result) if self.any_change else (worse.label == better.label):
-            raise ConfigError(
+            raise SameResult(
                 f"Cannot bisect: both ends give the same result ({ends}). Use `repro versions` to see the result of "
-                "every release, or describe the failure more precisely."
+                "every release, or describe the failure more precisely. It may also depend on:"
             )
         if self.any_change:
             return Roles(str(better.result), str(worse.result), True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -36,16 +36,21 @@ from repro_matrix.runner.session import Request
 from repro_matrix.search.algorithms import Stopped
 
 REPRODUCED, PASSED, OTHER = "reproduced", "passed", "other_failure"
+OTHER_SIZE = "other_size"  # numbers differ where those of the bad end do, by another size
 NOT_REPEATED = ("case", "variants", "repeat", "results", "jobs", "keep")  # settings that cannot change a result
 Say = Callable[[str], None]
+
+
+class SameResult(ConfigError):
+    """Both ends of a bisection give the same result."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """What a variant shows on one stack.
 
-    ``label``: ``reproduced``, ``passed``, ``other_failure: FAILURE ID``, or None where it is unknown. ``detail``: the
-    message behind the label, or the reason why there is none.
+    ``label``: ``reproduced``, ``passed``, ``other_failure: FAILURE ID``, ``other_size: FAILURE ID``, or None where it
+    is unknown. ``detail``: the message behind the label, or the reason why there is none.
     """
 
     label: str | None
@@ -173,17 +178,21 @@ class CellRunner(ExitStack):
         super().__init__()
         self.say, self.stop = say, stop
         self._place: workspace.Workplace | None = None
+        # result -> attempts that this command launched, and what they took
+        self.launched: Counter[Path] = Counter()
+        self.seconds: defaultdict[Path, float] = defaultdict(float)
 
     def measure(
         self, request: Request, stack: Stack, variants: Sequence[str], repeat: int, starting: str = ""
     ) -> tuple[Document, Path, int]:
-        """Return the result of the request's one cell, its file, and how many attempts were launched for it.
+        """Return the result of the request's one cell, its file, and how many attempts this command launched for it.
 
         ``starting``: what to say at each launch.
         Raises Stopped, and ConfigError where there is no such cell.
         """
         if self.stop.is_set():
             raise Stopped("interrupted", 130)
+        began = time.monotonic()
         prepared = session.prepare(request.for_stack(stack.name, variants, repeat), given={stack.name: stack})
         if self._place is None:
             gpus = [gpu for profile in prepared.profiles for gpu in profile.gpus]
@@ -202,7 +211,9 @@ class CellRunner(ExitStack):
         document = summary.documents[0]
         store = Store(runs.results_folder(prepared.settings))
         path = store.path_of(document["hardware"]["profile"], document["stack"]["label"], document["cell_id"])
-        return document, path, summary.attempts
+        self.launched[path] += summary.attempts
+        self.seconds[path] += time.monotonic() - began
+        return document, path, self.launched[path]
 
 
 class Prober(CellRunner):
@@ -271,11 +282,12 @@ class Prober(CellRunner):
             unknown_answer = Answer(None, f"cannot be installed: {reason}")
             point = Point(target, dict.fromkeys(self.variants, unknown_answer), wall_s=time.monotonic() - began)
         else:
+            built = time.monotonic() - began
             document, path, attempts = self.measure(self.request, stack, self.variants, wanted)
             answers = {variant: self.answer(document, variant) for variant in self.variants}
             point = Point(
                 replace(target, spec=stack.name), answers, dict(stack.versions), dict(stack.moved), str(path),
-                time.monotonic() - began, attempts,
+                built + self.seconds[path], attempts,
             )  # fmt: skip
         self.points[target.spec] = point
         answer = point.variants[self.variants[0]]

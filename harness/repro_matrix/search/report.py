@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro_matrix.config.catalog import load
 from repro_matrix.environment import machine as machines
-from repro_matrix.environment.stacks.spec import canonical, parse
+from repro_matrix.environment.stacks import differences
 from repro_matrix.results.store import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
 from repro_matrix.search.prober import PASSED, Point, Prober
@@ -81,27 +81,27 @@ def stage(kind: str, what: str, found: Bisection, search: Search, older_is_good:
             "attempts": answer.counted, "launched": point.attempts, "wall_s": round(point.wall_s, 1),
             "document": point.document,
         })  # fmt: skip
+    changed = differences(found.good.versions, found.bad.versions)
     return {
         "kind": kind, "what": what, "candidates": found.candidates, "title": None, "yanked": [],
         "exact": found.boundary.exact,
         "good": _end(found.good, variant, prober), "bad": _end(found.bad, variant, prober),
+        "also_changed": {name: list(pair) for name, pair in changed.items() if name != what},
         "unknown": [{"name": p.target.name, "reason": p.variants[variant].detail} for p in found.unknown],
         "unprobed": [target.name for target in found.unprobed], "probes": probes,
-        "sentence": _sentence(kind, found, variant, older_is_good),
+        "sentence": _sentence(kind, found, variant, older_is_good, prober.place is not None),
         "good_means": None if roles.exact or roles.good == PASSED else roles.good,
     }  # fmt: skip
 
 
 def _end(point: Point, variant: str, prober: Prober) -> Data:
     answer, target = point.variants[variant], point.target
-    replaced = {canonical(swap.name) for swap in parse(target.spec).swaps}  # on purpose
     changes = {name: version for name, (_, version) in point.moved.items() if version}
     pinned = sorted(f"{name} @ {new}" if "://" in new else f"{name}=={new}" for name, new in changes.items())
     return {
         "name": target.name, "stack": target.spec, "answer": answer.label, "error_at": answer.error_at,
         "text": f"{answer.label}: {answer.detail}", "times": f"{answer.reproductions} of {answer.counted}",
         "document": point.document,
-        "moved": {name: list(change) for name, change in point.moved.items() if name not in replaced},
         "run": shlex.join(prober.command(target.spec, variant)),
         "install": shlex.join(["pip", "install", *pinned]) if pinned else None,
         "torchrun": _portable(answer.torchrun or ""),
@@ -114,7 +114,7 @@ def _portable(line: str) -> str:
     return line.replace(f"{os.path.expanduser('~')}/", '"$HOME"/')
 
 
-def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool) -> str:
+def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool, numbers: bool) -> str:
     """Return the result in a line, with no more than was measured."""
     good, bad = found.good.target.name, found.bad.target.name
     label = found.good.variants[variant].label or ""
@@ -123,6 +123,10 @@ def _sentence(kind: str, found: Bisection, variant: str, older_is_good: bool) ->
         between = len(found.unknown) + len(found.unprobed)
         better = other or "good"
         return f"the change lies between {good} ({better}) and {bad} (bad); {between} {kind}s between them are unknown"
+    if numbers:  # neither side is known to be right
+        before, after = (good, bad) if older_is_good else (bad, good)
+        text = f"{after} is the {kind} that changed the numbers; {before} is the last one before it"
+        return text if label == PASSED else f"{text}. {good} differs, too: {label}"
     if other:
         return f"{bad} is the {'first' if older_is_good else 'last'} {kind} with this failure; {good} {other}"
     if older_is_good:

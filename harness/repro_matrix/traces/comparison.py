@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from repro_matrix.text import counted, list_ranks
-from repro_matrix.traces.alignment import ACTIVATIONS, ROOT, Owner, Step, replaced
+from repro_matrix.traces.alignment import ACTIVATIONS, ROOT, Owner, Sample, Step, replaced
 from repro_matrix.traces.coverage import Total
 from repro_matrix.traces.location import Coverage, Location
 from repro_matrix.traces.names import renamed
 from repro_matrix.traces.pair import ROLES, STAGES, Difference, Pair
 from repro_matrix.traces.reader import Trace
-from repro_matrix.traces.relations import affected, describe
+from repro_matrix.traces.relations import affected, describe, proportion
 from repro_matrix.traces.settings import different_setting
 
 LATE = ("rgrad", "clip", "ograd", "param", "buffer after")  # kinds of events after the backward pass
@@ -125,6 +125,7 @@ def _data(pair: Pair, total: Total) -> Location | None:
         return replace(found, stage="update", micro=(), place=OPTIMIZER, role="step", relation=relation)
     seen = sum(sample[:2] in total.samples for sample in extra)
     parts = [f"{len(extra)} of {counted(len(bad), 'sample')} are not in the good side's step"] if extra else []
+    parts += _taken_from(pair.other, extra)
     parts += [f"{seen} of them are from an earlier step"] if seen else []
     parts += [f"{len(missing)} of the good side's {len(good)} are missing"] if missing else []
     parts += [f"{len(relabelled)} of {counted(len(bad), 'sample')} have other labels"] if relabelled else []
@@ -132,6 +133,25 @@ def _data(pair: Pair, total: Total) -> Location | None:
     agrees = Location("agrees", coverage=Coverage(aligned=len(ratios), steps=1), largest=max(ratios, default=0.0))
     role, beyond = "samples" if extra or missing else "labels", _first(pair, ON_SHARED) or agrees
     return replace(found, role=role, relation=", ".join(parts), beyond=beyond)
+
+
+def _taken_from(step: Step, extra: Sequence[Sample]) -> list[str]:
+    """Say which ranks train on samples of others, where all of their extra samples are such."""
+    taken: dict[tuple[int, ...], set[tuple[int, ...] | None]] = {}  # ranks -> whose samples they have
+    first = {sample[:3]: ranks for sample, (ranks, _) in step.trained.items() if not sample[3]}
+    for sample in extra:
+        ranks = step.trained[sample][0]
+        owner = first[sample[:3]] if sample[3] else None
+        taken.setdefault(ranks, set()).add(owner if owner != ranks else None)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for ranks, owners in taken.items():
+        if None not in owners:
+            whose = tuple(sorted({rank for owner in owners for rank in owner or ()}))
+            found.setdefault(whose, []).extend(ranks)
+    return [
+        f"{list_ranks(ranks)} train{'s' if len(ranks) == 1 else ''} on {list_ranks(whose)}'s samples"
+        for whose, ranks in found.items()
+    ]
 
 
 def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
@@ -161,8 +181,11 @@ def _first(pair: Pair, stages: Sequence[str] = ()) -> Location | None:
     if first.stage == "forward" and _draws_differ(pair, sources):
         relation = relation or "both sides draw random numbers here, and not the same ones"
         found = replace(found, stage="random draws", relation=relation)
+    if np.isfinite(first.size):
+        off = first.sizes > first.tolerance
+        found = replace(found, size=first.size, factor=proportion(first.good[off], first.bad[off]))
     return replace(
-        found, size=first.size if np.isfinite(first.size) else None, tolerance=first.tolerance, rounding=first.rounding,
+        found, tolerance=first.tolerance, rounding=first.rounding,
         also=tuple(dict.fromkeys(each.place for each in same[1:]))[:ALSO],
     )  # fmt: skip
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from repro_matrix.records.outcome import adapter
-from repro_matrix.text import counted, list_ranks
+from repro_matrix.text import counted, list_numbers, list_ranks
 
+SAME = 0.05  # by how much sizes of one error differ, relative: 7.98 and 8.02 are one
 Stage = Literal[
     "", "data", "random draws", "initial weights", "buffer", "forward", "loss weight", "backward", "local gradient",
     "reduction", "clipping", "gradient before the optimizer", "optimizer setting", "update", "stopped",
@@ -42,8 +44,9 @@ class Location:
 
     ``ranks`` and ``micro`` are those of the bad side; empty where all are meant. ``size``, ``tolerance`` and
     ``rounding`` are relative differences; ``size`` is None where no number says it (a setting, data, a tensor that is
-    not a number). ``largest``: the largest size/tolerance, where both agree. ``beyond``: where the data differ, the
-    first difference on the samples that both trainings saw.
+    not a number). ``factor``: times the good side's, where that explains the difference. ``largest``: the largest
+    size/tolerance, where both agree. ``beyond``: where the data differ, the first difference on the samples that both
+    trainings saw.
     """
 
     verdict: Literal["differs", "agrees", "inconclusive"]
@@ -57,6 +60,7 @@ class Location:
     size: float | None = None
     tolerance: float | None = None
     rounding: float | None = None
+    factor: float | None = None
     relation: str = ""
     last_agreeing: str = ""
     agreed: int = 0
@@ -67,6 +71,24 @@ class Location:
 
     def to_json(self) -> dict[str, Any]:
         return adapter(Location).dump_python(self, mode="json")
+
+    @property
+    def failure(self) -> str:
+        """Return the place and the size, without what two releases with the same error may differ in."""
+        size = "" if self.size is None else f", off by {self.size:.3g}"
+        return f"{self.stage}, {self.place}{size}" + (f": {self.relation}" if self.relation else "")
+
+    def repeats(self, other: Location) -> bool:
+        """Return whether this is the other's error: at the same place, and of the same size but for rounding."""
+        if (self.stage, self.place) != (other.stage, other.place):
+            return False
+        if self.size is None or other.size is None:
+            return self.failure == other.failure
+        noise = min(self.tolerance or 0.0, other.tolerance or 0.0)
+        pairs = [(self.size, other.size), (self.factor, other.factor)]
+        return all(
+            one is None or two is None or math.isclose(one, two, rel_tol=SAME, abs_tol=noise) for one, two in pairs
+        )
 
     def sentence(self) -> str:
         """Return the answer as one sentence."""
@@ -79,7 +101,7 @@ class Location:
             return f"no difference in {compared} of {steps}; the largest is {short(self.largest or 0)} of its tolerance"
         where = [] if self.step is None else [f"step {self.step}"]
         where += [list_ranks(self.ranks)] if self.ranks else []
-        where += [f"micro-batch {', '.join(map(str, self.micro))}"] if self.micro else []
+        where += [list_numbers("micro-batch", self.micro)] if self.micro else []
         what = self.role if self.stage in ("forward", "update") else _WHAT.get(self.stage, self.stage)
         text = f"{', '.join([*where, *([self.place] if self.place else [])])}: {what}"
         if self.size is not None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from repro_matrix.text import counted, list_ranks
+from repro_matrix.text import counted, list_numbers, list_ranks
 from repro_matrix.traces.alignment import Array, Owner, Step, factor
 from repro_matrix.traces.pair import Difference, Pair
 
 MOST_PARAMETERS = 40  # that are stacked into one system of equations
 RESIDUE = 1e-2  # of what a relation leaves unexplained, relative
 SHOWN = 4  # terms of a sum
+UNNAMED = "weighted wrongly"
 
 
 def affected(step: Step, owners: Sequence[Owner]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -50,10 +50,8 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
         low, high = float(bad.min()), float(bad.max())
         equal = high - low <= RESIDUE * max(abs(low - 1), abs(high - 1))
         weights = times(float(bad.mean())) if equal else f"{times(low)} to {times(high)}"
-        one = len(bad) == 1
-        return f"{counted(len(bad), 'sample')} {'weighs' if one else 'weigh'} {weights} times what " + (
-            "it should" if one else "they should"
-        ), owners
+        verb = "weighs" if len(bad) == 1 else "weigh"
+        return f"{counted(len(bad), 'sample')} {verb} {weights} times as much as on the good side", owners
     if first.stage == "clipping":
         values = ", ".join(f"{list_ranks(ranks)}: {value[0]:.4g}" for (ranks, _), value in zip(owners, bad))
         return f"{first.key.name} {values}; on the good side {good[0, 0]:.4g}", owners
@@ -62,7 +60,8 @@ def describe(pair: Pair, wrong: Sequence[Difference]) -> tuple[str, Sequence[Own
         return (text, sources) if text else (describe_factor(good, bad), owners)
     if first.stage == "reduction":
         alike = bool(off.all() and np.allclose(bad, bad[0], rtol=1e-5))
-        text, sources = _describe_reduction(pair, wrong, owners[0][0][0], alike)
+        ranks = [owners[0][0][0]] if alike else sorted({rank for each, _ in owners for rank in each})
+        text, sources = _describe_reduction(pair, wrong, ranks, alike)
         return text or describe_factor(good, bad), sources or owners
     return describe_factor(good, bad), owners
 
@@ -73,9 +72,15 @@ def describe_factor(good: Array, bad: Array) -> str:
         return "not a number (NaN or infinite) on one side only"
     if not np.any(bad):
         return "zero"
-    scale, rest = factor(good, bad)
+    scale = proportion(good, bad)
     what = "" if good.shape[1] > 1 else "its norm is "
-    return f"{what}{times(scale)} times the good side's" if rest < 0.05 * abs(scale - 1) else ""
+    return "" if scale is None else f"{what}{times(scale)} times the good side's"
+
+
+def proportion(good: Array, bad: Array) -> float | None:
+    """Return the factor by which one is the other, where that explains (nearly) all of the difference."""
+    scale, rest = factor(good, bad)
+    return scale if rest < 0.05 * abs(scale - 1) else None
 
 
 def times(scale: float) -> str:
@@ -102,13 +107,30 @@ def _describe_sum(pair: Pair, name: str, total: Array, rank: int) -> tuple[str, 
     _, odd, scale = min(found, key=lambda each: (each[0] > 10 * min(found)[0], -len(each[1])))
     ranks, micros = affected(pair.other, odd)
     names = [list_ranks(ranks)] if ranks else []
-    names += [f"micro-batch {', '.join(map(str, micros))}"] if micros else []
-    return f"{', '.join(names) or 'all'}: {times(scale)} times what it should be", odd
+    names += [list_numbers("micro-batch", micros)] if micros else []
+    return f"{', '.join(names) or 'all'}: {times(scale)} times the good side's", odd
 
 
-def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool) -> tuple[str, list[Owner]]:
-    """Say which sum of the local gradients the reduced gradients of a rank are, by least squares over parameters, and
-    which addends are odd. ``alike``: all ranks have the same."""
+def _describe_reduction(
+    pair: Pair, wrong: Sequence[Difference], ranks: Iterable[int], alike: bool
+) -> tuple[str, list[Owner]]:
+    """Say which sums of the local gradients ``ranks`` have as reduced gradients, and which addends are odd.
+
+    ``alike``: all ranks have the same sum."""
+    found: dict[str, tuple[list[int], str, list[Owner]]] = {}  # name of the error -> ranks, sum, odd addends
+    for rank in ranks:
+        name, terms, odd = _describe_sum_of(pair, wrong, rank, alike)
+        found.setdefault(name, ([], terms, odd))[0].append(rank)
+    if len(found) > 1:
+        return "; ".join(f"{list_ranks(each)}: {name}" for name, (each, _, _) in found.items() if name), []
+    ((name, (_, terms, odd)),) = found.items()
+    return f"{name}: {terms}" if terms else name, odd
+
+
+def _describe_sum_of(pair: Pair, wrong: Sequence[Difference], rank: int, alike: bool) -> tuple[str, str, list[Owner]]:
+    """Find the weight of each local gradient in a rank's reduced gradients, by least squares over parameters.
+
+    Return the name of the error; the sum, where it is short or the error has no name; and the odd addends."""
     systems: list[tuple[Array, Array]] = []
     sources: list[Owner] = []
     for each in wrong[:MOST_PARAMETERS]:
@@ -119,47 +141,60 @@ def _describe_reduction(pair: Pair, wrong: Sequence[Difference], rank: int, alik
             scale = float(np.linalg.norm(values)) or 1.0
             systems.append((values.T / scale, each.bad[row] / scale))
     if not sources or sum(len(right) for _, right in systems) < 2 * len(sources):
-        return "", []
+        return "", "", []
     matrix, reduced = (np.concatenate(side) for side in zip(*systems))
     if not (np.isfinite(matrix).all() and np.isfinite(reduced).all()):
-        return "", []
+        return "", "", []
     weights, _, independent, _ = np.linalg.lstsq(matrix, reduced, rcond=1e-9)
     rest = np.linalg.norm(reduced - matrix @ weights) / (np.linalg.norm(reduced) or 1.0)
     if independent < len(sources) or rest > RESIDUE:
-        return "no sum of this step's local gradients", []
+        return "no sum of this step's local gradients", "", []
     numbers = [pair.other.micro_batches.get((ranks[0], call), call) for ranks, call in sources]
     several = len(set(numbers)) > 1
     names = [f"rank {ranks[0]}'s" + (f" micro-batch {number}'s" if several else "")
              for (ranks, _), number in zip(sources, numbers)]  # fmt: skip
     terms = [f"{f'{weight:.3g}' if abs(weight) > 5e-4 else '0'} x {name}" for weight, name in zip(weights, names)]
-    more = f" + {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     name, odd = _name(weights, sources, numbers, 1 / len(pair.other.groups), None if alike else rank)
     odd = [(pair.other.group_of[ranks[0]], micro) for ranks, micro in odd]
-    return f"{name}: {' + '.join(terms[:SHOWN])}{more} local gradient", odd
+    more = len(names) - SHOWN
+    if more <= 0:
+        return name, f"{' + '.join(terms)} local gradient", odd
+    return name, f"{' + '.join(terms[:SHOWN])} + {more} more local gradients" if name == UNNAMED else "", odd
 
 
 def _name(
     weights: Array, sources: Sequence[Owner], numbers: Sequence[int], share: float, rank: int | None
 ) -> tuple[str, list[Owner]]:
-    """Name an error by the weights of the local gradients, each of which should be ``share``. ``rank``: that has this
-    sum, where the ranks' differ."""
-    weights = weights / share
-    own = np.array([rank in ranks for ranks, _ in sources])
+    """Name an error by the weights of the local gradients, each of which should be ``share``, and return the odd ones:
+    all alike, else by micro-batch, else by rank. ``rank``: that has this sum, where the ranks' differ."""
+    ranks = [each[0] for each, _ in sources]
+    own = np.array([rank is not None and rank in each for each, _ in sources])
+    for what, values in (("", [0] * len(ranks)), ("micro-batch", numbers), ("rank", ranks)):
+        kinds = {}
+        for value in dict.fromkeys(values):
+            chosen = np.array([each == value for each in values])
+            kinds[value] = _kind(weights[chosen] / share, own[chosen], share)
+        if None in kinds.values():
+            continue
+        if not what:
+            return kinds[0] or "the average, but less exact", []
+        names = [(kind, [value for value in kinds if kinds[value] == kind]) for kind in dict.fromkeys(kinds.values())]
+        parts = [f"{list_numbers(what, each)} {'are' if each[1:] else 'is'} {kind}" for kind, each in names if kind]
+        return ", ".join(parts), [source for source, value in zip(sources, values) if kinds[value]]
+    return UNNAMED, []
+
+
+def _kind(weights: Array, own: Array, share: float) -> str | None:
+    """Return what is wrong with these weights, each of which should be 1; empty: nothing; None: no one thing.
+
+    ``own``: which of them are the rank's own, where the ranks have different sums."""
     zero = np.abs(weights) < RESIDUE
-    if rank is not None and not own.all() and zero[~own].all() and not zero[own].all():
-        return "not reduced", []
-    if np.ptp(weights) < RESIDUE * max(1.0, float(np.abs(weights).max())):
-        scale = float(weights.mean())
-        if abs(scale - 1) < RESIDUE / 10:
-            return "the average, but less exact", []
-        summed = abs(scale * share - 1) < RESIDUE
-        return "summed, not averaged" if summed else f"{times(scale)} times the average", []
-    for what, values in (("micro-batch", numbers), ("rank", [r[0] for r, _ in sources])):
-        each: dict[Any, Array] = {value: weights[[v == value for v in values]] for value in dict.fromkeys(values)}
-        odd = {value: float(w.mean()) for value, w in each.items() if np.abs(w - 1).max() > RESIDUE / 10}
-        if len(odd) < len(each) and all(np.ptp(each[value]) < RESIDUE for value in odd):
-            parts = [
-                f"{what} {v} {'left out' if abs(w) < RESIDUE else f'scaled by {times(w)}'}" for v, w in odd.items()
-            ]
-            return ", ".join(parts), [source for source, value in zip(sources, values) if value in odd]
-    return "weighted wrongly", []
+    if own.any() and not own.all() and zero[~own].all() and not zero[own].all():
+        return "not reduced over the ranks"
+    scale = float(weights.mean())
+    if np.ptp(weights) >= RESIDUE * max(1.0, abs(scale)):
+        return None
+    if abs(scale - 1) < RESIDUE / 10:
+        return ""
+    summed = abs(scale * share - 1) < RESIDUE
+    return "left out" if abs(scale) < RESIDUE else "summed, not averaged" if summed else f"scaled by {times(scale)}"

@@ -14,24 +14,46 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", 
 
 def different_setting(good: Step, bad: Step) -> tuple[str, str, tuple[int, ...]] | None:
     """Return the first setting that differs, how, and on which ranks (none: on all)."""
-    ours, theirs = good.optimizers, bad.optimizers
-    found = {rank: _first(ours[min(ours)], events) for rank, events in theirs.items()} if ours else {}
+    ours, theirs = _groups(good), bad.optimizers
+    found = {rank: _first(good, ours, events) for rank, events in theirs.items()} if ours else {}
     wrong = {rank: each for rank, each in found.items() if each}
     if not wrong:
         return None
     return *next(iter(wrong.values())), () if len(wrong) == len(found) else tuple(wrong)
 
 
-def _first(ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
-    """Compare group by group, whichever optimizer has them. Settings that only one release has are left out."""
-    left, right = ([group for event in side for group in event["groups"]] for side in (ours, theirs))
+def _groups(step: Step) -> list[Any]:
+    """Return the groups of parameters of the first rank, whichever optimizer has them."""
+    optimizers = step.optimizers
+    return [group for event in optimizers[min(optimizers)] for group in event["groups"]] if optimizers else []
+
+
+def _first(good: Step, ours: list[Any], theirs: list[Any]) -> tuple[str, str] | None:
+    """Compare group by group. Settings that only one release has are left out."""
+    right = [group for event in theirs for group in event["groups"]]
     first = [name for event in theirs for name in event.get("first", ())]
-    for place, (group, other) in enumerate(zip(left, right) if len(left) == len(right) else ()):
+    for place, (group, other) in enumerate(zip(ours, right) if len(ours) == len(right) else ()):
         for name in group:
             if name in other and name not in IMPLEMENTATION and not _equal(group[name], other[name]):
                 whose = f"; the group of {first[place]}" if any(first[place : place + 1]) else ""
-                return f"group {place}: {name}", f"{other[name]}; on the good side {group[name]}{whose}"
+                text = f"{_text(other[name])}; on the good side {_text(group[name])}"
+                text += _other_step(good, place, name, other[name])
+                return f"group {place}: {name}", f"{text}{whose}"
     return None
+
+
+def _other_step(good: Step, place: int, name: str, value: Any) -> str:
+    """Say that the value is that of the good side's next or previous step: a scheduler stepped more or less often."""
+    for offset, why in ((1, "the scheduler stepped twice"), (-1, "the scheduler did not step")):
+        number = good.number + offset
+        groups = _groups(Step(good.trace, number)) if number in good.trace.steps else []
+        if place < len(groups) and name in groups[place] and _equal(groups[place][name], value):
+            return f", and {_text(value)} in step {number}: {why}"
+    return ""
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _equal(left: Any, right: Any) -> bool:
