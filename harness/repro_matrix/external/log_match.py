@@ -144,6 +144,9 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         # Ranks that do not find each other raise what a lost peer raises, too.
         found = [replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause")) for each in found]
     # What was cut off before its type comes after what is known, and one line alone says nothing beside its traceback.
+    # Of mixed tracebacks it is the rest of one that is listed.
+    mixed = any(each.error.mixed and each.error.type for each in found)
+    found = [each for each in found if each.error.type or not (mixed and each.error.mixed)]
     found = [each for each in found if not (each.error.ignored and seen.progress.complete)]
     found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
     framed = {each.case for failure in found if failure.error.places for each in (*failure.known, *failure.perhaps)}

@@ -390,7 +390,9 @@ class Errors:
             self._cut = self._cut or begun
 
     def _add(self, error: Error) -> None:
-        old = self.found.get(error.key)
+        same = ((key, each) for key, each in self.found.items() if error.type and key[:2] == error.key[:2])
+        key = next((key for key, each in same if not (each.places and error.places)), error.key)
+        old = self.found.get(key)
         ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
         if old is None and len(self.found) >= MAX_ERRORS:
             return
@@ -401,7 +403,7 @@ class Errors:
         elif old:
             error = old
         count = old.count + 1 if old else 1
-        self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last, ignored=ignored)
+        self.found[key] = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last, ignored=ignored)
         self._last[error.label] = error.line
 
 
