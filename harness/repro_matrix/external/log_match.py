@@ -105,11 +105,16 @@ class Answer:
     @property
     def leading(self) -> list[Failure | Finding | Hang]:
         """The errors and lines that show a cause, the first one first. What is general ("NCCL failed") comes after
-        what another one says, also after a collective that timed out; a line comes after an error."""
+        what another one says, also after a collective that timed out; a line comes after an error. So does what
+        nobody explains, where a refusal was raised while it was handled."""
+        refused = {each.error.after for each in self.causes if each.rule and each.rule.library}
         shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
         return sorted(
             [*(each for each in self.causes if each.error.type), *shown, *([self.hang] if self.hang else [])],
-            key=lambda each: (_is_general(each), isinstance(each, Hang), isinstance(each, Finding), each.line),
+            key=lambda each: (
+                _is_general(each), isinstance(each, Hang), isinstance(each, Finding),
+                not each.kind and each.line in refused, each.line,
+            ),
         )
 
     @property

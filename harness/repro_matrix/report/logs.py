@@ -13,7 +13,7 @@ from repro_matrix.external.collectives import Hang
 from repro_matrix.external.log_errors import callers, memory_of, where
 from repro_matrix.external.log_match import Answer, Failure
 from repro_matrix.external.log_scan import Finding, Scanned
-from repro_matrix.text import WIDTH, counted, first_line, list_ranks, list_some, wrap
+from repro_matrix.text import WIDTH, counted, first_line, list_some, wrap
 
 MOST_FAILURES = 8  # of a log that are listed; --json has all
 MOST_VARIANTS = 4
@@ -115,7 +115,7 @@ class _Parts:
         if more := len(listed[MOST_FAILURES:]):
             yield 2, f"{more} more errors: --json lists them"
         if ends and leading:
-            ended = dict.fromkeys(f"{_place(each)}: {_recovered(each)}" for each in ends)
+            ended = dict.fromkeys(_recovered(each, f"{_place(each)}, ") for each in ends)
             yield 2, f"Then: {'; '.join(list(ended)[:MOST_FAILURES])}"
         elif not leading:
             for kind in list(dict.fromkeys(each.kind for each in ends))[:2]:
@@ -129,7 +129,7 @@ class _Parts:
             yield 2, f"Follow from another process's failure: {list_some(echoes, 4)}"
         if answer.recovered:
             caught = [_recovered(each) for each in answer.recovered]
-            yield 2, f"Training went on after: {list_some(caught, 4)}"
+            yield 2, f"Training went on after: {list_some(caught, 4, '; ')}"
         if answer.exit_code == 3 and not answer.remarks:
             cut = "" if seen.progress.ended else "; the log ends before the training does"
             yield 2, f"no failure in this log{cut}" if seen.lines else "this log is empty: it tells nothing"
@@ -179,10 +179,11 @@ class _Parts:
         """Return the rank that failed first, and the others; where no line names it, the one that torchrun reports."""
         error, root = failure.error, self.seen.summary.root
         if error.rank is None:
-            several = f"{error.count} processes" if error.mixed and error.count > 1 else "unknown rank"
+            gpus = f" (GPUs {_and(error.gpus)})" if len(error.gpus) == error.count else ""
+            several = f"{error.count} processes{gpus}" if error.mixed and error.count > 1 else "unknown rank"
             return error.label or several if root is None else f"rank {root} (ended first, torchrun reports)"
         first = f" (first: rank {error.rank})" * (error.rank != min(error.ranks))
-        return (list_ranks(error.ranks) if error.ranks[1:] else f"rank {error.rank}") + first
+        return f"rank{'s' * bool(error.ranks[1:])} {_and(error.ranks)}{first}"
 
     def finding(self, finding: Finding) -> Iterator[Part]:
         rule = rules()[finding.kind]
@@ -255,10 +256,18 @@ def _telling(message: str) -> Iterator[str]:
         yield line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
 
-def _recovered(each: Failure | Finding) -> str:
+def _and(numbers: Sequence[int | str]) -> str:
+    """Return ``0, 1 and 2``; of many the first ones and how many more there are."""
+    *first, last = map(str, numbers)
+    if first[MOST_FAILURES:]:
+        return list_some([*first, last], MOST_FAILURES)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _recovered(each: Failure | Finding, place: str = "") -> str:
     if isinstance(each, Finding):
         title = rules()[each.kind].title if each.kind in rules() else each.text
-        return f"{title[:1].lower() if title[1:2].islower() else title[:1]}{title[1:].partition(';')[0]} (line {each.line})"
+        return f"{title.partition(';')[0]} ({place}line {each.line})"
     return f"{each.error.type or 'a traceback'} (line {each.line})"
 
 
