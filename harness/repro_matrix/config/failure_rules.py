@@ -65,13 +65,13 @@ class FailureRule(Strict):
     def explain(self, message: str) -> str:
         """Return what the numbers and names in a message say; empty where no hint fits."""
         found = re.search(self.text, message)
-        groups = _Groups((name, text) for name, text in found.groupdict().items() if text is not None) if found else None
-        for hint in self.says if groups else ():
+        groups = {name: text for name, text in found.groupdict().items() if text is not None} if found else {}
+        escaped = _Groups({name: re.escape(text) for name, text in groups.items()})
+        for hint in self.says:
             with suppress(KeyError):
-                escaped = _Groups((name, re.escape(text)) for name, text in groups.items())
                 wanted = {name: str(text).format_map(escaped) for name, text in hint.when.items()}
-                if all(re.fullmatch(text, groups[name]) for name, text in wanted.items()):
-                    return hint.text.format_map(groups)
+                if all(re.fullmatch(text, _Groups(groups)[name]) for name, text in wanted.items()):
+                    return hint.text.format_map(_Groups(groups))
         return ""
 
 
@@ -146,9 +146,10 @@ def peer_errors() -> re.Pattern[str]:
 
 @cache
 def rules() -> Mapping[str, FailureRule]:
-    """Return the rules by name, in the order in which they are tried (cases, refusals, others), with the texts of device_errors.yaml and without
-    digits in their words."""
-    found = TypeAdapter(list[FailureRule]).validate_python([*_load("refusals.yaml"), *_load("failure_rules.yaml")])
+    """Return the rules by name, in the order in which they are tried (cases, refusals, others), with
+    the texts of device_errors.yaml and without digits in their words."""
+    texts = [*_load("refusals.yaml"), *_load("failure_rules.yaml")]
+    found = TypeAdapter(list[FailureRule]).validate_python(texts)
     return {rule.name: _completed(rule) for rule in sorted(found, key=lambda rule: not rule.case)}
 
 

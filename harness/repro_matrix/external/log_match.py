@@ -112,8 +112,11 @@ class Answer:
         return sorted(
             [*(each for each in self.causes if each.error.type), *shown, *([self.hang] if self.hang else [])],
             key=lambda each: (
-                _is_general(each), isinstance(each, Hang), isinstance(each, Finding),
-                not each.kind and each.line in refused, each.line,
+                _is_general(each),
+                isinstance(each, Hang),
+                isinstance(each, Finding),
+                not each.kind and each.line in refused,
+                each.line,
             ),
         )
 

@@ -419,8 +419,10 @@ class Errors:
 def _continues(now: _Open, line: Line) -> bool:
     """Return whether a line belongs to the message of a traceback that has ended; it is added then."""
     text = line.text
-    indented = text[:1] in (" ", "\t") and bool(text.strip()) and not text.lstrip().startswith("raise ")
+    indented = text[:1] in (" ", "\t") and bool(text.strip())
     plain = bool(text) and not _LOGGED.match(text) and not _BARE.match(text) and len(now.message) < 8
+    if text.lstrip().startswith("raise "):  # another process's code
+        return False
     if line.number - now.number > now.patience or not (indented or plain) or len(now.message) >= 60:
         return False
     now.message.append(text[:MESSAGE])

@@ -51,13 +51,11 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
     found |= {name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")}
     kind = failure.rule.name if failure.rule else None
     found |= {"kind": kind, "raised_in": where(error), "called_from": callers(error), "echo": failure.echo}
-    refused = failure.kind and failure.rule and failure.rule.library
-    return found | {"refusal": _refusal(failure.rule, error.message) if refused else None}
-
-
-def _refusal(rule: FailureRule, message: str) -> dict[str, Any]:
-    found = {"library": rule.library, "meaning": rule.title, "numbers": rule.explain(message)}
-    return found | {"change": rule.advice}
+    found["refusal"] = None
+    if failure.kind and (rule := failure.rule) and rule.library:
+        refusal = {"library": rule.library, "meaning": rule.title, "change": rule.advice}
+        found["refusal"] = refusal | {"numbers": rule.explain(error.message)}
+    return found
 
 
 def versions_of(seen: Scanned, given: Versions | None) -> Versions:
