@@ -392,16 +392,16 @@ class Errors:
             self._cut = self._cut or begun
 
     def _add(self, error: Error) -> None:
-        same = ((key, each) for key, each in self.found.items() if error.type and key[:2] == error.key[:2])
-        apart = (key for key, each in same if each.key == error.key or not (each.places and error.places))
-        key = next(apart, error.key)
+        key = error.key
+        if key not in self.found:  # the message and the frames of one error may stand apart
+            same = ((each, old) for each, old in self.found.items() if error.type and each[:2] == key[:2])
+            key = next((each for each, old in same if old.key == key or not (old.places and error.places)), key)
         old = self.found.get(key)
         ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
-        gpus = {*(old.gpus if old else ()), *_GPU.findall(error.message)}
+        gpus = {*(old.gpus if old else ()), *(_GPU.findall(error.message) if error.rank is None else ())}
         if old is None and len(self.found) >= MAX_ERRORS:
             return
-        # The message and the frames of one error may stand apart.
-        message = max(error.message, old.message, key=len) if old and old.key != error.key else ""
+        message = max(error.message, old.message, key=len) if old and key != error.key else ""
         last, ignored = error.line, error.ignored and (old is None or old.ignored)
         # Of equal errors the one that is whole stands for all, at the place of the first.
         if old and error.completeness > old.completeness:
@@ -411,8 +411,8 @@ class Errors:
         count = old.count + 1 if old else 1
         if message:
             error = replace(error, record={**error.record, "message": message})
-        found = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last, ignored=ignored)
-        self.found[key] = replace(found, gpus=tuple(sorted(gpus)))
+        who = {"count": count, "ranks": tuple(sorted(ranks)), "gpus": tuple(sorted(gpus))}
+        self.found[key] = replace(error, **who, last=last, ignored=ignored)
         self._last[error.label] = error.line
 
 
