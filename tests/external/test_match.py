@@ -323,7 +323,8 @@ WATCHDOG = (
 )  # fmt: skip
 def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank: int | None) -> None:
     place = rules()[kind].place if kind in rules() else "any_line"
-    after = [] if place == "last_line" else ["step 2 loss 1.9"]
+    ends = place == "last_line" or (kind in rules() and rules()[kind].library)
+    after = [] if ends else ["step 2 loss 1.9"]
     found = answer(line.split("\n") if place == "every_step" else ["step 1 loss 2.0", *line.split("\n"), *after])
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
@@ -968,6 +969,7 @@ def test_what_only_follows_comes_last(match: Match) -> None:
 def test_rules_name_cases_of_the_catalog_and_threads() -> None:
     assert {rule.case for rule in rules().values()} - {""} <= set(CASES)
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each) for rule in rules().values() for each in rule.references)
+    assert all(rule.references or rule.library for rule in rules().values())
     assert {row["want"] for row in fixtures("threads")} <= {
         *CASES,
         *rules(),
@@ -1003,6 +1005,9 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
         if names - right:
             wrong.append(f"{where}: {sorted(names)}, not {sorted(right)}")
         named += bool(names)
+        refused = [each.kind for each in found.leading if each.kind in rules() and rules()[each.kind].library]
+        if right and refused:
+            wrong.append(f"{where}: {refused}, not {sorted(right)}")
         raised = {failure.error.type for failure in found.causes} - {""}
         known = {case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)}
         if raised and known and not names and not possible(found) & right:

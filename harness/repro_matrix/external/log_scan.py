@@ -361,7 +361,8 @@ def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
         rank = found.summary.rank
     place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
     key = (rank, rule.name, place)
-    warning = _is_warning(line.text) or _is_noted(rule, line.text) or bool(_EARLIER.search(line.text))
+    # What refuses a use is raised: a line that steps follow only mentions it.
+    warning = _is_warning(line.text) or _is_noted(rule, line.text) or bool(_EARLIER.search(line.text) or rule.library)
     old = found.findings.get(key)
     if old and (old.warning <= warning):
         found.findings[key] = replace(old, last=line.number)

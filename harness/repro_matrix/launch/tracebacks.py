@@ -411,8 +411,8 @@ class Errors:
         count = old.count + 1 if old else 1
         if message:
             error = replace(error, record={**error.record, "message": message})
-        who = {"count": count, "ranks": tuple(sorted(ranks)), "gpus": tuple(sorted(gpus))}
-        self.found[key] = replace(error, **who, last=last, ignored=ignored)
+        error = replace(error, count=count, ranks=tuple(sorted(ranks)), gpus=tuple(sorted(gpus)))
+        self.found[key] = replace(error, last=last, ignored=ignored)
         self._last[error.label] = error.line
 
 
