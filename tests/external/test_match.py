@@ -211,6 +211,7 @@ def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> N
         ("- Transformers 4.38.2", {"transformers": "4.38.2"}), ("torchvision==0.15.2", {}),
         ("Requires: torch (>=2.0)", {}), ("Collecting torch==2.1.0", {}), ("  Uninstalling torch-1.13.1:", {}),
         ("  Found existing installation: torch 1.13.1", {}), ("FSDP2 is in torch 2.4 or newer", {}),
+        ("In PyTorch 2.6, we changed the default", {}),
         ("Requirement already satisfied: peft==0.10.0 in /usr/lib", {"peft": "0.10.0"}),
         ("accelerate 0.30.0 requires torch==2.3.0, but you have torch 2.2.2 which is incompatible.",
          {"accelerate": "0.30.0", "torch": "2.2.2"}),

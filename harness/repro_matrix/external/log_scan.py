@@ -46,7 +46,7 @@ _WANTED = re.compile(
     r"(?i)\b(?:requires?|requirement|required|requested|collecting|(?:un|pip )install\w*|existing installation"
     r"|downloading|cached|upgrade|downgrade|deprecated|removed|since|until|before|minimum|least|supports?|needs?)\b"
 )
-_OR_NEWER = re.compile(r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b)")
+_OR_NEWER = re.compile(r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b|we changed)")
 
 
 @dataclass
