@@ -211,6 +211,7 @@ def test_recognize_after_any_lines_names_no_other_failure(noise: list[str]) -> N
         ("- Transformers 4.38.2", {"transformers": "4.38.2"}), ("torchvision==0.15.2", {}),
         ("Requires: torch (>=2.0)", {}), ("Collecting torch==2.1.0", {}), ("  Uninstalling torch-1.13.1:", {}),
         ("  Found existing installation: torch 1.13.1", {}), ("FSDP2 is in torch 2.4 or newer", {}),
+        ("In PyTorch 2.6, we changed the default", {}),
         ("Requirement already satisfied: peft==0.10.0 in /usr/lib", {"peft": "0.10.0"}),
         ("accelerate 0.30.0 requires torch==2.3.0, but you have torch 2.2.2 which is incompatible.",
          {"accelerate": "0.30.0", "torch": "2.2.2"}),
@@ -323,7 +324,8 @@ WATCHDOG = (
 )  # fmt: skip
 def test_match_of_a_line_that_shows_a_kind_of_failure(line: str, kind: str, rank: int | None) -> None:
     place = rules()[kind].place if kind in rules() else "any_line"
-    after = [] if place == "last_line" else ["step 2 loss 1.9"]
+    ends = place == "last_line" or (kind in rules() and rules()[kind].library)
+    after = [] if ends else ["step 2 loss 1.9"]
     found = answer(line.split("\n") if place == "every_step" else ["step 1 loss 2.0", *line.split("\n"), *after])
     assert found.kinds[:1] == [kind] and found.exit_code == 1
     assert rank is None or [each.rank for each in found.findings] == [rank]
@@ -968,6 +970,7 @@ def test_what_only_follows_comes_last(match: Match) -> None:
 def test_rules_name_cases_of_the_catalog_and_threads() -> None:
     assert {rule.case for rule in rules().values()} - {""} <= set(CASES)
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", each) for rule in rules().values() for each in rule.references)
+    assert all(rule.references or rule.library for rule in rules().values())
     assert {row["want"] for row in fixtures("threads")} <= {
         *CASES,
         *rules(),
@@ -1003,6 +1006,9 @@ def test_recognize_of_every_published_log_tail_is_right_or_nothing() -> None:
         if names - right:
             wrong.append(f"{where}: {sorted(names)}, not {sorted(right)}")
         named += bool(names)
+        refused = [each.kind for each in found.leading if each.kind in rules() and rules()[each.kind].library]
+        if right and refused:
+            wrong.append(f"{where}: {refused}, not {sorted(right)}")
         raised = {failure.error.type for failure in found.causes} - {""}
         known = {case for case in right if any(s.kind == "exception" for s in CASES[case].signatures)}
         if raised and known and not names and not possible(found) & right:

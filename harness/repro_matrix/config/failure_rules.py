@@ -1,11 +1,14 @@
-"""The kinds of failures that are no case of the catalog (failure_rules.yaml), and the errors of CUDA and of the
-libraries that ranks talk through (device_errors.yaml), read and validated."""
+"""The kinds of failures that are no case of the catalog (failure_rules.yaml), wrong uses that libraries refuse
+(refusals.yaml), and the errors of CUDA and of the libraries that ranks talk through (device_errors.yaml), read and
+validated."""
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +21,33 @@ from repro_matrix.config.vocabulary import Regex, Strict
 DEVICE_ERRORS = "device_errors.yaml"
 
 
+class Hint(Strict):
+    """A sentence about the named groups of a rule's text; refusals.yaml explains its fields."""
+
+    when: dict[str, str | int] = Field(default={})
+    text: str
+
+
+class _Groups(dict[str, str]):
+    """The named groups of a match. ``a/b/c`` is a quotient. Raises KeyError: a group is missing, or a remainder is."""
+
+    def __missing__(self, key: str) -> str:
+        first, *others = key.split("/")
+        divisor = math.prod(int(self[each]) for each in others) if others else 0
+        if not divisor or int(self[first]) % divisor:
+            raise KeyError(key)
+        return str(int(self[first]) // divisor)
+
+
 class FailureRule(Strict):
     """A kind of failure, and how to tell it from a line of a log or an exception's message."""
 
     name: str
     title: str
-    shows: Literal["cause", "end", "peer"]
+    shows: Literal["cause", "end", "peer"] = "cause"
+    library: str = ""  # it refuses a wrong use
     text: Regex
+    says: list[Hint] = Field(default=[])
     case: str = ""  # the case that it is, in an older or another package's wording
     words: list[str] = Field(default=[])  # without them, words of the text
     any_level: bool = False  # also a line that a logger prints as information
@@ -33,7 +56,23 @@ class FailureRule(Strict):
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
     advice: list[str] = Field(min_length=1)
-    references: list[str] = Field(min_length=1)
+    references: list[str] = Field(default=[])
+
+    @property
+    def heading(self) -> str:
+        return f"{self.library} refused this: {self.title}" if self.library else self.title
+
+    def explain(self, message: str) -> str:
+        """Return what the numbers and names in a message say; empty where no hint fits."""
+        found = re.search(self.text, message)
+        groups = {name: text for name, text in found.groupdict().items() if text is not None} if found else {}
+        escaped = _Groups({name: re.escape(text) for name, text in groups.items()})
+        for hint in self.says:
+            with suppress(KeyError):
+                wanted = {name: str(text).format_map(escaped) for name, text in hint.when.items()}
+                if all(re.fullmatch(text, _Groups(groups)[name]) for name, text in wanted.items()):
+                    return hint.text.format_map(_Groups(groups))
+        return ""
 
 
 class DeviceError(Strict):
@@ -107,10 +146,11 @@ def peer_errors() -> re.Pattern[str]:
 
 @cache
 def rules() -> Mapping[str, FailureRule]:
-    """Return the rules by name, in the order in which they are tried, with the texts of device_errors.yaml and without
-    digits in their words."""
-    found = TypeAdapter(list[FailureRule]).validate_python(_load("failure_rules.yaml"))
-    return {rule.name: _completed(rule) for rule in found}
+    """Return the rules by name, in the order in which they are tried (cases, refusals, others), with
+    the texts of device_errors.yaml and without digits in their words."""
+    texts = [*_load("refusals.yaml"), *_load("failure_rules.yaml")]
+    found = TypeAdapter(list[FailureRule]).validate_python(texts)
+    return {rule.name: _completed(rule) for rule in sorted(found, key=lambda rule: not rule.case)}
 
 
 def _completed(rule: FailureRule) -> FailureRule:

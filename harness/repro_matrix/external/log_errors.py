@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import re
 from collections.abc import Iterable, Mapping
-from itertools import count
+from itertools import count, groupby
+from operator import itemgetter
 from typing import Any
 
 from repro_matrix.config.vocabulary import UPSTREAM
@@ -88,12 +89,28 @@ def module_of(error: Error) -> str:
 
 def where(error: Error) -> str:
     """Return what raised an error: module, function, file and line."""
-    place = error.places[-1] if error.places else None
-    if place is None:
-        return ""
+    return _named(error.places[-1]) if error.places else ""
+
+
+def _named(place: Mapping[str, Any]) -> str:
     names = module_names(place["file"])
     at = f"{place['file']}:{place['line']}" if place["line"] else place["file"]
     return f"{names[0]}.{place['function']} ({at})" if len(names) == 1 else f"{place['function']} ({at})"
+
+
+def callers(error: Error) -> list[str]:
+    """Return the calls that led to an error: of frames in a row of the script, or of one package, the
+    last one, without those of torch and of Python."""
+    found = [(_package(place["file"]), place) for place in error.places[:-1]]
+    runs = groupby((each for each in found if each[0] not in ("torch", None)), itemgetter(0))
+    return [_named(list(run)[-1][1]) for _, run in runs]
+
+
+def _package(file: str) -> str | None:
+    """Return the installed package of a file; "" of a script, None of Python itself."""
+    names = module_names(file)
+    installed = names[0].partition(".")[0] if "-packages/" in file.replace("\\", "/") else None
+    return installed if len(names) == 1 and "/" in file else ""
 
 
 _UNITS = {"bytes": 1 / 1024**3, "KiB": 1 / 1024**2, "MiB": 1 / 1024, "GiB": 1.0}

@@ -105,11 +105,19 @@ class Answer:
     @property
     def leading(self) -> list[Failure | Finding | Hang]:
         """The errors and lines that show a cause, the first one first. What is general ("NCCL failed") comes after
-        what another one says, also after a collective that timed out; a line comes after an error."""
+        what another one says, also after a collective that timed out; a line comes after an error. So does what
+        nobody explains, where a refusal was raised while it was handled."""
+        refused = {each.error.after for each in self.causes if each.rule and each.rule.library}
         shown = [each for each in self.findings if rules()[each.kind].shows == "cause"]
         return sorted(
             [*(each for each in self.causes if each.error.type), *shown, *([self.hang] if self.hang else [])],
-            key=lambda each: (_is_general(each), isinstance(each, Hang), isinstance(each, Finding), each.line),
+            key=lambda each: (
+                _is_general(each),
+                isinstance(each, Hang),
+                isinstance(each, Finding),
+                not each.kind and each.line in refused,
+                each.line,
+            ),
         )
 
     @property
@@ -144,6 +152,9 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
         # Ranks that do not find each other raise what a lost peer raises, too.
         found = [replace(each, echo=each.echo and not (each.rule and each.rule.shows == "cause")) for each in found]
     # What was cut off before its type comes after what is known, and one line alone says nothing beside its traceback.
+    # Of mixed tracebacks it is the rest of one that is listed.
+    mixed = any(each.error.mixed and each.error.type for each in found)
+    found = [each for each in found if each.error.type or not (mixed and each.error.mixed)]
     found = [each for each in found if not (each.error.ignored and seen.progress.complete)]
     found.sort(key=lambda failure: (failure.echo, not failure.error.type, failure.error.line))
     framed = {each.case for failure in found if failure.error.places for each in (*failure.known, *failure.perhaps)}

@@ -46,7 +46,7 @@ _WANTED = re.compile(
     r"(?i)\b(?:requires?|requirement|required|requested|collecting|(?:un|pip )install\w*|existing installation"
     r"|downloading|cached|upgrade|downgrade|deprecated|removed|since|until|before|minimum|least|supports?|needs?)\b"
 )
-_OR_NEWER = re.compile(r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b)")
+_OR_NEWER = re.compile(r"(?i),? *(?:or (?:newer|later|higher|above|greater)|(?:is|are) required|will\b|we changed)")
 
 
 @dataclass
@@ -361,7 +361,8 @@ def _find(found: Scanned, line: Line, rule: FailureRule) -> None:
         rank = found.summary.rank
     place = "" if named.isdigit() else named.replace("_", " ").replace(":", "")
     key = (rank, rule.name, place)
-    warning = _is_warning(line.text) or _is_noted(rule, line.text) or bool(_EARLIER.search(line.text))
+    # What refuses a use is raised: a line that steps follow only mentions it.
+    warning = _is_warning(line.text) or _is_noted(rule, line.text) or bool(_EARLIER.search(line.text) or rule.library)
     old = found.findings.get(key)
     if old and (old.warning <= warning):
         found.findings[key] = replace(old, last=line.number)

@@ -125,6 +125,7 @@ class Error:
     mixed: bool = False  # lines of another traceback may be among its own
     count: int = 1
     ranks: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()  # that the messages of equal errors name
     last: int = 0  # the line of the last equal one
     after: int = 0  # the line of the error of the same process that it was raised from, or while handling
     ignored: bool = False  # Python went on after it, or a text quotes it
@@ -152,6 +153,7 @@ class Error:
         return self.type, re.sub(r"\d+", "N", self.message.partition("\n")[0])[:300], where
 
 
+_GPU = re.compile(r"(?<=cuda:)\d+|(?<='cuda', index=)\d+")
 MIXED = 500  # lines after a traceback that began inside another one
 BETWEEN = 64  # lines of other processes between two of a message
 PATIENCE = 4000  # lines until a traceback without a new line of its own is given up
@@ -390,10 +392,16 @@ class Errors:
             self._cut = self._cut or begun
 
     def _add(self, error: Error) -> None:
-        old = self.found.get(error.key)
+        key = error.key
+        if key not in self.found:  # the message and the frames of one error may stand apart
+            same = ((each, old) for each, old in self.found.items() if error.type and each[:2] == key[:2])
+            key = next((each for each, old in same if old.key == key or not (old.places and error.places)), key)
+        old = self.found.get(key)
         ranks = {*(old.ranks if old else ()), *(() if error.rank is None else (error.rank,))}
+        gpus = {*(old.gpus if old else ()), *(_GPU.findall(error.message) if error.rank is None else ())}
         if old is None and len(self.found) >= MAX_ERRORS:
             return
+        message = max(error.message, old.message, key=len) if old and key != error.key else ""
         last, ignored = error.line, error.ignored and (old is None or old.ignored)
         # Of equal errors the one that is whole stands for all, at the place of the first.
         if old and error.completeness > old.completeness:
@@ -401,7 +409,10 @@ class Errors:
         elif old:
             error = old
         count = old.count + 1 if old else 1
-        self.found[error.key] = replace(error, count=count, ranks=tuple(sorted(ranks)), last=last, ignored=ignored)
+        if message:
+            error = replace(error, record={**error.record, "message": message})
+        error = replace(error, count=count, ranks=tuple(sorted(ranks)), gpus=tuple(sorted(gpus)))
+        self.found[key] = replace(error, last=last, ignored=ignored)
         self._last[error.label] = error.line
 
 
@@ -410,6 +421,8 @@ def _continues(now: _Open, line: Line) -> bool:
     text = line.text
     indented = text[:1] in (" ", "\t") and bool(text.strip())
     plain = bool(text) and not _LOGGED.match(text) and not _BARE.match(text) and len(now.message) < 8
+    if text.lstrip().startswith("raise "):  # another process's code
+        return False
     if line.number - now.number > now.patience or not (indented or plain) or len(now.message) >= 60:
         return False
     now.message.append(text[:MESSAGE])

@@ -10,13 +10,15 @@ from repro_matrix.analysis.advice import advice
 from repro_matrix.config.failure_rules import FailureRule, rules
 from repro_matrix.config.schema import Case
 from repro_matrix.external.collectives import Hang
-from repro_matrix.external.log_errors import memory_of, where
+from repro_matrix.external.log_errors import callers, memory_of, where
 from repro_matrix.external.log_match import Answer, Failure
 from repro_matrix.external.log_scan import Finding, Scanned
-from repro_matrix.text import WIDTH, counted, first_line, list_ranks, list_some, wrap
+from repro_matrix.text import WIDTH, counted, first_line, list_some, wrap
 
 MOST_FAILURES = 8  # of a log that are listed; --json has all
 MOST_VARIANTS = 4
+FIRST_LINES = 6  # of a long message, and its last two
+LONGEST = 600  # characters of one of its lines
 
 Versions = tuple[Mapping[str, str], str]  # package -> release, and where they come from: "stack current"
 
@@ -48,7 +50,12 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
     found = {name: getattr(error, name) for name in names}
     found |= {name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")}
     kind = failure.rule.name if failure.rule else None
-    return found | {"kind": kind, "raised_in": where(error), "echo": failure.echo}
+    found |= {"kind": kind, "raised_in": where(error), "called_from": callers(error), "echo": failure.echo}
+    found["refusal"] = None
+    if failure.kind and (rule := failure.rule) and rule.library:
+        refusal = {"library": rule.library, "meaning": rule.title, "change": rule.advice}
+        found["refusal"] = refusal | {"numbers": rule.explain(error.message)}
+    return found
 
 
 def versions_of(seen: Scanned, given: Versions | None) -> Versions:
@@ -106,8 +113,8 @@ class _Parts:
         if more := len(listed[MOST_FAILURES:]):
             yield 2, f"{more} more errors: --json lists them"
         if ends and leading:
-            ended = dict.fromkeys(f"{_place(each)}: {each.kind} (line {each.line})" for each in ends)
-            yield 2, f"Then ended: {', '.join(list(ended)[:MOST_FAILURES])}"
+            ended = dict.fromkeys(_recovered(each, f"{_place(each)}, ") for each in ends)
+            yield 2, f"Then: {'; '.join(list(ended)[:MOST_FAILURES])}"
         elif not leading:
             for kind in list(dict.fromkeys(each.kind for each in ends))[:2]:
                 yield from self.finding(next(each for each in ends if each.kind == kind))
@@ -120,12 +127,13 @@ class _Parts:
             yield 2, f"Follow from another process's failure: {list_some(echoes, 4)}"
         if answer.recovered:
             caught = [_recovered(each) for each in answer.recovered]
-            yield 2, f"Training went on after: {list_some(caught, 4)}"
+            yield 2, f"Training went on after: {list_some(caught, 4, '; ')}"
         if answer.exit_code == 3 and not answer.remarks:
             cut = "" if seen.progress.ended else "; the log ends before the training does"
             yield 2, f"no failure in this log{cut}" if seen.lines else "this log is empty: it tells nothing"
-        elif not (answer.names or answer.like or answer.kinds or any(each.perhaps for each in answer.causes)):
-            yield 2, f"Not in the catalog. To write it down as a case: repro new MY-CASE --from-log {path}"
+        elif not answer.names and any(each.error.type for each in answer.causes):
+            log = "LOG (save it as a file)" if path == "-" else path
+            yield 2, f"To write it down as a case: repro new MY-CASE --from-log {log}"
 
     def elsewhere(self, ends: Sequence[Finding]) -> str:
         """Say where the error itself would be, where the log has none."""
@@ -145,14 +153,16 @@ class _Parts:
         elif possible:
             meaning = "perhaps a known failure (below)"
         else:
-            meaning = rule.title if rule else "not a known failure" if error.type else "cut off before its error"
+            meaning = rule.heading if rule else "not a known failure" if error.type else "cut off before its error"
         yield 2, f"{self.who(failure)}, line {error.line}: {meaning}"
         if error.type or error.message:
-            yield 4, first_line(f"{error.type}: {error.message}".removeprefix(": "))
+            yield from ((4, line) for line in _telling(f"{error.type}: {error.message}".removeprefix(": ")))
         for inner in (each for each in self.answer.failures if each.echo and each.line == error.after):
             yield 4, f"from line {error.after}: {first_line(f'{inner.error.type}: {inner.error.message}')}"
         if where(error):
             yield 4, f"raised in {where(error)}"
+        if called := callers(error):
+            yield 4, f"called from {' > '.join(called)}"
         if error.mixed:
             yield 4, "No prefix names the rank, and tracebacks are mixed: frames are uncertain."
         if failure.known:
@@ -166,16 +176,17 @@ class _Parts:
     def who(self, failure: Failure) -> str:
         """Return the rank that failed first, and the others; where no line names it, the one that torchrun reports."""
         error, root = failure.error, self.seen.summary.root
-        others = [rank for rank in error.ranks if rank != error.rank]
         if error.rank is None:
-            return error.label or "unknown rank" if root is None else f"rank {root} (ended first, torchrun reports)"
-        more = " ..." * (len(others) > MOST_FAILURES)
-        return f"rank {error.rank}" + (f" (also {list_ranks(others[:MOST_FAILURES])}{more})" if others else "")
+            gpus = f" (GPUs {_and(error.gpus)})" if len(error.gpus) == error.count else ""
+            several = f"{error.count} processes{gpus}" if error.mixed and error.count > 1 else "unknown rank"
+            return error.label or several if root is None else f"rank {root} (ended first, torchrun reports)"
+        first = f" (first: rank {error.rank})" * (error.rank != min(error.ranks))
+        return f"rank{'s' * bool(error.ranks[1:])} {_and(error.ranks)}{first}"
 
     def finding(self, finding: Finding) -> Iterator[Part]:
         rule = rules()[finding.kind]
-        yield 2, f"{_place(finding)}, line {finding.line}: {rule.title}"
-        yield 4, first_line(finding.text)
+        yield 2, f"{_place(finding)}, line {finding.line}: {rule.heading}"
+        yield from ((4, line) for line in _telling(finding.text))
         yield from self.rule(rule, finding.text)
 
     def rule(self, rule: FailureRule, text: str) -> Iterator[Part]:
@@ -183,8 +194,10 @@ class _Parts:
         The advice of a rule comes once."""
         if memory := memory_of(text):
             yield 4, memory
+        if explained := rule.explain(text):
+            yield 4, f"In this log: {explained}"
         if rule.name not in self.advised:
-            yield 4, "What to try:"
+            yield 4, "What to change:" if rule.library else "What to try:"
             advice = sorted(rule.advice, key=lambda each: each.partition(":")[0].lower() not in text.lower())
             yield from ((6, advised) for advised in advice)
         self.advised.add(rule.name)
@@ -232,9 +245,27 @@ class _Parts:
         yield 4, f"More: repro show {case.slug}{' [simulated]' if case.simulated else ''}{references}"
 
 
-def _recovered(each: Failure | Finding) -> str:
+def _telling(message: str) -> Iterator[str]:
+    """Yield the lines of a message; of many lines the first and the last ones, of a long one both of its ends."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if left := len(lines[FIRST_LINES + 2 :]):
+        lines[FIRST_LINES:-2] = [f"({left} more lines)"]
+    for line in lines:
+        yield line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+
+
+def _and(numbers: Sequence[int | str]) -> str:
+    """Return ``0, 1 and 2``; of many the first ones and how many more there are."""
+    *first, last = map(str, numbers)
+    if first[MOST_FAILURES:]:
+        return list_some([*first, last], MOST_FAILURES)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _recovered(each: Failure | Finding, place: str = "") -> str:
     if isinstance(each, Finding):
-        return f"{each.kind} (line {each.line})"
+        title = rules()[each.kind].title if each.kind in rules() else each.text
+        return f"{title.partition(';')[0]} ({place}line {each.line})"
     return f"{each.error.type or 'a traceback'} (line {each.line})"
 
 
