@@ -45,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--max-probes", type=options.number(3), metavar="N", help="at most N probes in each search")
     text = "the failure: a number of the training differs from the good end's by more than rounding; names the module"
     add("--numbers", action="store_true", help=text)
+    options.vary(parser)
     options.trace(parser)
 
 
@@ -57,6 +58,8 @@ def main(args: argparse.Namespace) -> int:
     with workspace.interruptible(prober.stop, log), prober:
         try:
             search.run(args.good, args.bad, package, base)
+            if args.numbers and options.varies(args):
+                _judge_ends(args, prober)
         except Stopped as stopped:
             return options.stopped(stopped)
     data = report.bisection(search, shlex.join(["repro", "bisect", *args.words]))
@@ -76,10 +79,9 @@ def _of_case(args: argparse.Namespace) -> tuple[Prober, str, str]:
 def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
     """Return the prober of a script. Lock files become stacks first."""
     from repro_matrix.external.lockfiles import endpoints
-    from repro_matrix.external.scripts import ScriptProber
 
     script, base, settings = options.script_of(args, needs_limit=False)
-    prober = ScriptProber(script, log, threading.Event(), settings.repeat)
+    prober = options.prober_of(args, script, settings)
     if args.numbers:
         if args.any_change or args.checks or settings.repeat:
             raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
@@ -90,6 +92,16 @@ def _of_script(args: argparse.Namespace) -> tuple[Prober, str, str]:
         args.good, args.bad, notes = endpoints(args.good, args.bad, script.results)
         prober.notes += notes
     return prober, VARIANT, base
+
+
+def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
+    """Add to the report which of the two ends is consistent with itself."""
+    from repro_matrix.external import compare, consistency
+
+    assert isinstance(prober, compare.NumbersProber)
+    for name, stack in prober.ends.items():
+        found, _ = consistency.check(prober, options.configurations(args), stack, prober.window)
+        prober.notes.append(f"{name} {found.judgement()}.")
 
 
 def _check_ends(good: str, bad: str) -> None:

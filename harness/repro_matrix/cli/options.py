@@ -7,8 +7,11 @@ imported when one is given.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
+import shlex
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,7 +25,9 @@ from repro_matrix.text import log, wrap
 if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
     from repro_matrix.external.adhoc_case import Script
+    from repro_matrix.external.consistency import Configuration
     from repro_matrix.external.script_failure import Failure
+    from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.runner.session import Request
     from repro_matrix.search.algorithms import Stopped
 
@@ -103,6 +108,14 @@ def trace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is compared").add_argument
     add("--steps", type=number(1), default=3, metavar="N", help="trace N steps (default: 3), then end the script")
     add("--from-step", type=number(0), default=0, metavar="N", help="the first of them (default: 0)")
+
+
+def vary(parser: argparse.ArgumentParser) -> None:
+    """Add what must not change the numbers of a script (external/consistency.py)."""
+    add = parser.add_argument_group("a script against itself").add_argument
+    text = "arguments that must not change the numbers: '--batch {8,2} --acc {1,4}' or --checkpoint; may be repeated"
+    add("--vary", action="append", default=[], metavar="ARGS", help=text)
+    add("--ranks", metavar="N,N", help="numbers of ranks that must not change them: 1,2 or '1,2 --batch {8,4}'")
 
 
 def overrides(parser: argparse.ArgumentParser, json: bool = True) -> None:
@@ -202,6 +215,7 @@ def _failures(args: argparse.Namespace) -> list[str]:
 def refuse(args: argparse.Namespace) -> None:
     """Raise ConfigError where options of a script are given without one."""
     others = {"check": args.checks, "nproc": args.nproc, "args": args.script_args}
+    others |= {name: getattr(args, name, None) for name in ("vary", "ranks")}
     if names := [*_failures(args), *(name for name, value in others.items() if value)]:
         raise ConfigError(f"--{names[0]} is for a script of your own. Write a script as ./train.py.")
 
@@ -254,6 +268,57 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     return adhoc_case.Script(command, failure, results, deadline, env, checks), stack or "current", settings
 
 
+def varies(args: argparse.Namespace) -> bool:
+    """Return whether a script is to be compared with itself. Raises ConfigError: the failure is also described."""
+    given = bool(args.vary or args.ranks)
+    if given and (names := [*_failures(args), *(["check"] if getattr(args, "checks", ()) else [])]) not in (
+        [],
+        ["numbers"],
+    ):
+        raise ConfigError(f"--vary and --ranks search for a script that contradicts itself: remove --{names[0]}.")
+    return given
+
+
+def with_arguments(args: argparse.Namespace, words: str, nproc: int | None = None) -> argparse.Namespace:
+    """Return the arguments of a command for the script with more arguments, and with another number of ranks."""
+    own = copy.copy(args)
+    if getattr(args, "command", None):
+        from repro_matrix.external.adhoc_case import with_ranks
+
+        own.command = [*(with_ranks(args.command, nproc) if nproc else args.command), *shlex.split(words)]
+    else:
+        own.nproc, own.script_args = nproc or args.nproc, f"{args.script_args} {words}".strip()
+    return own
+
+
+def configurations(args: argparse.Namespace) -> list[Configuration]:
+    """Return the configurations of --ranks and --vary. Raises ConfigError before anything starts."""
+    from repro_matrix.external import consistency
+
+    axes = [consistency.settings(args.ranks, ranks=True)] if args.ranks else []
+    axes += [consistency.settings(text) for text in args.vary]
+    found = []
+    for chosen in consistency.combinations(axes):
+        words, ranks = " ".join(filter(None, (each.words for each in chosen))), chosen[0].ranks
+        labels = tuple(label for each in chosen for label in each.labels)
+        found.append(consistency.Configuration(labels, script_of(with_arguments(args, words, ranks))[0]))
+    return found
+
+
+def prober_of(args: argparse.Namespace, script: Script, settings: RunSettings) -> ScriptProber:
+    """Return the prober of a search with a script: for its failure, or whether it contradicts itself."""
+    if varies(args) and not getattr(args, "numbers", False):
+        from repro_matrix.external.compare import Window
+        from repro_matrix.external.consistency import ConsistencyProber
+
+        if settings.repeat:
+            raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")
+        return ConsistencyProber(configurations(args), Window(args.steps, args.from_step), log, threading.Event())
+    from repro_matrix.external.scripts import ScriptProber
+
+    return ScriptProber(script, log, threading.Event(), settings.repeat)
+
+
 # For main.py
 
 
@@ -265,7 +330,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         before, command = before[:cut], before[cut + 1 :]
         if not command:
             raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
-    for option in ("--args", "--good-args", "--bad-args"):  # argparse refuses a value with a dash
+    for option in ("--args", "--good-args", "--bad-args", "--vary"):  # argparse refuses a value with a dash
         while option in parser._option_string_actions and option in before[:-1]:
             place = before.index(option)
             before[place : place + 2] = [f"{option}={before[place + 1]}"]

@@ -37,6 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "releases to probe first (default: 8); every change is then narrowed to neighbours"
     add("--samples", type=options.number(2), metavar="N", default=8, help=text)
     add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
+    options.vary(parser)
+    options.trace(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -73,10 +75,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _prober(args: argparse.Namespace) -> tuple[Prober, str]:
     if options.names_script(args):
-        from repro_matrix.external.scripts import ScriptProber
-
         script, base, settings = options.script_of(args)
-        return ScriptProber(script, log, threading.Event(), settings.repeat), base
+        return options.prober_of(args, script, settings), base
     _, request, base = options.case_of(args)
     return Prober(request, log, threading.Event()), base
 

@@ -212,6 +212,7 @@ class NumbersProber(TraceRunner, ScriptProber):
         """Trace the good end, also with noise, and define the failure by the bad end."""
         self.good = GoodSide(self, self.script, self.resolve(good), self.window)
         other = traced(self, self.script, self.resolve(bad), self.window)
+        self.ends = {good.name: self.good.run.stack, bad.name: other.stack}
         found = self.good.locate(other.trace)
         if found.verdict == "inconclusive":
             why = f" ({other.problem})" if other.problem else ""
