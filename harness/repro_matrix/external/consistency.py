@@ -183,18 +183,19 @@ def group(labels: Sequence[Sequence[str]], compare: Callable[[int, int], tuple[L
         if why := problem(at):
             found.unchecked[at] = why
             continue
-        differences = {}
+        differences: dict[tuple[int, int], Location] = {}
         for members in found.groups:
             location, why = compare(members[0], at)
             why = location.reason if location.verdict == "inconclusive" else why
-            if why:
+            if why and not differences:
                 found.unchecked[at] = why
                 break
             if location.verdict == "agrees":
                 found.agreements[members[0], at] = location
                 members.append(at)
                 break
-            differences[members[0], at] = location
+            if not why:
+                differences[members[0], at] = location
         else:
             found.groups.append([at])
             found.differences |= differences

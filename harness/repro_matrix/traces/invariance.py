@@ -9,9 +9,10 @@ import numpy as np
 from repro_matrix.traces.alignment import Step
 from repro_matrix.traces.comparison import steps_of
 from repro_matrix.traces.location import Location
+from repro_matrix.traces.pair import Pair
 from repro_matrix.traces.reader import Trace
 
-CLOSE = 1e-4  # relative
+CLOSE = 1e-4  # weights that rounding makes different
 
 
 def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> str:
@@ -25,8 +26,8 @@ def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] =
         return found.relation
     if found.stage == "data" or (found.role == "step" and found.relation.startswith("no step;")):
         return _other_samples(found, good, bad, noise)
-    if found.stage == "loss weight" and _averages_by_itself(good, bad, noise, found.step):
-        return "each rank or micro-batch averages its own loss, and they have different numbers of labels"
+    if found.stage == "loss weight":
+        return _own_averages(next(pair for pair, _ in steps_of(good, bad, noise) if pair.good.number == found.step))
     return ""
 
 
@@ -65,15 +66,22 @@ def _repeats(good: Trace, bad: Trace, number: int) -> bool:
     return False
 
 
-def _averages_by_itself(good: Trace, bad: Trace, noise: Sequence[Trace], number: int | None) -> bool:
-    """Return whether the samples of each rank and micro-batch have one weight, and the reciprocals' mean is 1.
+def _own_averages(pair: Pair) -> str:
+    """Return that each rank and micro-batch averages its own loss, where that explains the weights of the samples.
 
-    The mean over n of N labels weighs each N / n / K, for K means: the reciprocals K n / N have the mean 1."""
-    pair = next(pair for pair, _ in steps_of(good, bad, noise) if pair.good.number == number)
-    weights: dict[Hashable, list[float]] = {}
-    for scale, _, (ranks, micro) in pair.weights.values():
-        weights.setdefault((pair.other.group_of[ranks[0]], micro), []).append(scale / pair.expected_weight)
-    values = [np.array(each) for each in weights.values()]
-    if len(values) < 2 or any(each.min() <= 0 or np.ptp(each) > 10 * CLOSE * each.max() for each in values):
-        return False
-    return bool(abs(np.mean([1 / each.mean() for each in values]) - 1) < 10 * CLOSE)
+    The mean over n of N labels weighs each label N / n / K of what it weighs in the mean over all N, for K means. These
+    weights are equal within each batch, and the mean of their reciprocals is 1."""
+    cells: dict[Hashable, list[float]] = {}
+    for (sample, _), (scale, _, (ranks, micro)) in pair.weights.items():
+        owners = pair.good.samples.get(sample), (pair.other.group_of[ranks[0]], micro)  # type: ignore[call-overload]
+        cells.setdefault(owners, []).append(scale / pair.expected_weight)
+    values = np.array([float(np.mean(each)) for each in cells.values()])
+    off = CLOSE + float(np.median([rest for _, rest, _ in pair.weights.values()]))
+    if values.min() <= 0 or np.ptp(values) < off or any(np.ptp(each) > 10 * off for each in cells.values()):
+        return ""
+    one, other = (len({owners[side] for owners in cells}) == 1 for side in (0, 1))  # type: ignore[index]
+    if (one or other) and abs(np.mean(1 / values if one else values) - 1) > off:
+        return ""
+    how = "averages" if one or other else "may average"
+    advice = "" if one or other else ". To be sure, add one rank with one micro-batch"
+    return f"each rank or micro-batch {how} its own loss, and their numbers of labels differ{advice}"
