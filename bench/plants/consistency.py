@@ -91,8 +91,8 @@ def totals(planted: list[dict[str, Any]], clean: list[dict[str, Any]]) -> str:
     seen = [each for each in planted if each["visible"] or each["differences"]]
     right, verdicts = sum(each["right"] for each in found), Counter(each["verdict"] for each in clean)
     return (
-        f"{len(planted)} planted errors: {len(seen)} make configurations differ, of which {len(found)} are found, {right} "
-        f"with the right place. {len(clean)} trainings without an error: {verdicts['contradicts itself']} false alarms, "
+        f"{len(planted)} planted errors: {len(seen)} make configurations differ; {len(found)} are found, {right} with "
+        f"the right place. {len(clean)} trainings without an error: {verdicts['contradicts itself']} false alarms, "
         f"{verdicts['inconclusive']} inconclusive."
     )
 

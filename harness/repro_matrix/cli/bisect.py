@@ -100,7 +100,7 @@ def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
 
     assert isinstance(prober, compare.NumbersProber)
     for name, stack in prober.ends.items():
-        found, _ = consistency.check(prober, options.configurations(args), stack, prober.window)
+        found, _ = consistency.check(prober, options.configurations(args)[0], stack, prober.window)
         prober.notes.append(f"{name} {found.judgement()}.")
 
 

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
             "Both sides are the same. Say what differs: --bad STACK, --bad-nproc N, --bad-args ARGS or a second script."
         )
     stop, window = threading.Event(), compare.Window(args.steps, args.from_step)
-    varied = [(side, options.configurations(_side(args, side)), stack)
+    varied = [(side, options.configurations(_side(args, side))[0], stack)
               for side, stack in (("good", built[0]), ("bad", built[1])) if options.varies(args)]  # fmt: skip
     runner = compare.TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:

@@ -40,8 +40,7 @@ def main(args: argparse.Namespace) -> int:
     from repro_matrix.external.adhoc_case import in_shell
     from repro_matrix.external.compare import TraceRunner, Window
 
-    base = options.script_of(argparse.Namespace(**vars(args)))[1]
-    chosen = options.configurations(args)
+    chosen, base = options.configurations(args)
     stack = in_shell(replace(stacks.resolve(base, say=log), name=base))
     stop = threading.Event()
     runner = TraceRunner(log, stop)

@@ -291,18 +291,21 @@ def with_arguments(args: argparse.Namespace, words: str, nproc: int | None = Non
     return own
 
 
-def configurations(args: argparse.Namespace) -> list[Configuration]:
-    """Return the configurations of --ranks and --vary. Raises ConfigError before anything starts."""
+def configurations(args: argparse.Namespace) -> tuple[list[Configuration], str]:
+    """Return the configurations of --ranks and --vary, else of the Trainer's arguments, and the stack's specification.
+    Raises ConfigError before anything starts."""
     from repro_matrix.external import consistency
 
-    axes = [consistency.settings(args.ranks, ranks=True)] if args.ranks else []
-    axes += [consistency.settings(text) for text in args.vary]
+    axes = [consistency.settings("--ranks", args.ranks)] if args.ranks else []
+    axes += [consistency.settings("--vary", text) for text in args.vary]
+    script, base, _ = script_of(copy.copy(args))
+    axes = axes or [consistency.settings("--ranks", consistency.of_trainer(script))]
     found = []
     for chosen in consistency.combinations(axes):
-        words, ranks = " ".join(filter(None, (each.words for each in chosen))), chosen[0].ranks
-        labels = tuple(label for each in chosen for label in each.labels)
-        found.append(consistency.Configuration(labels, script_of(with_arguments(args, words, ranks))[0]))
-    return found
+        words, labels = " ".join(each.words for each in chosen), (label for each in chosen for label in each.labels)
+        script, _, _ = script_of(with_arguments(args, words, chosen[0].ranks))
+        found.append(consistency.Configuration(tuple(labels), script))
+    return found, base
 
 
 def prober_of(args: argparse.Namespace, script: Script, settings: RunSettings) -> ScriptProber:
@@ -313,7 +316,7 @@ def prober_of(args: argparse.Namespace, script: Script, settings: RunSettings) -
 
         if settings.repeat:
             raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")
-        return ConsistencyProber(configurations(args), Window(args.steps, args.from_step), log, threading.Event())
+        return ConsistencyProber(configurations(args)[0], Window(args.steps, args.from_step), log, threading.Event())
     from repro_matrix.external.scripts import ScriptProber
 
     return ScriptProber(script, log, threading.Event(), settings.repeat)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 from repro_matrix.environment.stacks import Stack
@@ -25,6 +26,9 @@ from repro_matrix.text import counted
 from repro_matrix.traces.invariance import by_design
 from repro_matrix.traces.location import Location, short
 
+# Arguments of transformers' Trainer.
+BATCH, STEPS, CHECKPOINTING = "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -35,52 +39,43 @@ class Setting:
     ranks: int | None = None
 
 
-def settings(text: str, ranks: bool = False) -> list[Setting]:
-    """Return the choices of ``--acc {1,4}``; without braces: without these arguments and with them. The values of
-    several braces belong together. ``ranks``: the first word is a list of ranks. Raises ConfigError."""
-    option, example = ("--ranks", "1,2") if ranks else ("--vary", "'--acc {1,4}'")
-    first, space, rest = text.strip().partition(" ")
+def settings(option: str, text: str) -> list[Setting]:
+    """Return the choices of ``--acc {1,4}``; the values of several braces belong together. Without braces: without
+    these arguments and with them. The first word of --ranks is a list of ranks. Raises ConfigError."""
+    ranks, first, space, rest = option == "--ranks", *text.strip().partition(" ")
     template = f"{{{first.strip('{}')}}}{space}{rest}" if ranks else text.strip()
     parts = re.split(r"\{([^{}]*)\}", template)
     fixed, lists = parts[::2], [part.split(",") for part in parts[1::2]]
     if not lists:
         fixed, lists = ["", ""], [["", template]]
-    lengths = sorted({len(values) for values in lists})
-    if len(lengths) > 1:
-        raise ConfigError(
-            f"{option} {text!r}: its lists have {lengths[0]} and {lengths[-1]} values. Give as many in each."
-        )
     choices = list(zip(*lists))
-    if len(choices) < 2 or len(set(choices)) < len(choices):
-        what = "one value leaves nothing to compare" if len(choices) < 2 else "a value is given twice"
-        raise ConfigError(f"{option} {text!r}: {what}. Write different values, such as {option} {example}.")
+    wrong = [number for number in lists[0] if ranks and not (number.isdecimal() and int(number))]
+    problem = (
+        f"{wrong[0]!r} is not a number of ranks" if wrong
+        else "its lists have different lengths" if len({len(values) for values in lists}) > 1
+        else "one value leaves nothing to compare" if len(choices) < 2
+        else "a value is given twice" if len(set(choices)) < len(choices) else ""
+    )  # fmt: skip
+    if problem:
+        example = "1,2 or '1,2 --batch {8,4}'" if ranks else "'--acc {1,4}' or '--batch {8,2} --acc {1,4}'"
+        raise ConfigError(f"{option} {text!r}: {problem}. Write it as {option} {example}.")
     telling = [at for at, values in enumerate(lists) if len(set(values)) == len(values)][:1] or range(len(lists))
     found = []
     for values in choices:
-        words, count = "".join(chain.from_iterable(zip(fixed, values))) + fixed[-1], None
+        words = "".join(chain(*zip(fixed, values), fixed[-1:]))
         labels = [_label(*each) for each in zip(fixed, values, fixed[1:])]
         if not parts[1:]:
             labels = [f"{'with' if words else 'without'} {template}"]
         if ranks:
-            number, _, words = words.partition(" ")
-            if not number.isdecimal() or not int(number):
-                raise ConfigError(
-                    f"{option} {text!r}: {number!r} is not a number of at least 1. Write {option} {example}."
-                )
-            count, labels[0] = int(number), counted(int(number), "rank")
-        try:
-            shlex.split(words)
-        except ValueError as error:
-            raise ConfigError(f"{option} {text!r}: {error}") from None
-        found.append(Setting(tuple(labels[at] for at in telling), words, count))
+            words, labels[0] = words[len(values[0]) :], counted(int(values[0]), "rank")
+        found.append(Setting(tuple(labels[at] for at in telling), words.strip(), int(values[0]) if ranks else None))
     return found
 
 
 def _label(before: str, value: str, after: str) -> str:
-    """``--acc 4``: a value with its option."""
-    words = before.split()[-1:]
-    gap = " " if before[-1:].isspace() else ""
-    return ("".join(words) + gap + value + re.match(r"\S*", after).group()).strip() or "neither"  # type: ignore[union-attr]
+    """``--acc 4``: a value with its option, or the word that it is in."""
+    option = "".join(before.split()[-1:]) + " " * before[-1:].isspace()
+    return f"{option}{value}{after.partition(' ')[0]}".strip()
 
 
 def combinations(axes: Sequence[Sequence[Setting]]) -> list[tuple[Setting, ...]]:
@@ -90,6 +85,32 @@ def combinations(axes: Sequence[Sequence[Setting]]) -> list[tuple[Setting, ...]]
     options = [word for axis in axes for word in {word.partition("=")[0] for word in axis[-1].words.split()}
                if word.startswith("-")]  # fmt: skip
     return [*found, tuple(axis[-1] for axis in axes)] if len(axes) > 1 and len(set(options)) == len(options) else found
+
+
+def of_trainer(script: Script) -> str:
+    """Return --ranks for a script that takes the arguments of transformers' Trainer: another number of ranks, twice the
+    micro-batches of half the size, and checkpointing. Raises ConfigError where its arguments are not known."""
+    words = shlex.split(script.command.shown)
+    pairs = (word.partition("=")[::2] if "=" in word else (word, value) for word, value in zip(words, [*words[1:], ""]))
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in pairs if name.startswith("--")}
+    code = script.command.script.read_text(errors="replace") if script.command.script else ""
+    batch, steps, ranks = given.get(BATCH, "8"), given.get(STEPS, "1"), script.command.nproc
+    if not (batch.isdecimal() and steps.isdecimal()) or (BATCH not in given and "HfArgumentParser" not in code):
+        raise ConfigError(
+            "Nothing to vary: the script does not take the arguments of transformers' Trainer. Say what must not "
+            "change its numbers: --ranks 1,2 or '1,2 --batch {8,4}', --vary '--acc {1,2} --batch {8,4}', --vary --gc."
+        )
+    fixed = Path(given.get("deepspeed", ""))
+    if fixed.is_file() and re.search(
+        rf'"(train_\w*batch_size\w*|{STEPS})"\s*:\s*\d', fixed.read_text(errors="replace")
+    ):
+        raise ConfigError(f'{fixed}: its batch sizes are numbers, which the arguments cannot vary. Write "auto" there.')
+    size, count = int(batch), int(steps)
+    rows = [(ranks, size, count, False), (ranks, size, count, True)]
+    rows += [(ranks, size // 2, 2 * count, False)] if size % 2 == 0 else []
+    rows += [(1, size * ranks, count, False)] if ranks > 1 else [(2, size // 2, count, False)] if size % 2 == 0 else []
+    numbers, *values = (",".join(map(str, column)) for column in zip(*rows))
+    return " ".join([numbers, *(f"--{name} {{{each}}}" for name, each in zip((BATCH, STEPS, CHECKPOINTING), values))])
 
 
 @dataclass(frozen=True)

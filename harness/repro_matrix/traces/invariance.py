@@ -18,7 +18,8 @@ CLOSE = 1e-4  # weights that rounding makes different
 def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> str:
     """Return why a difference between two configurations is no error of the script or its stack; empty where it is."""
     module = found.place.partition(",")[0]
-    if found.stage == "random draws":
+    split = any("TP" in wrapper for trace in (good, bad) for wrapper in trace.wrappers)
+    if found.stage == "random draws" or (found.stage == "forward" and split and _draws(good) and _draws(bad)):
         return "it draws random numbers (dropout), which depend on ranks and micro-batches. Set the rates to 0"
     if found.stage in ("forward", "buffer") and _in_batch_norm(module, good):
         return f"batch norm ({module}) computes over each rank's micro-batch. Use its eval mode, or another norm"
@@ -29,6 +30,12 @@ def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] =
     if found.stage == "loss weight":
         return _own_averages(next(pair for pair, _ in steps_of(good, bad, noise) if pair.good.number == found.step))
     return ""
+
+
+def _draws(trace: Trace) -> bool:
+    """Return whether the state of the random numbers is another at each forward pass."""
+    states = [str(state) for state in trace.ranks[min(trace.ranks)].random.values()]
+    return len(set(states)) == len(states) > 1
 
 
 def _in_batch_norm(place: str, trace: Trace) -> bool:
