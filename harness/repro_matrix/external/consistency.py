@@ -132,7 +132,7 @@ class Consistency:
 
     @property
     def exit_code(self) -> int:
-        return 1 if self.differences else 3 if self.unchecked or len(self.groups[:1] and self.groups[0]) < 2 else 0
+        return 1 if self.differences else 3 if self.unchecked or not self.agreements else 0
 
     @property
     def verdict(self) -> str:
@@ -155,14 +155,13 @@ class Consistency:
 
     def sentence(self) -> str:
         texts = [f"{text} agree" for group in self.groups for text in self._varied(group)]
-        texts += [f"{self.name(self._group(one))} and {self.name(self._group(other))} differ: {self.words(one, other)}"
-                  for one, other in self.differences]  # fmt: skip
+        pairs = [" and ".join(self.name(self._group(each)) for each in pair) for pair in self.differences]
+        texts += [f"{pairs[0]} differ: {self.words(*next(iter(self.differences)))}"] if pairs else []
+        texts += [f"so do {', '.join(pairs[1:])}"] if pairs[1:] else []
         sizes = sorted(map(len, self.groups))
         if self.differences and len(sizes) > 1 and sizes[-1] > max(1, sizes[-2]):
             odd = [self.name(group) for group in self.groups if len(group) < sizes[-1]]
-            texts.append(
-                f"{' and '.join(odd)} {'is' if len(odd) == 1 else 'are'} the odd one{'s' * (len(odd) > 1)} out"
-            )
+            texts.append(f"{' and '.join(odd)} {'are the odd ones' if odd[1:] else 'is the odd one'} out")
         texts += [f"{self.name([at])} could not be checked: {why}" for at, why in self.unchecked.items()]
         return "; ".join(texts)
 
@@ -176,23 +175,10 @@ class Consistency:
 
     def words(self, one: int, other: int) -> str:
         """Return where two differ; neither is called good."""
-        text, name, theirs = (
-            self.differences[one, other].sentence(),
-            self.name(self._group(one)),
-            self.name(self._group(other)),
-        )
-        text = re.sub(
-            r"what (they|it) should( be)?\b",
-            lambda found: f"{'those' if found[1] == 'they' else 'that'} with {name}",
-            text,
-        )
-        text = re.sub(r"the good side's(?! \w)", f"that with {name}", text).replace("the good side's", f"{name}'s")
-        return (
-            text.replace("the good side", name)
-            .replace("good side", name)
-            .replace("the bad side", theirs)
-            .replace("bad side", theirs)
-        )
+        name, theirs = (self.name(self._group(each)) for each in (one, other))
+        text = re.sub(r"what they should( be)?\b", f"those with {name}", self.differences[one, other].sentence())
+        text = re.sub(r"what it should( be)?\b|the good side's(?! \w)", f"that with {name}", text)
+        return re.sub(r"(the )?bad side", theirs, re.sub(r"(the )?good side", name, text))
 
 
 def group(labels: Sequence[Sequence[str]], compare: Callable[[int, int], tuple[Location, str]],
@@ -254,8 +240,7 @@ def to_json(found: Consistency, runs: Sequence[Traced | None]) -> dict[str, Any]
     compared = [{"configurations": list(pair), "location": each.to_json()} for pair, each in pairs.items()]
     return {
         "schema": 1, "verdict": found.verdict, "sentence": found.sentence(), "groups": found.groups,
-        "compared": compared,
-        "not_checked": {str(at): why for at, why in found.unchecked.items()},
+        "compared": compared, "not_checked": {str(at): why for at, why in found.unchecked.items()},
         "configurations": [{"labels": list(labels), **(run.to_json() if run else {})}
                            for labels, run in zip_longest(found.labels, runs)],
     }  # fmt: skip
