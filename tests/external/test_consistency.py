@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from probing import ScriptLab, before, lab, result, world
+from repro_matrix import launch
 from repro_matrix.cli.main import main
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.consistency import combinations, settings
@@ -172,6 +174,24 @@ def test_arguments_of_a_trainer_are_found(lab: Lab, capsys: Capsys) -> None:
     assert [" 1 ./train.py" in command for command in commands] == [False, False, False, True]
     Path("fixed.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4}))
     assert '"auto"' in result(lab.repro, capsys, *COMMAND, "--args", "--deepspeed fixed.json", code=2)["err"]
+
+
+def test_strategy_that_needs_more_gpus_than_the_machine_has_is_not_checked(
+    lab: Lab, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from repro_matrix.planning import plan
+
+    skip = plan.Skip("gpus", "needs 2 GPUs; hardware x has 1", ("2 GPUs",))
+    monkeypatch.setattr(plan, "unsuitable", lambda case, strategy, settings, ranks, profile: [skip][: ranks - 1])
+    data = result(lab.repro, capsys, *COMMAND, "--ranks", "1,2", code=3)
+    assert "needs 2 GPUs" in data["not_checked"]["1"] and len(lab.launched) == 1
+
+
+def test_trace_in_which_code_was_made_for_one_start_is_used_again() -> None:
+    ending = Path(launch.__file__).parent / "worker" / "tracer" / "ending.py"
+    installed = runpy.run_path(str(ending))["INSTALLED"]
+    assert installed.search("/tmp/tmpt5splvv9/_remote_module_non_scriptable.py")
+    assert not installed.search("/home/me/tmp/tmpfiles_of_mine/train.py")
 
 
 # -- with other commands

@@ -101,16 +101,15 @@ def of_trainer(script: Script) -> str:
             "change its numbers: --ranks 1,2 or '1,2 --batch {8,4}', --vary '--acc {1,2} --batch {8,4}', --vary --gc."
         )
     fixed = Path(given.get("deepspeed", ""))
-    if fixed.is_file() and re.search(
-        rf'"(train_\w*batch_size\w*|{STEPS})"\s*:\s*\d', fixed.read_text(errors="replace")
-    ):
+    numbers = re.compile(rf'"(train_\w*batch_size\w*|{STEPS})"\s*:\s*\d')
+    if fixed.is_file() and numbers.search(fixed.read_text(errors="replace")):
         raise ConfigError(f'{fixed}: its batch sizes are numbers, which the arguments cannot vary. Write "auto" there.')
     size, count = int(batch), int(steps)
     rows = [(ranks, size, count, False), (ranks, size, count, True)]
     rows += [(ranks, size // 2, 2 * count, False)] if size % 2 == 0 else []
     rows += [(1, size * ranks, count, False)] if ranks > 1 else [(2, size // 2, count, False)] if size % 2 == 0 else []
-    numbers, *values = (",".join(map(str, column)) for column in zip(*rows))
-    return " ".join([numbers, *(f"--{name} {{{each}}}" for name, each in zip((BATCH, STEPS, CHECKPOINTING), values))])
+    counts, *values = (",".join(map(str, column)) for column in zip(*rows))
+    return " ".join([counts, *(f"--{name} {{{each}}}" for name, each in zip((BATCH, STEPS, CHECKPOINTING), values))])
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Consistency:
         return " ".join(dict.fromkeys(own or varied)) or f"the {len(members)} others"
 
     def sentence(self) -> str:
-        texts = [f"{text} agree" for group in self.groups for text in self._varied(group)]
+        texts = list(dict.fromkeys(f"{text} agree" for group in self.groups for text in self._varied(group)))
         pairs = [" and ".join(self.name(self._group(each)) for each in pair) for pair in self.differences]
         texts += [f"{pairs[0]} differ: {self.words(*next(iter(self.differences)))}"] if pairs else []
         texts += [f"so do {', '.join(pairs[1:])}"] if pairs[1:] else []
@@ -176,9 +175,13 @@ class Consistency:
     def words(self, one: int, other: int) -> str:
         """Return where two differ; neither is called good."""
         name, theirs = (self.name(self._group(each)) for each in (one, other))
-        text = re.sub(r"what they should( be)?\b", f"those with {name}", self.differences[one, other].sentence())
-        text = re.sub(r"what it should( be)?\b|the good side's(?! \w)", f"that with {name}", text)
-        return re.sub(r"(the )?bad side", theirs, re.sub(r"(the )?good side", name, text))
+        text = re.sub(
+            r"what they should( be)?\b", lambda _: f"those with {name}", self.differences[one, other].sentence()
+        )
+        text = re.sub(r"what it should( be)?\b|the good side's(?! \w)", lambda _: f"that with {name}", text)
+        for side, called in (("good side", name), ("bad side", theirs)):
+            text = text.replace(f"the {side}", called).replace(side, called)
+        return text
 
 
 def group(labels: Sequence[Sequence[str]], compare: Callable[[int, int], tuple[Location, str]],
@@ -259,12 +262,8 @@ def describe(found: Consistency, runs: Sequence[Traced | None]) -> Iterator[str]
         yield f"  {one + 1} and {other + 1} {result}: {text}"
         yield from (f"    also: {text}" for text in location.also)
     for at, run in enumerate(runs):
-        ran = (
-            f"{run.script.command.shown} on stack {run.stack.name}; what ran: {run.trace.strategy}"
-            if run
-            else "did not run"
-        )
-        yield f"  {at + 1}: {ran}"
+        where = f"{run.script.command.shown} on stack {run.stack.name}; what ran: {run.trace.strategy}" if run else ""
+        yield f"  {at + 1}: {where or 'did not run'}"
 
 
 # -- searches
