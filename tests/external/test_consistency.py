@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from repro_matrix.cli.main import main
 from repro_matrix.errors import ConfigError
 from repro_matrix.external.consistency import combinations, settings
 from repro_matrix.launch.attempt import TRACE, Attempt
+from repro_matrix.traces.invariance import by_design
+from repro_matrix.traces.location import Location
+from repro_matrix.traces.reader import Trace, read
 from script_observations import FINE, UPSTREAM, raised, rank, seen
 from simulated import train
 
@@ -25,7 +29,7 @@ FAILED = seen(rank(0, 1, raised("ValueError", "no data", UPSTREAM)), command_exi
 
 
 class Lab(ScriptLab):
-    """A script with --acc N and --plant NAME; --batch halves nothing here: a step has eight samples, or twice as many.
+    """A script with --acc N and --plant NAME; a step has eight samples, or those of --size.
     ``since``: the release from which on it has the plant ``wrong`` with several micro-batches."""
 
     since = ""
@@ -235,6 +239,21 @@ def test_settings_that_share_an_option_are_not_combined() -> None:
     assert [each.words for each in settings("--vary", "--checkpoint")] == ["", "--checkpoint"]
     with pytest.raises(ConfigError):
         settings("--ranks", "one,two")
+
+
+def test_batch_norm_and_another_order_of_the_data_are_there_by_design(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (0, 1):
+        train(tmp_path / str(seed), seed=seed)
+    good, other = (read(tmp_path / str(seed)) for seed in (0, 1))
+    inner = Location("differs", stage="forward", step=0, place="layers.0.norm", role="output")
+    assert not by_design(inner, good, other)
+    monkeypatch.setattr(Trace, "modules", {"layers.0.norm": "BatchNorm1d"})
+    assert "batch norm" in by_design(inner, good, other)
+    data = Location("differs", stage="data", step=0, role="samples")
+    assert "other samples" in by_design(data, good, other)
+    assert not by_design(replace(data, role="labels"), good, other)
 
 
 SCRIPT = """
