@@ -209,6 +209,7 @@ def test_versions_and_bisect_find_the_releases_that_contradict_themselves(lab: L
     assert [each["first"] for each in segments] == ["4.37.0", "4.40.0"]
     (stage,) = result(lab.repro, capsys, "bisect", *words, "--good", "4.37.0", "--bad", "4.45.0")["stages"]
     assert stage["exact"] and stage["bad"]["name"].endswith("4.40.0")
+    assert stage["bad"]["run"].startswith("repro consistency stack=base+transformers@4.40.0 '--vary=--acc {1,2}' --")
     error = result(lab.repro, capsys, "bisect", *words, "--good", "4.37.0", "--bad", "4.45.0", "--exit", "1", code=2)
     assert "--exit" in error["err"]
 

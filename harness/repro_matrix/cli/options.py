@@ -316,7 +316,9 @@ def prober_of(args: argparse.Namespace, script: Script, settings: RunSettings) -
 
         if settings.repeat:
             raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")
-        return ConsistencyProber(configurations(args)[0], Window(args.steps, args.from_step), log, threading.Event())
+        given = [f"--ranks={args.ranks}"] * bool(args.ranks) + [f"--vary={text}" for text in args.vary]
+        window = Window(args.steps, args.from_step)
+        return ConsistencyProber(configurations(args)[0], given, window, log, threading.Event())
     from repro_matrix.external.scripts import ScriptProber
 
     return ScriptProber(script, log, threading.Event(), settings.repeat)

@@ -270,16 +270,21 @@ def describe(found: Consistency, runs: Sequence[Traced | None]) -> Iterator[str]
 
 
 class ConsistencyProber(TraceRunner, ScriptProber):
-    """The failure is that the script contradicts itself."""
+    """The failure is that the script contradicts itself. ``given``: the options that say what varies."""
 
-    def __init__(self, chosen: Sequence[Configuration], window: Window, say: Say, stop: threading.Event) -> None:
-        self.chosen, self.window = chosen, window
+    def __init__(
+        self, chosen: Sequence[Configuration], given: list[str], window: Window, say: Say, stop: threading.Event
+    ) -> None:
+        self.chosen, self.given, self.window = chosen, given, window
         script = chosen[0].script
         failure = replace(script.failure, text="the script contradicts itself")
         super().__init__(replace(script, trace=window.variables(), failure=failure), say, stop)
 
     def learn(self, good: Target, bad: Target) -> None:
         """The failure needs no end of a search."""
+
+    def command(self, spec: str, variant: str) -> list[str]:
+        return self.words(["repro", "consistency"], [f"stack={spec}", *self.given, *self.window.words()])
 
     def measure(self, request: Any, stack: Stack, *words: Any, **named: Any) -> Any:
         self.stack = stack
