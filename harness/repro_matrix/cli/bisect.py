@@ -47,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--max-probes", type=options.number(3), metavar="N", help="at most N probes in each search")
     text = "the failure: a number of the training differs from the good end's by more than rounding; names the module"
     add("--numbers", action="store_true", help=text)
+    options.vary(parser)
     options.trace(parser)
 
 
@@ -59,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
     with workspace.interruptible(prober.stop, log), prober:
         try:
             search.run(args.good, args.bad, package, base)
+            if args.numbers and options.varies(args):
+                _judge_ends(args, prober)
         except Stopped as stopped:
             return options.stopped(stopped)
         except SameResult as error:
@@ -97,6 +100,16 @@ def _other_causes(args: argparse.Namespace, search: Search, package: str | None,
     ends = dict.fromkeys(("--good", "--bad", "--repo", "--variant"))
     versions = reworded(["repro", "versions", *args.words], ends, ("--any-change", "--numbers", "stack"), more)
     return list_causes(search.prober, [name] if releases else [], ["repro", "bisect", *args.words], versions)
+
+
+def _judge_ends(args: argparse.Namespace, prober: Prober) -> None:
+    """Add to the report which of the two ends is consistent with itself."""
+    from repro_matrix.external import compare, consistency
+
+    assert isinstance(prober, compare.NumbersProber)
+    for name, stack in prober.ends.items():
+        found, _ = consistency.check(prober, options.configurations(args)[0], stack, prober.window)
+        prober.notes.append(f"{name} {found.judgement()}.")
 
 
 def _check_ends(good: str, bad: str) -> None:

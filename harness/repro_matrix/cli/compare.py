@@ -13,7 +13,6 @@ Exit codes: 0 the numbers agree, 1 they differ, 2 usage, 3 inconclusive or less 
 from __future__ import annotations
 
 import argparse
-import copy
 import shlex
 import threading
 from dataclasses import replace
@@ -40,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         add(f"--{side}-nproc", type=options.number(1), metavar="N", help="its ranks (default: --nproc)")
         text = "arguments of its script, after those of --args"
         add(f"--{side}-args", action="append", default=[], metavar="ARGS", help=text)
+    options.vary(parser)
     options.trace(parser)
     parser.add_argument("--package", help="the package of two releases (default: transformers)")
     parser.add_argument("--html", metavar="FILE", help="also write a page: steps across, modules down")
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from repro_matrix.external import compare  # numpy
+    from repro_matrix.external import compare, consistency  # numpy
     from repro_matrix.external.adhoc_case import in_shell
     from repro_matrix.report import comparison
     from repro_matrix.report.load import write
@@ -60,15 +60,20 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             "Both sides are the same. Say what differs: --bad STACK, --bad-nproc N, --bad-args ARGS or a second script."
         )
-    stop = threading.Event()
+    stop, window = threading.Event(), compare.Window(args.steps, args.from_step)
+    varied = [(side, options.configurations(_side(args, side))[0], stack)
+              for side, stack in (("good", built[0]), ("bad", built[1])) if options.varies(args)]  # fmt: skip
     runner = compare.TraceRunner(log, stop)
     with workspace.interruptible(stop, log), runner:
         try:
-            found = compare.compare(runner, good, bad, compare.Window(args.steps, args.from_step))
+            found = compare.compare(runner, good, bad, window)
+            checked = {side: consistency.check(runner, each, stack, window)[0] for side, each, stack in varied}
         except Stopped as stopped:
             return options.stopped(stopped)
     command = shlex.join(["repro", "compare", *args.words])
     data = {**found.to_json(), "notes": notes, "command": command}
+    data["consistency"] = {side: consistency.to_json(each, []) for side, each in checked.items()}
+    notes += [f"the {side} side {each.judgement()}" for side, each in checked.items()]
     lines = [one_line(text) for text in (*compare.describe(found), *(f"  note: {text}" for text in notes))]
     if args.html:
         write(Path(args.html).expanduser(), comparison.render(data, found.good.grid(found.bad.trace), lines, command))
@@ -81,19 +86,14 @@ def main(args: argparse.Namespace) -> int:
 
 def _side(args: argparse.Namespace, side: str) -> argparse.Namespace:
     """Return the arguments of `repro run` for one side."""
-    own = copy.copy(args)
+    own = options.with_arguments(args, " ".join(getattr(args, f"{side}_args")))
+    own.nproc = getattr(args, f"{side}_nproc") or args.nproc
     others = [word for word in args.overrides if "=" not in word]
     own.overrides = [word for word in args.overrides if "=" in word]
     if len(others) > 1:
         raise ConfigError(f"{' '.join(others)}: give at most two scripts, the good one first.")
     if others and side == "bad":
         own.case = others[0]
-    more = " ".join(getattr(args, f"{side}_args"))
-    own.nproc = getattr(args, f"{side}_nproc") or args.nproc
-    if args.command:
-        own.command = [*args.command, *shlex.split(more)]
-    else:
-        own.script_args = f"{args.script_args} {more}".strip()
     return own
 
 

@@ -38,6 +38,7 @@ GROUPS = {
         "versions": "measure in which releases of a package each variant of a case reproduces",
         "bisect": "find the release, package or commit that changed a result",
         "compare": "find the first number of your training that differs between two stacks",
+        "consistency": "find contradictions within your training: ranks, micro-batches, strategies",
         "upgrade": "measure what changes between two stacks, and which package changed it",
         "reduce": "find the smallest trigger of a failure: settings, model size, ranks",
     },
@@ -65,7 +66,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errn
 def overview() -> str:
     """Return the text of `repro --help`: at most 24 lines of 100 columns; imports no command's module."""
     lines = [
-        f"{group if index == 0 else '':<10}{command:<10}{text}"
+        f"{group if index == 0 else '':<10}{command + ' ':<10}{text}"
         for group, commands in GROUPS.items()
         for index, (command, text) in enumerate(commands.items())
     ]

@@ -7,8 +7,10 @@ imported when one is given.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
+import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from repro_matrix.text import log, wrap
 if TYPE_CHECKING:
     from repro_matrix.config.schema import Case
     from repro_matrix.external.adhoc_case import Script
+    from repro_matrix.external.consistency import Configuration
     from repro_matrix.external.script_failure import Failure
     from repro_matrix.external.scripts import ScriptProber
     from repro_matrix.runner.session import Request
@@ -109,6 +112,14 @@ def trace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is compared").add_argument
     add("--steps", type=number(1), default=3, metavar="N", help="trace N steps (default: 3), then end the script")
     add("--from-step", type=number(0), default=0, metavar="N", help="the first of them (default: 0)")
+
+
+def vary(parser: argparse.ArgumentParser) -> None:
+    """Add what must not change the numbers of a script (external/consistency.py)."""
+    add = parser.add_argument_group("a script against itself").add_argument
+    text = "arguments that must not change the numbers: '--batch {8,2} --acc {1,4}' or --checkpoint; may be repeated"
+    add("--vary", action="append", default=[], metavar="ARGS", help=text)
+    add("--ranks", metavar="N,N", help="numbers of ranks that must not change them: 1,2 or '1,2 --batch {8,4}'")
 
 
 def overrides(parser: argparse.ArgumentParser, json: bool = True) -> None:
@@ -230,6 +241,7 @@ def _failures(args: argparse.Namespace) -> list[str]:
 def refuse(args: argparse.Namespace) -> None:
     """Raise ConfigError where options of a script are given without one."""
     others = {"check": args.checks, "nproc": args.nproc, "args": args.script_args}
+    others |= {name: getattr(args, name, None) for name in ("vary", "ranks")}
     if names := [*_failures(args), *(name for name, value in others.items() if value)]:
         raise ConfigError(f"--{names[0]} is for a script of your own. Write a script as ./train.py.")
 
@@ -282,18 +294,70 @@ def script_of(args: argparse.Namespace, needs_limit: bool = True) -> tuple[Scrip
     return adhoc_case.Script(command, failure, results, deadline, env, checks), stack or "current", settings
 
 
+def varies(args: argparse.Namespace) -> bool:
+    """Return whether a script is to be compared with itself. Raises ConfigError: the failure is also described."""
+    given = bool(args.vary or args.ranks)
+    if given and (names := [*_failures(args), *(["check"] if getattr(args, "checks", ()) else [])]) not in (
+        [],
+        ["numbers"],
+    ):
+        raise ConfigError(f"--vary and --ranks search for a script that contradicts itself: remove --{names[0]}.")
+    return given
+
+
+def with_arguments(args: argparse.Namespace, words: str, nproc: int | None = None) -> argparse.Namespace:
+    """Return the arguments of a command for the script with more arguments, and with another number of ranks."""
+    own = copy.copy(args)
+    if getattr(args, "command", None):
+        from repro_matrix.external.adhoc_case import with_ranks
+
+        own.command = [*(with_ranks(args.command, nproc) if nproc else args.command), *shlex.split(words)]
+    else:
+        own.nproc, own.script_args = nproc or args.nproc, f"{args.script_args} {words}".strip()
+    return own
+
+
+def configurations(args: argparse.Namespace) -> tuple[list[Configuration], str]:
+    """Return the configurations of --ranks and --vary, else of the Trainer's arguments, and the stack's specification.
+    Raises ConfigError before anything starts."""
+    from repro_matrix.external import consistency
+
+    axes = [consistency.settings("--ranks", args.ranks)] if args.ranks else []
+    axes += [consistency.settings("--vary", text) for text in args.vary]
+    script, base, _ = script_of(copy.copy(args))
+    axes = axes or [consistency.settings("--ranks", consistency.of_trainer(script))]
+    found = []
+    for chosen in consistency.combinations(axes):
+        words, labels = " ".join(each.words for each in chosen), (label for each in chosen for label in each.labels)
+        script, _, _ = script_of(with_arguments(args, words, chosen[0].ranks))
+        found.append(consistency.Configuration(tuple(labels), script))
+    return found, base
+
+
 def script_prober(args: argparse.Namespace, needs_limit: bool = True) -> tuple[ScriptProber, str]:
-    """Return the prober of a search for a script's failure or numbers, and the stack's specification."""
+    """Return the prober of a search with a script, for its failure, its numbers, or whether it contradicts itself, and
+    the stack's specification."""
     from repro_matrix.external.scripts import ScriptProber
 
     script, base, settings = script_of(args, needs_limit)
-    if not args.numbers:
+    against_itself = varies(args)
+    if not args.numbers and not against_itself:
         return ScriptProber(script, log, threading.Event(), settings.repeat), base
-    if getattr(args, "any_change", False) or args.checks or settings.repeat:
-        raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
     from repro_matrix.external.compare import NumbersProber, Window  # numpy
 
-    return NumbersProber(script, Window(args.steps, args.from_step), log, threading.Event()), base
+    window = Window(args.steps, args.from_step)
+    if args.numbers:
+        if getattr(args, "any_change", False) or args.checks or settings.repeat:
+            raise ConfigError("--numbers: remove --any-change, --check and repeat=.")
+        if against_itself and args.numbers is not True:
+            raise ConfigError("--numbers: remove --vary and --ranks. `repro bisect --numbers` takes both.")
+        return NumbersProber(script, window, log, threading.Event()), base
+    from repro_matrix.external.consistency import ConsistencyProber
+
+    if settings.repeat:
+        raise ConfigError("--vary and --ranks: remove repeat=; each configuration runs once.")
+    given = [f"--ranks={args.ranks}"] * bool(args.ranks) + [f"--vary={text}" for text in args.vary]
+    return ConsistencyProber(configurations(args)[0], given, window, log, threading.Event()), base
 
 
 # For main.py
@@ -307,7 +371,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         before, command = before[:cut], before[cut + 1 :]
         if not command:
             raise ConfigError("No command after --. Write one, such as torchrun --nproc-per-node 2 train.py.")
-    for option in ("--args", "--good-args", "--bad-args"):  # argparse refuses a value with a dash
+    for option in ("--args", "--good-args", "--bad-args", "--vary"):  # argparse refuses a value with a dash
         while option in parser._option_string_actions and option in before[:-1]:
             place = before.index(option)
             before[place : place + 2] = [f"{option}={before[place + 1]}"]

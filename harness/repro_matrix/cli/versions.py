@@ -44,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--max-probes", type=options.number(1), metavar="N", help="at most N probes")
     text = "the failure of a script: a number of its training differs from those of this release by more than rounding"
     add("--numbers", metavar="RELEASE|STACK", help=text)
+    options.vary(parser)
     options.trace(parser)
 
 

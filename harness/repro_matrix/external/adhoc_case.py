@@ -126,6 +126,16 @@ def _ranks(argv: Sequence[str], plain: bool, nproc: int | None, words: Sequence[
     return starts
 
 
+def with_ranks(words: Sequence[str], nproc: int) -> list[str]:
+    """Return a command line that starts another number of ranks. Raises ConfigError where no option of it does."""
+    for at, word in enumerate(words):
+        if found := _COUNT.fullmatch(word):
+            option = [f"{word.partition('=')[0]}={nproc}"] if found[1] is not None else [word, str(nproc)]
+            return [*words[:at], *option, *words[at + len(option) :]]
+    advice = "Write torchrun --nproc-per-node N before the script"
+    raise ConfigError(f"`{shlex.join(words)}` has no option for its number of ranks. {advice}.")
+
+
 def checked_script(word: str) -> Path:
     """Return the script's path. Raises ConfigError: no such file, or a syntax error, with its line."""
     path = Path(word).expanduser().absolute()

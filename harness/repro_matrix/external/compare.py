@@ -83,15 +83,17 @@ def traced(runner: CellRunner, script: Script, stack: Stack, window: Window, noi
     request, kind = script.request(), "" if noise is None else f", rounding noise {noise}"
     starting = f"running {script.command.shown} on stack {stack.name}{kind}"
     document, path, launched = runner.measure(request, stack, [VARIANT], 1, starting)
-    made = document["variants"][VARIANT]["attempts"][0]
-    trace = _stored_trace(document, request)
+    trace, variant = _stored_trace(document, request), document["variants"][VARIANT]
     if trace is None:
-        raise MeasureError(f"{script.command.shown} on stack {stack.name}: {made['outcome']['reason']}")
+        reason = variant["skipped"] or variant["attempts"][0]["outcome"]["reason"]
+        raise MeasureError(f"{script.command.shown} on stack {stack.name}: {reason}")
+    made = variant["attempts"][0]
     return Traced(script, stack, made, trace, path, launched > 0)
 
 
 def _stored_trace(document: Document, request: Request) -> Trace | None:
-    stored = document["variants"][VARIANT]["attempts"][0]["observation"].get("trace")
+    made = document["variants"][VARIANT]["attempts"]  # none: it was skipped
+    stored = made and made[0]["observation"].get("trace")
     return read(runs.results_folder(request.settings) / stored["folder"]) if stored else None
 
 
@@ -218,6 +220,7 @@ class NumbersProber(TraceRunner, ScriptProber):
         """Trace the good end, and define the failure by the bad end."""
         self.measure_good(good)
         other = traced(self, self.script, self.resolve(bad), self.window)
+        self.ends = {good.name: self.good.run.stack, bad.name: other.stack}
         found = self.good.locate(other.trace)
         if found.verdict == "inconclusive":
             why = f" ({other.problem})" if other.problem else ""

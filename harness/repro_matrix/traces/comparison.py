@@ -39,7 +39,7 @@ def locate(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> Location:
         if not trace.steps:
             return Location("inconclusive", stage="stopped", reason=f"{side} ended before its first forward pass")
     total = Total(good, bad, noise)
-    for pair, runs in _steps(good, bad, noise):
+    for pair, runs in steps_of(good, bad, noise):
         found = _unlike_runs(runs) or _data(pair, total) or _first(pair)
         agreed, last = total.found.aligned, total.last
         total.add(pair)
@@ -58,7 +58,7 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
     modules in the order of the good side."""
     steps: list[int] = []
     cells: dict[str, dict[int, float]] = {}
-    for pair, _ in _steps(good, bad, noise):
+    for pair, _ in steps_of(good, bad, noise):
         steps.append(pair.good.number)
         wrong = {id(each) for each in _wrong(pair)}
         for each in pair.differences:
@@ -72,7 +72,7 @@ def grid(good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> dict[str, Any]
     return {"steps": steps, "rows": [{"module": m, "cells": [cells[m].get(step) for step in steps]} for m in modules]}
 
 
-def _steps(good: Trace, bad: Trace, noise: Sequence[Trace]) -> Iterator[tuple[Pair, list[Pair]]]:
+def steps_of(good: Trace, bad: Trace, noise: Sequence[Trace]) -> Iterator[tuple[Pair, list[Pair]]]:
     """Yield each step that both sides have, and the same step of the good side and its runs with noise."""
     names: dict[str, str] = {}
     shown: frozenset[str] = frozenset()

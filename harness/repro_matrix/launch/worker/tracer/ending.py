@@ -10,7 +10,8 @@ import time
 from typing import Dict
 
 WAIT_S = 60.0  # for the other ranks
-INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|python3\.\d+t?)[/\\]")
+# Packages, also those put on top of a stack; and what a package writes for itself at each start (tempfile.mkdtemp).
+INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|python3\.\d+t?|env-[0-9a-f]{8}|tmp[a-z0-9_]{8})[/\\]")
 WORKER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TAIL = 200  # bytes of a file that hold its last line
 

@@ -1,0 +1,94 @@
+"""Say why two configurations of one script need not compute the same: what is not invariant by design. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from repro_matrix.traces.alignment import Step
+from repro_matrix.traces.comparison import steps_of
+from repro_matrix.traces.location import Location
+from repro_matrix.traces.pair import Pair
+from repro_matrix.traces.reader import Trace
+
+CLOSE = 1e-4  # weights that rounding makes different
+
+
+def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> str:
+    """Return why a difference between two configurations is no error of the script or its stack; empty where it is."""
+    module = found.place.partition(",")[0]
+    split = any("TP" in wrapper for trace in (good, bad) for wrapper in trace.wrappers)
+    if found.stage == "random draws" or (found.stage == "forward" and split and _draws(good) and _draws(bad)):
+        return "it draws random numbers (dropout), which depend on ranks and micro-batches. Set the rates to 0"
+    if found.stage in ("forward", "buffer") and _in_batch_norm(module, good):
+        return f"batch norm ({module}) computes over each rank's micro-batch. Use its eval mode, or another norm"
+    if found.stage == "stopped":
+        return found.relation
+    if found.stage == "data" or (found.role == "step" and found.relation.startswith("no step;")):
+        return _other_samples(found, good, bad, noise)
+    if found.stage == "loss weight":
+        return _own_averages(next(pair for pair, _ in steps_of(good, bad, noise) if pair.good.number == found.step))
+    return ""
+
+
+def _draws(trace: Trace) -> bool:
+    """Return whether the state of the random numbers is another at each forward pass."""
+    states = [str(state) for state in trace.ranks[min(trace.ranks)].random.values()]
+    return len(set(states)) == len(states) > 1
+
+
+def _in_batch_norm(place: str, trace: Trace) -> bool:
+    parts = place.split(".")
+    kinds = [trace.modules.get(".".join(parts[:end]), "") for end in range(1, len(parts) + 1)]
+    return any("BatchNorm" in kind for kind in kinds)
+
+
+def _other_samples(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace]) -> str:
+    """Return that the two need not train on the same samples, unless one trains on some twice or has other labels."""
+    advice = "Give what keeps the samples of a step the same, such as the batch size"
+    numbers = [number for number in good.complete_steps if number in bad.complete_steps]
+    sizes = [tuple(len(Step(trace, number).trained) for trace in (good, bad)) for number in numbers]
+    if sizes and all(one != other for one, other in sizes):
+        return f"their steps have {sizes[0][0]} and {sizes[0][1]} samples. {advice}"
+    if found.stage != "data" or found.role == "labels" or _repeats(good, bad, found.step or 0):
+        return ""
+    beyond = found.beyond
+    if found.step == 0 and beyond and beyond.verdict == "differs" and beyond.stage in ("initial weights", "forward"):
+        return by_design(beyond, good, bad, noise)
+    return f"they train on other samples in step {found.step}. {advice}"
+
+
+def _repeats(good: Trace, bad: Trace, number: int) -> bool:
+    """Return whether one side trains again on samples of this or an earlier step in the place of the other's."""
+    sides = []
+    for trace in (good, bad):
+        before = {sample[:2] for step in trace.steps if step < number for sample in Step(trace, step).trained}
+        sides.append((before, Step(trace, number).trained.keys()))
+    for (before, ours), (_, theirs) in (sides, sides[::-1]):
+        again = [sample[3] > 0 or sample[:2] in before for sample in ours - theirs]
+        known = any(sample[3] > 0 or sample[:2] in before for sample in theirs - ours)
+        if again and all(again) and not known:
+            return True
+    return False
+
+
+def _own_averages(pair: Pair) -> str:
+    """Return that each rank and micro-batch averages its own loss, where that explains the weights of the samples.
+
+    The mean over n of N labels weighs each label N / n / K of what it weighs in the mean over all N, for K means. These
+    weights are equal within each batch, and the mean of their reciprocals is 1."""
+    cells: dict[Hashable, list[float]] = {}
+    for (sample, _), (scale, _, (ranks, micro)) in pair.weights.items():
+        owners = pair.good.samples.get(sample), (pair.other.group_of[ranks[0]], micro)  # type: ignore[call-overload]
+        cells.setdefault(owners, []).append(scale / pair.expected_weight)
+    values = np.array([float(np.mean(each)) for each in cells.values()])
+    off = CLOSE + float(np.median([rest for _, rest, _ in pair.weights.values()]))
+    if values.min() <= 0 or np.ptp(values) < off or any(np.ptp(each) > 10 * off for each in cells.values()):
+        return ""
+    one, other = (len({owners[side] for owners in cells}) == 1 for side in (0, 1))  # type: ignore[index]
+    if (one or other) and abs(np.mean(1 / values if one else values) - 1) > off:
+        return ""
+    how = "averages" if one or other else "may average"
+    advice = "" if one or other else ". To be sure, add one rank with one micro-batch"
+    return f"each rank or micro-batch {how} its own loss, and their numbers of labels differ{advice}"
