@@ -17,7 +17,8 @@ def epoch(samples: list[int], length: int | None, **fields: Any) -> dict[str, An
     return {
         "sampler": "DistributedSampler", "batch_size": 4, "batches": None, "length": length, "replacement": False,
         "drop_last": False, "even_batches": False, "shard": None, "continues": False, "exact": True, "finished": True,
-        "samples": samples, **fields,
+        "samples": samples, "content": list(samples), "subset": None, "workers": 0,
+        "steps": [0, 4], **fields,
     }  # fmt: skip
 
 
@@ -66,8 +67,8 @@ def test_a_sample_too_many_or_missing_is_an_error(division: tuple[int, list[list
         (ranks([epoch([0], 2, shard=[1, 0])], [epoch([0], 2, shard=[1, 0])]), True, True, ""),
         (ranks([epoch([0, 1], 2, shard=[1, 0])], [epoch([0, 1], 2, shard=[1, 0])]), False, True, ""),
         (ranks([epoch([0, 1], 4)], [epoch([2, 3], 4, exact=False)]), False, True, ""),
-        (ranks([epoch([0, 1], 4)] * 2, [epoch([2, 3], 4)]), False, True, ""),
-        (ranks([epoch([5, 6], None, exact=False)], [epoch([5, 6], None, exact=False)]), True, False, "length"),
+        (ranks([epoch([0, 1], 4), epoch([0, 1], 4, steps=[4, 8])], [epoch([2, 3], 4)]), False, True, ""),
+        (ranks([epoch([5, 6], None, exact=False)], [epoch([5, 6], None, exact=False)]), True, False, "by content"),
         ([{"missing": "no loader"}, *ranks([epoch([0], 1)])], False, True, ""),
     ],
 )
@@ -81,6 +82,36 @@ def test_few_samples_of_equal_content_may_be_duplicates_of_the_data() -> None:
     exact = compare(ranks([epoch(one, None)], [epoch(other, None)]))
     by_content = compare(ranks([epoch(one, None, exact=False)], [epoch(other, None, exact=False)]))
     assert exact[1] and not by_content[1] and by_content[2]
+
+
+OWN = [epoch([0, 1, 2], 3), epoch([0, 1, 2], 3, content=[7, 8, 9])]  # each rank has a data set of its own
+LATER = {"steps": [4, 8]}
+BROKEN = [epoch([0, 1], 8, finished=False), epoch([2, 3], 8, finished=False)]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "is_wrong", "is_unknown"),
+    [
+        (ranks(*([each] for each in OWN)), False, True),
+        (ranks(*([each, {**each, **LATER}] for each in OWN)), False, False),
+        (ranks([OWN[0]], [OWN[0]]), True, False),
+        (ranks([epoch([0, 1], 2, subset=1)], [epoch([4, 5], 2, subset=2)]), False, False),
+        (ranks([epoch([0, 1], 2, subset=1)], [epoch([0, 1], 2, subset=1)]), True, False),
+        # Two loaders that are read in the same steps: the one that is wrong may be for validation.
+        (ranks([OWN[0], epoch([0, 1], 4)], [OWN[0], epoch([2, 3], 4)]), False, True),
+        (ranks([OWN[0], epoch([0, 1], 4, **LATER)], [OWN[0], epoch([2, 3], 4, **LATER)]), True, False),
+        (ranks([OWN[0]] * 2, [OWN[0]] * 2), True, False),
+        (ranks(*([each, {**each, **LATER}] for each in BROKEN)), False, True),
+        (ranks([epoch([0, 1], 4, content=[5, 5])], [epoch([2, 3], 4, content=[5, 5])]), False, True),
+        (ranks([epoch([5, 5, 6, 6], None, exact=False)], [epoch([7, 7], None, exact=False)]), False, True),
+        (ranks([epoch([5, 5], None, exact=False, workers=2)], [epoch([7, 7], None, exact=False)]), True, False),
+    ],
+)
+def test_data_that_indices_alone_do_not_tell_apart(
+    epochs: list[dict[str, Any]], is_wrong: bool, is_unknown: bool
+) -> None:
+    _, wrong, unknown = compare(epochs)
+    assert (bool(wrong), bool(unknown)) == (is_wrong, is_unknown)
 
 
 def test_resumed_epoch_is_joined_with_its_beginning() -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from repro_matrix.text import counted, list_ranks, list_some
 
 Json = dict[str, Any]
-CHANCE = 0.1  # share of samples that may have the content of another: data sets hold duplicates
+DUPLICATES = 0.01  # share of samples with the content of another one that data sets are expected to have
+ALL = 0.9  # share from which all samples occur several times, but for a rest
 
 
 def compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
@@ -29,12 +31,19 @@ def compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
     if len(numbers) > 1:
         return "", [], f"the ranks trained {' and '.join(map(str, numbers))} epochs"
     total = sum(len(epoch["samples"]) for each in epochs for epoch in each)
-    compared = f"{counted(total, 'sample')} of {counted(numbers[0], 'epoch')} on {counted(len(ranks), 'rank')}"
+    key = "index" if all(epoch["exact"] for each in epochs for epoch in each) else "content"
+    compared = f"{counted(total, 'sample')}, known by {key}, of {counted(numbers[0], 'epoch')} on "
+    compared += counted(len(ranks), "rank")
+    results = [_compare_epoch(same, _is_stable(epochs)) for same in zip(*epochs)]
+    right = [at for at, (wrong, _, _) in enumerate(results) if not wrong]
     found: tuple[dict[str, list[int]], ...] = {}, {}, {}
-    for number, same in enumerate(zip(*epochs)):
-        for kind, texts in zip(found, _compare_epoch(same)):
+    for at, (wrong, unknown, remarks) in enumerate(results):
+        if any(_overlap(epochs[0][at], epochs[0][other]) for other in right):
+            unknown = unknown + [f"{text} (right if this loader is for validation)" for text in wrong]
+            wrong = []
+        for kind, texts in zip(found, (wrong, unknown, remarks)):
             for text in texts:
-                kind.setdefault(text, []).append(number)
+                kind.setdefault(text, []).append(at)
     wrong, unknown, remarks = (
         [
             f"{'epoch' if len(each) == 1 else 'epochs'} {list_some(list(map(str, each)))}: {text}"
@@ -42,7 +51,24 @@ def compare(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
         ]
         for kind in found
     )
+    if numbers[0] > 1 and all(map(_is_one_part, epochs)):
+        unknown.append(f"each of {numbers[0]} epochs ended early, on the same samples")
     return "; ".join([compared, *remarks[:4]]), wrong, next(iter(unknown), "")
+
+
+def _overlap(one: Json, other: Json) -> bool:
+    """Whether both loaders are read in the same steps."""
+    return one is not other and one["steps"][0] < other["steps"][1] and other["steps"][0] < one["steps"][1]
+
+
+def _is_one_part(epochs: Sequence[Json]) -> bool:
+    return not any(each["finished"] for each in epochs) and len({frozenset(each["samples"]) for each in epochs}) == 1
+
+
+def _is_stable(epochs: Sequence[Sequence[Json]]) -> bool:
+    """Whether an index has the same content in several epochs of a rank, so that nothing changes samples randomly."""
+    pairs = [[set(zip(each["samples"], each["content"])) for each in own] for own in epochs]
+    return all(any(one & other for one, other in pairwise(own)) for own in pairs)
 
 
 def _continued(epochs: Sequence[Json]) -> list[Json]:
@@ -51,61 +77,108 @@ def _continued(epochs: Sequence[Json]) -> list[Json]:
     for epoch in epochs:
         if epoch["continues"] and joined and not joined[-1]["finished"] and joined[-1]["exact"] == epoch["exact"]:
             begun = joined[-1]
-            joined[-1] = {**begun, "samples": begun["samples"] + epoch["samples"], "finished": epoch["finished"]}
+            both = {key: begun[key] + epoch[key] for key in ("samples", "content")}
+            joined[-1] = {**begun, **both, "finished": epoch["finished"]}
         else:
             joined.append({**epoch, "partial": epoch["continues"]})
     return joined
 
 
-def _compare_epoch(ranks: Sequence[Json]) -> tuple[list[str], list[str], list[str]]:
+def _compare_epoch(ranks: Sequence[Json], stable: bool) -> tuple[list[str], list[str], list[str]]:
     """Return what is wrong, what is unknown, and remarks on one epoch of all ranks."""
-    first, world = ranks[0], len(ranks)
+    first = ranks[0]
     if any(each["replacement"] for each in ranks):
         return [], [f"{first['sampler']} draws with replacement: samples repeat by design"], []
     if any(each["exact"] != first["exact"] for each in ranks):
         return [], ["some ranks have indices of samples, others only their content"], []
-    unknown, remarks, kept = [], [], list(range(world))
-    shards = {tuple(each["shard"] or (world, rank)): rank for rank, each in enumerate(ranks)}
-    if all(count < world for count, _ in shards):
-        kept = sorted(shards.values())
+    shards = {tuple(each["shard"] or (len(ranks), rank)): rank for rank, each in enumerate(ranks)}
+    unknown = []
+    if all(count < len(ranks) for count, _ in shards):
         unknown = [
             f"{first['sampler']} splits the data in {max(shards)[0]}, which is right if other ranks share a model"
         ]
-    seen: dict[int, Counter[int]] = {rank: Counter(ranks[rank]["samples"]) for rank in kept}
-    everything: Counter[int] = sum(seen.values(), Counter())
-    wrong = _repeated(seen)
-    excess, length = everything.total() - len(everything), first["length"]
-    step = len(kept) * (first["batch_size"] if first["even_batches"] or not first["exact"] else 1)
-    if wrong and length is not None and excess <= -length % step:
-        remarks, wrong = [f"{counted(excess, 'sample')} repeated as padding"], []
-    elif wrong and not first["exact"] and excess <= CHANCE * everything.total():
-        unknown.append(
-            f"{counted(excess, 'sample')} with the content of another: duplicates in the data, or seen twice"
-        )
-        wrong = []
-    absent = None if length is None else length - len(everything)
-    if not all(each["finished"] for each in ranks) or first["partial"]:
-        remarks.append("completeness not checked, because the epoch was not trained whole")
-    elif absent is None:
-        remarks.append("completeness not checked, because the length of the data set is unknown")
-    elif absent > 0 and first["drop_last"] and absent < len(kept) * max(1, first["batch_size"]):
-        remarks.append(f"{counted(absent, 'sample')} left out by drop_last")
-    elif absent > 0 and (first["exact"] or not excess):
-        wrong.append(f"{absent} of {counted(length, 'sample')} on no rank")
+        ranks = [ranks[rank] for rank in sorted(shards.values())]
+    if not first["exact"]:
+        wrong, more, remarks = _by_content(ranks)
+        return wrong, unknown + more, remarks
+    wrong, remarks = _by_index(ranks)
+    if wrong and not _same_data(ranks):
+        wrong, more, _ = _by_content(ranks)
+        remarks = ["completeness not checked, because each rank has a data set of its own"]
+        if not stable:
+            more.append("the ranks have data sets of their own, or change the same samples randomly")
+        return [], unknown + more + wrong, remarks
+    if not wrong and _share_of_twins(ranks) >= ALL:
+        unknown.append("samples with other indices have equal content")
     return wrong, unknown, remarks
 
 
-def _repeated(seen: Mapping[int, Counter[int]]) -> list[str]:
-    """Name the ranks that share samples, and those that got one twice."""
+def _same_data(ranks: Sequence[Json]) -> bool:
+    """Whether an index is the same sample on all ranks, as far as ranks share indices."""
+    known: dict[int, int] = {}
+    pairs = [pair for each in ranks for pair in dict(zip(each["samples"], each["content"])).items()]
+    different = sum(known.setdefault(index, content) != content for index, content in pairs)
+    return 2 * different <= len(pairs) - len(known)
+
+
+def _by_index(ranks: Sequence[Json]) -> tuple[list[str], list[str]]:
+    """Return what is wrong, and remarks, where samples are known by their indices in one data set."""
+    first = ranks[0]
+    everything = Counter(sample for each in ranks for sample in each["samples"])
+    wrong, remarks = _repeated([each["samples"] for each in ranks]), []
+    length = first["length"] if all(each["subset"] == first["subset"] for each in ranks) else None
+    excess, size = everything.total() - len(everything), max(1, first["batch_size"])
+    if wrong and length is not None and excess <= -length % (len(ranks) * (size if first["even_batches"] else 1)):
+        wrong, remarks = [], [f"{counted(excess, 'sample')} repeated as padding"]
+    absent = 0 if length is None else length - len(everything)
+    if not _is_whole(ranks):
+        remarks.append("completeness not checked, because the epoch was not trained whole")
+    elif length is None:
+        remarks.append("completeness not checked, because each rank has a subset of its own")
+    elif absent > 0 and first["drop_last"] and absent < len(ranks) * size:
+        remarks.append(f"{counted(absent, 'sample')} left out by drop_last")
+    elif absent > 0:
+        wrong.append(f"{absent} of {counted(length, 'sample')} on no rank")
+    return wrong, remarks
+
+
+def _by_content(ranks: Sequence[Json]) -> tuple[list[str], list[str], list[str]]:
+    """Return what is wrong, unknown, and remarks, where samples are known by checksums of their content."""
+    first, samples = ranks[0], [each["content"] for each in ranks]
+    total, distinct = sum(map(len, samples)), len(set().union(*samples))
+    excess, size = total - distinct, max(1, first["batch_size"])
+    remarks = ["completeness not checked: samples are known by their content, which a random augmentation changes"]
+    if first["length"] is not None and excess <= -first["length"] % (len(ranks) * size):
+        return [], [], [*remarks, f"{counted(excess, 'sample')} repeated as padding"] if excess else remarks
+    text, share = f"{counted(excess, 'sample')} with the content of another", _share_of_twins(ranks)
+    if share <= DUPLICATES:
+        return [], [], [*remarks, text] if excess else remarks
+    # Workers that all read the whole stream repeat each sample on their rank; else the data holds equal samples.
+    repeats = any(len(set(own)) < len(own) for own in samples)
+    if share >= ALL and (not repeats or first["workers"] > 1):
+        return _repeated(samples), [], remarks
+    return [], [f"{text}: duplicates in the data, or seen twice"], remarks
+
+
+def _share_of_twins(ranks: Sequence[Json]) -> float:
+    """Return the share of samples whose content occurs more than once."""
+    counts = Counter(sample for each in ranks for sample in each["content"])
+    return sum(count for count in counts.values() if count > 1) / max(1, counts.total())
+
+
+def _is_whole(ranks: Sequence[Json]) -> bool:
+    return all(each["finished"] and not each["partial"] for each in ranks)
+
+
+def _repeated(samples: Sequence[Sequence[int]]) -> list[str]:
+    """Name the ranks that share samples, and those that got one more than once."""
     wrong = []
-    for rank, own in seen.items():
-        twice = sum(count > 1 for count in own.values())
-        if twice:
+    owners: dict[int, list[int]] = {}
+    for rank, own in enumerate(samples):
+        counts = Counter(own)
+        if twice := sum(count > 1 for count in counts.values()):
             wrong.append(f"{counted(twice, 'sample')} more than once on rank {rank}")
-    owners: Counter[tuple[int, ...]] = Counter()
-    for sample in set().union(*seen.values()):
-        owners[tuple(rank for rank, own in seen.items() if sample in own)] += 1
-    for ranks, count in owners.most_common():
-        if len(ranks) > 1:
-            wrong.append(f"{counted(count, 'sample')} on {list_ranks(ranks)}")
-    return wrong
+        for sample in counts:
+            owners.setdefault(sample, []).append(rank)
+    shared = Counter(tuple(ranks) for ranks in owners.values() if len(ranks) > 1)
+    return wrong + [f"{counted(count, 'sample')} on {list_ranks(ranks)}" for ranks, count in shared.most_common()]

@@ -1,13 +1,15 @@
 """Record the samples that a user's script trains on: `repro run --check data` compares them (launch/sample_checks.py).
 
-An epoch is one iteration over a DataLoader of torch, or of a class derived from it (accelerate, torchdata), during
-which an optimizer steps. Its samples are known by the indices that the sampler draws, or by a checksum of their
-content where there are none: an iterable dataset, a loader that gets its batches from another rank. Standard library;
-torch is the script's own; Python 3.9.
+An epoch is one iteration over a DataLoader of torch, or of a class derived from it (accelerate, torchdata), that
+yields the last batch before an optimizer's step, or batches before several steps. Evaluation does neither. Samples are
+known by checksums of their content and, where the sampler draws them, by their indices: not those of an iterable
+dataset, or of a loader that gets its batches from another rank. Standard library; torch is the script's own;
+Python 3.9.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import zlib
@@ -17,17 +19,19 @@ LIMIT = 100_000  # samples of a rank that are recorded
 epochs: list[Epoch] = []
 drawing: Epoch | None = None  # the loader that runs now: batches of loaders inside of it are not counted
 last: Epoch | None = None  # the loader that yielded the last batch
-recorded = 0
+recorded = steps = 0
 errors: list[str] = []
 
 
 class Epoch:
     def __init__(self, loader: Any) -> None:
         self.drawn: list[list[int]] = []  # indices of each batch, by the order in which they are fetched
-        self.content: list[list[int]] = []  # or checksums of each batch that was yielded
+        self.content: list[list[int]] = []  # checksums of each batch that was yielded
         self.yielded = self.trained = 0  # batches
-        self.ended = False
+        self.intervals = set[int]()  # the numbers of steps that were made before its batches
+        self.ended = self.is_last = False
         self.skipped = getattr(loader, "skip_batches", 0) or 0
+        self.subset = subset(getattr(loader, "dataset", None))  # its indices
         self.from_rank_0 = type(loader).__name__ == "DataLoaderDispatcher"  # accelerate: rank 0 draws for all ranks
         samplers = list(nested(loader))
         names = [type(each).__name__ for each in samplers]
@@ -36,6 +40,8 @@ class Epoch:
             "batch_size": max((getattr(each, "batch_size", 0) or 0 for each in [loader, *samplers]), default=0),
             "batches": length(loader),
             "length": length(getattr(loader, "dataset", None)),
+            "subset": zlib.crc32(repr(self.subset).encode()) if self.subset else None,
+            "workers": getattr(loader, "num_workers", 0) or 0,
             "replacement": any(getattr(each, "replacement", False) for each in samplers),
             "drop_last": any(getattr(each, "drop_last", False) for each in samplers),
             "even_batches": any(getattr(each, "even_batches", False) for each in samplers),
@@ -45,30 +51,55 @@ class Epoch:
 
     def take(self, batch: Any) -> None:
         """Count a batch that the script gets."""
-        global last
+        global last, recorded
         last = self
+        if self.intervals and steps > max(self.intervals):
+            self.trained = self.yielded  # before a step: with the last batch of another loader, if it was not this one
         self.yielded += 1
+        self.intervals = {*sorted(self.intervals)[:1], steps}
         if recorded > LIMIT or errors:
             return
         try:
+            sums = checksums(batch)
+        except Exception as error:  # the script goes on
+            sums = []
             if self.from_rank_0 or len(self.drawn) < self.yielded + self.skipped:
-                self.content.append(checksums(batch))
-        except Exception as error:  # the script goes on; the check is not made
-            errors.append(f"{type(error).__name__}: {error}"[:200])
+                errors.append(f"{type(error).__name__}: {error}"[:200])
+        self.content.append(sums)
+        recorded += len(sums)
 
-    def samples(self, first: int, end: int) -> list[int]:
-        """Return the samples of the batches from the first to before the end."""
-        batches = self.content or self.drawn[self.skipped :]
-        return [sample for batch in batches[first:end] for sample in batch]
+    @property
+    def is_trained(self) -> bool:
+        return self.is_last or len(self.intervals) > 1
 
     def describe(self) -> dict[str, Any]:
         ended = self.ended or self.yielded == self.fields["batches"]
+        if ended and len(self.intervals) > 1 and steps > max(self.intervals):
+            self.trained = self.yielded
+        drawn = [] if self.from_rank_0 else flat(self.drawn[self.skipped :][: self.trained])
+        content = flat(self.content[: self.trained])
+        exact = bool(drawn)
         return {
             **self.fields,
-            "exact": not self.content,
+            "exact": exact,
+            "steps": [min(self.intervals), max(self.intervals)],
             "finished": ended and self.trained == self.yielded,
-            "samples": self.samples(0, self.trained),
+            "samples": [self.subset[each] if self.subset else each for each in drawn] if exact else content,
+            "content": content,
         }
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [sample for batch in batches for sample in batch]
+
+
+def subset(dataset: Any) -> list[int]:
+    """Return the indices of a Subset, also of one of another, in the data set that it is of."""
+    indices: list[int] = []
+    while any(each.__name__ == "Subset" for each in type(dataset).__mro__):
+        own = list(map(operator.index, dataset.indices))
+        dataset, indices = dataset.dataset, [own[each] for each in indices] if indices else own
+    return indices
 
 
 def nested(loader: Any) -> Iterator[Any]:
@@ -114,8 +145,13 @@ def checksums(batch: Any) -> list[int]:
     for each in found.values():
         for row in range(count if len(each) == count else 0):
             own = each[row] if mask is None or mask.shape != each.shape else each[row][mask[row].bool()]
-            sums[row] = zlib.crc32(repr(own.tolist()).encode(), sums[row])
+            sums[row] = zlib.crc32(content_of(own), sums[row])
     return sums
+
+
+def content_of(tensor: Any) -> bytes:
+    own = tensor.cpu().contiguous()
+    return ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
 
 
 def install(dataloader: Any) -> None:
@@ -144,7 +180,7 @@ def install_accelerate(module: Any) -> None:
 def iterating(original: Callable[[Any], Any], kind: Any) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def __iter__(self: Any) -> Any:
-        global drawing
+        global drawing, recorded
         if drawing is not None or errors:
             return original(self)
         try:
@@ -157,7 +193,9 @@ def iterating(original: Callable[[Any], Any], kind: Any) -> Callable[[Any], Any]
             iterator = original(self)
         finally:
             drawing = None
-        epochs[:] = [*(each for each in epochs if each.trained or not each.ended), epoch]
+        kept = [each for each in epochs if each.is_trained or not each.ended]
+        recorded = sum(len(batch) for each in kept for batch in each.content)
+        epochs[:] = [*kept, epoch]
         if kind is None or not isinstance(iterator, kind):
             return watched(iterator, epoch)
         iterator._repro_epoch = epoch
@@ -219,19 +257,20 @@ def watch_steps(optimizers: Any) -> None:
 
 
 def on_step(*_: Any) -> None:
-    global recorded
+    global steps
     if last is not None:
-        recorded += len(last.samples(last.trained, last.yielded))
+        last.is_last = True
         last.trained = last.yielded
+    steps += 1
 
 
 def describe() -> dict[str, Any]:
     """Return the epochs that this rank has trained, or why there are none."""
-    trained = [each.describe() for each in epochs if each.trained]
+    trained = [each.describe() for each in epochs if each.is_trained]
     if errors:
         return {"missing": f"a batch or a loader could not be read: {errors[0]}"}
     if recorded > LIMIT:
-        return {"missing": f"a rank trained on more than {LIMIT:,} samples; end the script earlier"}
+        return {"missing": f"a rank read more than {LIMIT:,} samples; end the script earlier"}
     if not trained:
         return {"missing": "no DataLoader of torch yielded a batch before an optimizer stepped"}
     return {"epochs": trained}
