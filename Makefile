@@ -122,7 +122,7 @@ test-slow: $(READY) ## the rest of them, which is exhaustive, and more examples 
 
 test-all: test test-slow ## both
 
-exports: $(READY) ## every case's script as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
+exports: $(READY) ## every case's folder as `repro export` writes it, under plain torchrun: the recorded outcome? (ARGS=fsdp)
 	@cd tests && $(PY) -m exports $(ARGS)
 
 two-nights: $(READY) ## the nightly job's steps, twice, on a stack that changes in between; print the issue (a stack is built)

@@ -1,4 +1,4 @@
-"""`make exports`: every case's script, written by `repro export`, run under plain torchrun: the recorded outcome?
+"""`make exports`: every case's folder, written by `repro export`, run under plain torchrun: the recorded outcome?
 
 A table, a line for each; exit 1 when one shows something else, 3 when one could not be tried.
 """
@@ -40,13 +40,13 @@ class Ran:
     functions: str = ""
 
 
-def run(file: Path, ranks: int, hangs: bool, stack: Stack) -> Ran:
-    """Run the script under torchrun in its folder, in an environment without anything of this project."""
-    command = [stack.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), file.name]
+def run(folder: Path, ranks: int, hangs: bool, stack: Stack) -> Ran:
+    """Run an exported folder under torchrun, in an environment without anything of this project."""
+    command = [stack.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "run.py"]
     env = stack.environment({"PATH": "/usr/local/bin:/usr/bin:/bin"})
-    env |= {"TMPDIR": str(file.parent), "HOME": str(Path.home())}
-    log, limit, functions = file.with_suffix(".log"), time.monotonic() + LIMIT_S, ""
-    with open(log, "w") as out, psutil.Popen(command, cwd=file.parent, stdout=out, stderr=out, env=env) as process:
+    env |= {"TMPDIR": str(folder.parent), "HOME": str(Path.home())}
+    log, limit, functions = folder / "log", time.monotonic() + LIMIT_S, ""
+    with open(log, "w") as out, psutil.Popen(command, cwd=folder, stdout=out, stderr=out, env=env) as process:
         while process.poll() is None and time.monotonic() < limit:
             with contextlib.suppress(psutil.TimeoutExpired):
                 process.wait(LOOK_S)
@@ -72,8 +72,8 @@ def difference(stored: Measured, ranks: int, ran: Ran) -> str | None:
     outcome = stored.outcome
     tail = ran.output[-400:]
     if outcome["outcome"] == "passed":
-        finished = ran.output.count("every check is right")
-        return None if ran.code == 0 and finished == ranks else f"exit code {ran.code}, {finished} ranks right: {tail}"
+        finished = ran.output.count("] finished")
+        return None if ran.code == 0 and finished == ranks else f"exit code {ran.code}, {finished} ranks ended: {tail}"
     known = outcome.get("recognized") or []  # of another case, too
     missing = [item for item in known if not _shows(CATALOGUE.cases[item["case"]], item["signature"], ran)]
     if known:
@@ -108,12 +108,11 @@ def check_export(case: Case, variant: str, folder: Path) -> tuple[str, str]:
         return "not tried", "nothing is stored of it"
     if made.skipped or made.stack is None:
         return "not tried", made.skipped or "its stack is not here"
-    file = folder / f"{case.slug}-{variant}.py"
-    file.write_text(made.text)
+    made.write(target := folder / f"{case.slug}-{variant}")
     hangs = any(item.get("kind") == "hang" for item in made.stored.outcome.get("recognized") or [])
-    ran = run(file, made.ranks, hangs, made.stack)
+    ran = run(target, made.ranks, hangs, made.stack)
     problem = difference(made.stored, made.ranks, ran)
-    return ("shown", f"{len(made.text.splitlines())} lines") if problem is None else ("differs", problem)
+    return ("shown", "") if problem is None else ("differs", problem)
 
 
 def main() -> int:

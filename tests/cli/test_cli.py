@@ -42,7 +42,7 @@ def test_help_names_every_command_on_one_screen(capsys: pytest.CaptureFixture[st
     assert all(any(f" {command} " in line for line in lines) for command in cli.COMMANDS)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["list", "--help"], ["export", "fsdp-uniform-dtype"]])
+@pytest.mark.parametrize("words", [["--help"], ["list", "--help"], ["show", "fsdp-uniform-dtype"]])
 def test_output_that_cannot_be_written_is_an_error(words: list[str]) -> None:
     """argparse ignores a full disk, and exits with 0."""
     with open("/dev/full", "w") as full:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from repro_matrix.search.algorithms import (
     Boundary,
@@ -31,7 +30,6 @@ from repro_matrix.search.parameters import (
     arguments_of,
     needed,
     reduce,
-    reduce_statements,
     replaced,
 )  # fmt: skip
 
@@ -191,7 +189,7 @@ def test_find_culprits_lists_unproven_members(count: int, rng: random.Random) ->
     assert all(answers.get(members - {item}) in (None, UNKNOWN) for item in found.unproven)
 
 
-# -- parameters and statements: minimal, and what is known when no probes are left
+# -- parameters: minimal, and what is known when no probes are left
 
 Answers = Callable[[Config], bool | None]
 
@@ -291,62 +289,3 @@ def test_arguments_of_are_options_with_their_values() -> None:
     values = {each.parameter.name: each.parameter.values for each in words if each.parameter.number}
     assert values == {"--layers": (OUT, 1, 2, 4, 8, 16, 24), "--n": (OUT, 1, 2, 4, 8)}
     assert words[2].words(2) == ["--layers=2"] and words[5].words(4) == ["--n", "4"] and words[2].words(OUT) == []
-
-
-# -- statements
-
-BLOCKS = '''"""Text."""
-import os, sys  # two
-@staticmethod
-def unused():
-    if True: return 1; pass
-for step in range(3):
-    if step == 2:
-        x = 1; y = 2
-    elif step == 1:
-        print("one")
-    else:
-        print("two")
-try:
-    1 / 1
-except (OSError, ValueError) as error:
-    print(error)
-else:
-    y = 2
-match sys.argv:
-    case [first, *rest]:
-        print(first, rest)
-'''
-
-
-def statements(text: str) -> list[str]:
-    """Return the first lines of the statements, without ``pass``."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    return [ast.unparse(node).splitlines()[0] for node in nodes if not isinstance(node, ast.Pass)]
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_reduce_statements_keeps_needed_ones_and_valid_python(data: st.DataObject) -> None:
-    every = statements(BLOCKS)
-    wanted = data.draw(st.sets(st.sampled_from(every), max_size=3))
-    asked: list[str] = []
-
-    def probe(text: str) -> bool | None:
-        assert ast.parse(text) and text not in asked
-        asked.append(text)
-        return wanted <= set(statements(text))
-
-    text, done = reduce_statements(BLOCKS, Trail(probe))
-    assert done and wanted <= set(statements(text)) and len(statements(text)) <= 5 * len(wanted)
-    stopped = Trail(lambda text: wanted <= set(statements(text)), max_probes=3)
-    part, done = reduce_statements(BLOCKS, stopped)
-    assert wanted <= set(statements(part)) and done == (stopped.ended is None)
-
-
-def test_reduce_statements_tries_no_text_with_undefined_names() -> None:
-    text = "import os\nx = os\ndef f():\n    global g\n    g = os\nprint(__file__, os, g)\n"
-    asked: list[str] = []
-    reduce_statements(text, Trail(lambda text: bool(asked.append(text))))
-    assert asked and all("import os" in text for text in asked if "os" in text.replace("import os", ""))
-    assert "import os\nprint(__file__, os, g)\n" not in asked and "" in "".join(asked)

@@ -1,9 +1,8 @@
-"""`repro export CASE --variant NAME`: write one script without this project's kit, for an upstream issue."""
+"""`repro export CASE --variant NAME`: write a folder that runs without repro-matrix, for an upstream issue."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from repro_matrix.authoring.export import export_variant
@@ -17,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arguments.case(parser)
     arguments.overrides(parser, json=False)
     parser.add_argument("--variant", help="the variant (default: the first, which is the unfixed one)")
-    parser.add_argument("--out", metavar="FILE", help="write the script to FILE instead of the standard output")
+    parser.add_argument("--out", metavar="FOLDER", help="the new folder (default: CASE-VARIANT here)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -27,15 +26,9 @@ def main(args: argparse.Namespace) -> int:
         raise unknown("variant", variant, case.variants, case.slug)
     stack, overrides = arguments.one_stack(args)
     exported = export_variant(args.case, variant, overrides, stack)
-    text, run = exported.text, f"torchrun --nproc-per-node {exported.ranks}"
-    if not args.out:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        log(f"save it with --out FILE.py; run it with {run} FILE.py")
-        return 0
-    out = Path(args.out)
+    out = Path(args.out or f"{case.slug}-{variant}")
     if out.exists():
-        raise ConfigError(f"--out {out}: the file exists and is not overwritten. Name another one.")
-    out.write_text(text, encoding="utf-8")
-    log(f"wrote {out} ({text.count(chr(10))} lines); run it with {run} {out}")
+        raise ConfigError(f"{out}: the folder exists and is not overwritten. Name another one with --out.")
+    exported.write(out)
+    log(f"wrote {out}; run it with torchrun --nproc-per-node {exported.ranks} {out / 'run.py'}")
     return 0

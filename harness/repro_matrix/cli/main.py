@@ -45,7 +45,7 @@ GROUPS = {
     "maintain": {
         "new": "write the first files of a case: YAML with a proposed signature, and a script",
         "check": "run a new case several times under both launchers; list what is not ready",
-        "export": "write one variant as a stand-alone script to attach to an issue",
+        "export": "write one variant as a folder that runs alone, to attach to an issue",
         "accept": "publish measured results as the baseline and as expectations",
         "regrade": "grade stored evidence anew; report every verdict that differs",
         "merge": "merge the results of a run's shards into one folder",

@@ -17,23 +17,21 @@ from dataclasses import replace
 from repro_matrix.cli import options
 from repro_matrix.environment import stacks
 from repro_matrix.environment.stacks import Stack
-from repro_matrix.errors import ConfigError
 from repro_matrix.external.adhoc_case import in_shell
 from repro_matrix.report.terminal import print_json
 from repro_matrix.runner import workspace
 from repro_matrix.search import report
 from repro_matrix.search.algorithms import Stopped
-from repro_matrix.search.reduce import CaseReduction, ScriptReduction, output_path
+from repro_matrix.search.reduce import CaseReduction, ScriptReduction
 from repro_matrix.text import log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.case_or_script(parser)
-    parser.set_defaults(command=None)  # it takes no command after --: it rewrites a script
+    parser.set_defaults(command=None)  # it takes no command after --: it varies --args
     add = parser.add_argument
     add("--variant", help="of a case: the variant to reduce (default: the first)")
     add("--max-probes", type=options.number(1), metavar="N", help="launch at most N attempts")
-    add("--out", metavar="FILE", help="of a script: the reduced file (default: train.reduced.py in its folder)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -56,17 +54,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _case(args: argparse.Namespace, stop: threading.Event) -> CaseReduction:
-    if args.out:
-        raise ConfigError("--out is for a script of your own; the reduced cell of a case is a command.")
     _, request, spec = options.case_of(args, {"variants": "reduce one variant with --variant NAME"})
     return CaseReduction(args.variant, request, _stack(spec), args.max_probes, log, stop)
 
 
 def _script(args: argparse.Namespace, stop: threading.Event) -> ScriptReduction:
     script, spec, settings = options.script_of(args)
-    out = output_path(script.command.script, args.out) if script.command.script else None
     stack, repeat = in_shell(_stack(spec)), settings.repeat or 1
-    return ScriptReduction(script, args.case, args.script_args, out, stack, repeat, args.max_probes, log, stop)
+    return ScriptReduction(script, args.case, args.script_args, stack, repeat, args.max_probes, log, stop)
 
 
 def _stack(spec: str) -> Stack:

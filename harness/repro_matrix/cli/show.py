@@ -170,7 +170,7 @@ def _what_to_do(case: Case, versions: Mapping[str, str], stopped: Collection[str
     yield f"{case.variants[first].help or _changes(case.variants[first])} ({first})."
     if more:
         yield f"Also: {', '.join(more)}."
-    yield f"As a script: repro export {case.slug} --variant {first}"
+    yield f"As a folder for an issue: repro export {case.slug} --variant {first}"
 
 
 def _plan_first_cell(request: Request, case: Case) -> tuple[Session, CellPlan]:

@@ -1,4 +1,4 @@
-"""What a reduction varies: the settings of a case; the arguments, variables and statements of a script. Pure.
+"""What a reduction varies: the settings of a case; the arguments and variables of a script. Pure.
 
 A parameter's values begin with the simplest: left out, the default, or the least valid number. A parameter without a
 simpler value (``eval``, ``train``) keeps its value; whether the failure needs it is tested all the same.
@@ -6,9 +6,8 @@ simpler value (``eval``, ``train``) keeps its value; whether the failure needs i
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,74 +228,3 @@ def _argument(group: Sequence[str]) -> Parameter:
     if number and len(group) <= 2 and _is_option(group[0]):
         return Parameter(key, int(number[1]), (OUT, *_doubled(1, int(number[1]))), number=True)
     return Parameter(key, " ".join(group), (OUT, " ".join(group)))
-
-
-# -- of a script: its statements
-
-
-def unparse(tree: ast.Module) -> str:
-    """Return the text of a module: without comments, and laid out anew."""
-    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
-
-
-def reduce_statements(text: str, trail: Trail[str, bool | None]) -> tuple[str, bool]:
-    """Return the part of a Python file that the failure needs, and whether the search is complete.
-
-    Delta debugging of all statements, from the end of the file: main code comes before the definitions that it uses,
-    and a block before what is in it. ``unparse`` of the whole file is known to fail.
-    """
-    best, undefined = unparse(ast.parse(text)), _undefined(text)
-
-    def reproduced(kept: Sequence[int]) -> bool:
-        nonlocal best
-        smaller = _part(text, set(kept))
-        try:
-            if _undefined(smaller) - undefined or trail.ask(smaller) is not True:
-                return False  # it would only raise NameError, or it does not fail
-        except SyntaxError:
-            return False
-        best = smaller
-        return True
-
-    try:
-        ddmin(range(len(_statements(ast.parse(text)))), reproduced)
-    except NoMoreProbes as ended:
-        trail.ended = ended
-    return best, trail.ended is None
-
-
-def _statements(node: ast.AST) -> list[ast.stmt]:
-    """Return all statements below a node, the last first; each is followed by those that it contains."""
-    found: list[ast.stmt] = []
-    for child in reversed(list(ast.iter_child_nodes(node))):
-        found += [child] if isinstance(child, ast.stmt) else []
-        found += _statements(child)
-    return found
-
-
-def _part(text: str, kept: Set[int]) -> str:
-    """Return a file with some of its statements; ``kept``: their places in ``_statements``."""
-    tree = ast.parse(text)
-    omitted = {statement for number, statement in enumerate(_statements(tree)) if number not in kept}
-    for node in ast.walk(tree):
-        for block in ("body", "orelse", "finalbody"):
-            statements = getattr(node, block, None)
-            if isinstance(statements, list):
-                rest = [statement for statement in statements if statement not in omitted]
-                setattr(node, block, rest or ([ast.Pass()] if block == "body" and node is not tree else []))
-    return unparse(tree)
-
-
-def _undefined(text: str) -> Set[str]:
-    """Return the names, and attributes of ``self``, that are used and bound nowhere. Raises SyntaxError."""
-    bound, used = set[str](), set[str]()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            (used if isinstance(node.ctx, ast.Load) else bound).add(f"self.{node.attr}")
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            bound |= {node.name, f"self.{node.name}"}
-        elif isinstance(node, (ast.arg, ast.alias)):
-            bound.add(node.arg if isinstance(node, ast.arg) else (node.asname or node.name).partition(".")[0])
-    return used - bound

@@ -1,4 +1,4 @@
-"""Reduce a failure to its smallest trigger: a case's settings, or a script's arguments, ranks and statements.
+"""Reduce a failure to its smallest trigger: a case's settings, or a script's arguments and ranks.
 
 Every probe is a launched, stored attempt, graded like any other. What is stored is read, not launched again: a search
 continues when the same command is given again.
@@ -6,15 +6,12 @@ continues when the same command is given again.
 
 from __future__ import annotations
 
-import ast
-import os
 import shlex
 import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from repro_matrix.config.schema import VARIANT
 from repro_matrix.environment.stacks import Stack
@@ -32,7 +29,6 @@ from repro_matrix.search.prober import Answer, CellRunner, Say
 from repro_matrix.text import counted
 
 Json = dict[str, Any]
-Key = TypeVar("Key", bound=Hashable)
 CONFIRMED = 3  # attempts of the result: whether it fails every time
 # Infrastructure errors that the script causes, not the machine: another attempt would show them again.
 LASTING = ("script_error", "missing_check", "no_effect", "interrupted")
@@ -49,7 +45,7 @@ class Reduction(CellRunner):
     def __init__(self, stack: Stack, repeat: int, max_attempts: int | None, say: Say, stop: threading.Event) -> None:
         super().__init__(say, stop)
         self.stack, self.repeat, self.max_attempts = stack, repeat, max_attempts
-        self.probes: dict[Hashable, Answer] = {}  # by configuration, or by the text of a script; in order
+        self.probes: dict[Hashable, Answer] = {}  # by configuration, or by the sizes of a fix; in order
         self.notes: list[str] = []
         self.unsure: list[str] = []  # the configurations without an answer because of the machine
         self.attempts = 0
@@ -70,7 +66,7 @@ class Reduction(CellRunner):
         names = [each.name for each in self.parameters]
         self.say(f"{counted(len(names), 'parameter')} to vary: {', '.join(names)}")
         while True:
-            trail: Trail[Config, bool | None] = Trail(lambda config: self._reproduced(config, self._probe))
+            trail: Trail[Config, bool | None] = Trail(self._reproduced)
             config, done = parameters.reduce(self.parameters, trail)
             self.ended = trail.ended
             try:
@@ -93,10 +89,10 @@ class Reduction(CellRunner):
         self.say(self.notes[-1])
         return False
 
-    def _reproduced(self, key: Key, launch: Callable[[Key, int], Answer]) -> bool | None:
-        probe = self.probes.get(key)
+    def _reproduced(self, config: Config) -> bool | None:
+        probe = self.probes.get(config)
         if probe is None or (probe.document and not probe.reproduced and probe.counted < self.repeat):
-            probe = launch(key, self.repeat)
+            probe = self._probe(config, self.repeat)
         return probe.reproduced
 
     def _probe(self, config: Config, repeat: int) -> Answer:
@@ -123,12 +119,13 @@ class Reduction(CellRunner):
         self.say(f"{len(self.probes)}: {what}: {found} ({how})")
         return found
 
-    def _result(self, config: Config, first: Answer, final: Answer, data: Json) -> Json:
+    def _result(self, config: Config, first: Answer, data: Json) -> Json:
         """Return the result with stable keys."""
+        final = self.probes[config]
         varied = [self._varied(config, at) for at in range(len(self.parameters))]
         names = [each.name for each in self.parameters]
         return {
-            "kind": "reduced", "failure": first.detail, "lines": None, **data,
+            "kind": "reduced", "failure": first.detail, **data,
             "stack": {"name": self.stack.name, "versions": dict(self.stack.versions)},
             "error_at": final.error_at, "document": final.document,
             "confirmed": f"{final.reproductions} of {final.counted}",
@@ -219,21 +216,18 @@ class CaseReduction(Reduction):
             "case": self.slug, "variant": self.reduced_variant, "what": f"{self.slug} on {self.stack.name}",
             "overrides": self.request(config).texts(without=("case",)), "command": self.command(config),
         }  # fmt: skip
-        return self._result(config, first, self.probes[config], data)
+        return self._result(config, first, data)
 
 
 class ScriptReduction(Reduction):
-    """Reduce a user's script: its arguments, variables and ranks, then its statements.
-
-    ``word``: the script on the command line. ``out``: the file for the reduced script; None for a module.
-    """
+    """Reduce a user's script: its arguments, variables and ranks. ``word``: the script on the command line."""
 
     def __init__(
-        self, script: Script, word: str, args: str, out: Path | None, stack: Stack, repeat: int,
-        max_attempts: int | None, say: Say, stop: threading.Event,
+        self, script: Script, word: str, args: str, stack: Stack, repeat: int, max_attempts: int | None, say: Say,
+        stop: threading.Event,
     ) -> None:  # fmt: skip
         super().__init__(stack, repeat, max_attempts, say, stop)
-        self.script, self.word, self.out = script, word, out
+        self.script, self.word = script, word
         self.slug, self.variant = script.slug, VARIANT
         self.arguments = arguments_of(shlex.split(args))
         found = [argument.parameter for argument in self.arguments]
@@ -246,15 +240,12 @@ class ScriptReduction(Reduction):
     def _words(self, config: Config) -> list[str]:
         return [word for each, value in zip(self.arguments, config) for word in each.words(value)]
 
-    def configured(self, config: Config, path: Path | None = None) -> Script:
-        """Return the script in this configuration. ``path``: a file with fewer statements to launch in its place."""
+    def configured(self, config: Config) -> Script:
+        """Return the script in this configuration."""
         values = dict(zip((each.name for each in self.parameters), config))
         old = self.script.command
         nproc = int(values.get("nproc", old.nproc))
         command = command_of_script(self.word, nproc, shlex.join(self._words(config)), module=old.script is None)
-        if path is not None:
-            argv = tuple(str(path) if part == str(command.script) else part for part in command.argv)
-            command = replace(command, argv=argv, script=path)
         env = tuple(pair for pair in self.script.env if values[f"env.{pair[0]}"] != OUT)
         return replace(self.script, command=command, env=env)
 
@@ -270,16 +261,12 @@ class ScriptReduction(Reduction):
     def run(self) -> Json:
         self._learn()
         config, first = self._reduce()
-        command, lines, final = self.command(config), None, self.probes[config]
-        if self.script.command.script and self.out and self.ended is None:
-            lines, final = self._reduce_statements(self.script.command.script, self.out, config)
-            if lines["file"]:
-                command = [lines["file"] if part == self.word else part for part in command]
         data = {
-            "what": f"{self.script.command.shown} on {self.stack.name}", "script": self.word, "lines": lines,
-            "nproc": self.configured(config).command.nproc, "args": self._words(config), "command": command,
+            "what": f"{self.script.command.shown} on {self.stack.name}", "script": self.word,
+            "nproc": self.configured(config).command.nproc, "args": self._words(config),
+            "command": self.command(config),
         }  # fmt: skip
-        return self._result(config, first, final, data)
+        return self._result(config, first, data)
 
     def _learn(self) -> None:
         """Take the first attempt's failure where none was given, so that another error never counts as it."""
@@ -304,54 +291,3 @@ class ScriptReduction(Reduction):
         if self.script.failure.hang_s is None:  # a much slower attempt does not show the failure
             limit = max(MIN_DEADLINE_S, DEADLINE_FACTOR * round(made["observation"]["attempt"]["wall_s"] / 5 + 1) * 5)
             self.script = replace(self.script, deadline_s=min(self.script.deadline_s, limit))
-
-    def _reduce_statements(self, file: Path, out: Path, config: Config) -> tuple[Json, Answer]:
-        """Write the reduced script. Candidates are launched from one file beside the script, so that its imports and
-        the stored results stay valid."""
-        text, path = file.read_text(encoding="utf-8"), file.with_name(f".{file.stem}.reducing.py")
-
-        def launch(candidate: str, repeat: int) -> Answer:
-            path.write_text(candidate, encoding="utf-8")
-            request = self.configured(config, path).request(self.stack.name)
-            return self._launch(candidate, f"{len(candidate.splitlines())} lines", lambda: request, repeat)
-
-        done = False
-        whole = smallest = parameters.unparse(ast.parse(text))
-        try:
-            path.touch(exist_ok=False)
-        except FileExistsError:
-            raise ConfigError(
-                f"{path}: another process is reducing this script. Wait for it; if it was killed, remove the file."
-            ) from None
-        try:
-            while not done:
-                trail: Trail[str, bool | None] = Trail(lambda candidate: self._reproduced(candidate, launch))
-                if trail.ask(whole) is not True:
-                    raise MeasureError(f"A copy of the script ({path.name}) does not fail in the same way.")
-                smallest, complete = parameters.reduce_statements(text, trail)
-                self.ended = trail.ended
-                if not complete:
-                    break
-                done = self._has_enough_attempts(launch(smallest, max(CONFIRMED, self.repeat)))
-        except NoMoreProbes as ended:
-            self.ended = ended
-        finally:
-            path.unlink()
-        lines = {
-            "before": len(text.splitlines()), "now": len(smallest.splitlines()), "text": smallest, "done": done,
-            "file": os.path.relpath(out) if done and smallest != whole else None,
-        }  # fmt: skip
-        if lines["file"]:  # not of an interrupted search: the same command has to find its name free
-            out.write_text(smallest, encoding="utf-8")
-        return lines, self.probes.get(smallest) or self.probes[config]
-
-
-def output_path(script: Path, given: str | None) -> Path:
-    """Return the path of the reduced script. Raises ConfigError rather than overwriting a file."""
-    names = (script.with_name(f"{script.stem}.reduced{number or ''}.py") for number in (0, *range(2, 100)))
-    path = Path(given).expanduser().absolute() if given else next(path for path in names if not path.exists())
-    if path.exists():
-        raise ConfigError(f"--out {given}: the file exists. Choose another name; nothing is overwritten.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--out {given}: there is no folder {path.parent}.")
-    return path
