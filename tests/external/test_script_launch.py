@@ -325,11 +325,15 @@ PADDED = "32 samples, known by index, of 2 epochs on 2 ranks; epochs 0, 1: 1 sam
     ("how", "workers", "outcome", "text"),
     [
         ("sampler", 2, "passed", PADDED),
-        ("stream", 0, "reproduced", "wrong: epochs 0, 1: 16 samples on ranks 0, 1"),
+        ("stream", 0, "reproduced", "wrong: epochs 0, 1: 16 samples shared by ranks 0, 1"),
         ("accelerate", 0, "passed", PADDED),
         pytest.param("sampler", 0, "passed", PADDED, marks=pytest.mark.slow),
-        pytest.param("none", 0, "reproduced", "wrong: epochs 0, 1: 15 samples on ranks 0, 1", marks=pytest.mark.slow),
-        pytest.param("none", 1, "reproduced", "wrong: epochs 0, 1: 15 samples on ranks 0, 1", marks=pytest.mark.slow),
+        pytest.param(
+            "none", 0, "reproduced", "wrong: epochs 0, 1: 15 samples shared by ranks 0, 1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "none", 1, "reproduced", "wrong: epochs 0, 1: 15 samples shared by ranks 0, 1", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_samples_of_a_script_are_disjoint_and_complete(

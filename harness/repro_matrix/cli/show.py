@@ -93,7 +93,10 @@ def main(args: argparse.Namespace) -> int:
              for v in variants]  # fmt: skip
     print_table(title, heads, table, narrow=(heads[1], heads[-1]))
     if near := list(dict.fromkeys(release for v in variants if v["expected"] for release in v["nearest"])):
-        print_wrapped(f"Expected as in the nearest measurements: {list_some(near)}.")
+        print_wrapped(
+            f"Expected as in the nearest measurements: {list_some(near, len(near))}. Where they disagree, the "
+            "first is shown."
+        )
     if case.kind == "failure":
         print_wrapped(ROLES)
         stopped = {v["variant"] for v in variants if v["last"].partition(" ")[0] in FAILING}

@@ -15,10 +15,22 @@ from repro_matrix.records.outcome import Outcome
 from repro_matrix.results.failure_text import comparable_text
 
 SIGNATURE = "failure"
-# --check -> the check's name, and the text of its failure
-CHECKS = {"replicas": ("replicas_equal", "parameters or gradients differ between ranks"),
-          "finite": ("parameters_finite", "parameters or gradients are not finite"),
-          "data": ("data_partitioned", "the ranks' samples are not disjoint and complete")}  # fmt: skip
+# --check -> the check's name, the text of its failure, and what usually helps
+CHECKS = {
+    "replicas": (
+        "replicas_equal",
+        "parameters or gradients differ between ranks",
+        "call the DDP model itself, not its .module, and reduce gradients in a step's last backward pass: "
+        "repro show ddp-module-bypass",
+    ),
+    "finite": ("parameters_finite", "parameters or gradients are not finite", ""),
+    "data": (
+        "data_partitioned",
+        "the ranks' samples are not disjoint and complete",
+        "give each rank its part: DistributedSampler or accelerator.prepare(loader); divide an iterable data set by "
+        "rank and by worker",
+    ),
+}
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _METRIC = re.compile(r"^\s*(?P<name>/.+/|[^<>=\s]+)\s*(?:(?P<op><=|>=|<|>)\s*(?P<limit>[-+\w.]+))?\s*$", re.IGNORECASE)
 

@@ -15,7 +15,7 @@ from repro_matrix.config.selection import override_text as written
 from repro_matrix.environment.stacks import Stack
 from repro_matrix.errors import ConfigError, MeasureError
 from repro_matrix.external.adhoc_case import DEADLINE_S, Script, in_shell
-from repro_matrix.external.script_failure import Failure, learned, normal
+from repro_matrix.external.script_failure import CHECKS, Failure, learned, normal
 from repro_matrix.grading.observation import Attempt, parse_threads
 from repro_matrix.grading.root_cause import find_failures
 from repro_matrix.records.attempt import Observation
@@ -114,14 +114,19 @@ def describe(case: AdhocCase, document: Document) -> Iterator[str]:
 def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
     attempts = document["variants"][VARIANT]["attempts"]
     yield case.title + (f"   (the failure: {case.failure})" if case.failure else "")
-    outcomes = Counter("not checked" if _is_unchecked(made) else made["outcome"]["outcome"] for made in attempts)
+    outcomes = Counter(_label(made) for made in attempts)
     yield ", ".join(f"{name.replace('_', ' ')} {n} of {len(attempts)}" for name, n in outcomes.most_common())
     yield from (f"  note: {text}" for text in document["stack"].get("changed", [])[:FRAMES])
     made = next((a for a in attempts if a["outcome"]["outcome"] != "passed"), attempts[0] if attempts else None)
     if made is None:
         return
     yield from _checked(case, made)
-    if not _is_unchecked(made):
+    if _label(made) == "check failed":
+        texts = [each["message"] for each in made["outcome"]["recognized"]]
+        for name, _, advice in CHECKS.values():
+            if advice and any(f"check {name} failed" in text for text in texts):
+                yield f"  what helps: {advice}"
+    elif _label(made) != "not checked":
         yield f"  {made['outcome']['reason'].splitlines()[0]}"
     infra_error = made["observation"]["infra_error"]
     yield from (f"    {line}" for line in (infra_error["message"].splitlines()[1:][-TAIL:] if infra_error else ()))
@@ -133,9 +138,12 @@ def _lines(case: AdhocCase, document: Document) -> Iterator[str]:
         yield f"  note: {note}"
 
 
-def _is_unchecked(made: Made) -> bool:
-    """Whether the script ended well, and a check of it was not possible."""
-    return made["outcome"]["infra_error"] == "missing_check" and made["outcome"]["check"] is not None
+def _label(made: Made) -> str:
+    outcome = made["outcome"]
+    if outcome["infra_error"] == "missing_check" and outcome["check"] is not None:
+        return "not checked"  # the script ended well, and a check of it was not possible
+    failed = outcome["outcome"] == "reproduced" and {each["kind"] for each in outcome["recognized"]} == {"check"}
+    return "check failed" if failed else outcome["outcome"]
 
 
 def _checked(case: AdhocCase, made: Made) -> Iterator[str]:

@@ -181,4 +181,6 @@ def _repeated(samples: Sequence[Sequence[int]]) -> list[str]:
         for sample in counts:
             owners.setdefault(sample, []).append(rank)
     shared = Counter(tuple(ranks) for ranks in owners.values() if len(ranks) > 1)
-    return wrong + [f"{counted(count, 'sample')} on {list_ranks(ranks)}" for ranks, count in shared.most_common()]
+    return wrong + [
+        f"{counted(count, 'sample')} shared by {list_ranks(ranks)}" for ranks, count in shared.most_common()
+    ]

@@ -134,7 +134,7 @@ def _test_case(cell: Cell, row: Row) -> Any:
         test.result = [(Failure if row.state == "unexpected" else Error)(text, verdict)]
         test.result[0].text = errors
     note = f" ({row.note})" if row.note else ""
-    out = [f"verdict: {verdict}", f"compared: {row.state or 'no expectation applies'}{note}", f"reason: {reason}",
+    out = [f"verdict: {verdict}", f"compared: {row.state or 'no_expectation'}{note}", f"reason: {reason}",
            f"attempts: {row.outcome}", f"evidence: {row.evidence}", f"command: {command}"]  # fmt: skip
     test.system_out = "\n".join(map(block, out))
     return test

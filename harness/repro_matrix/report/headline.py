@@ -348,7 +348,7 @@ class Headline:
             near = Counter(row.nearest for row in self.near if row.beyond == beyond)
             for releases, _ in near.most_common(1):
                 text = list_some(list(dict.fromkeys(releases)), 3, " and ") + ", or others" * (len(near) > 1)
-                what = "a prediction, beyond what was measured: " * beyond
+                what = "predictions, because all of these are older or newer: " * beyond
                 yield Fact(f"{text} ({what}{counted(near.total(), 'result')}).", "")
         if self.previous and self.since.new:
             yield Fact(f"{counted(len(self.since.new), 'cell')} not measured then.", "")

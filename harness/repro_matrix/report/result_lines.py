@@ -97,7 +97,7 @@ def _problem_lines(head: Headline, width: int) -> Iterator[str]:
         "FLAKY: {}, whose attempts disagree": [(_outcomes(row), row) for row in head.flaky],
         "QUARANTINED: {}": [(row.quarantine, row) for row in head.rows if row.state == "quarantined"],
         "POSSIBLE: {}, as in one of the nearest measured releases, which disagree": [
-            (list_some(list(dict.fromkeys(row.nearest))), row) for row in head.possible
+            (f"{row.verdict} here; {row.note}", row) for row in head.possible
         ],
         "NO EXPECTATION: {}. `repro accept` writes expectations": [(row.verdict, row) for row in head.new],
     }
