@@ -92,14 +92,24 @@ def test_torchrun_of_two_ranks_records_each_and_changes_nothing(bench: Bench) ->
         ("import sys; sys.excepthook = None; raise KeyError('x')", error("KeyError"), "reproduced", ""),
         ("import os, sys; sys.excepthook = lambda *_: os._exit(0); raise RuntimeError('boom')",
          error("RuntimeError: boom"), "reproduced", ""),
-        ("import os, sys, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)", ANY, "passed", "killed"),
+        ("import os, sys, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)", ANY, "infra_error", "killed"),
+        ("import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)", ANY, "passed", "killed"),
     ],
-    ids=["exit", "os._exit", "stdin", "signal", "no excepthook", "exit in the excepthook", "background"],
+    ids=["exit", "os._exit", "stdin", "signal", "no excepthook", "exit in the excepthook", "fork", "background"],
 )  # fmt: skip
 def test_plain_script_end_gives_outcome(bench: Bench, text: str, wanted: Failure, outcome: str, expected: str) -> None:
     found = bench.plain(text, wanted)
     assert found["outcome"]["outcome"] == outcome, found["outcome"]
     assert expected in str((found["outcome"], found["observation"]["attempt"]["leaked_processes"]))
+
+
+def test_end_without_pythons_exit_is_noted(bench: Bench) -> None:
+    """An error may have been swallowed; scripts that end so on purpose pass nevertheless."""
+    for text, noted in (("import os\ntry: [][1]\nfinally: os._exit(0)", True), ("import sys; sys.exit(0)", False)):
+        bench.write(text)
+        document = bench.document("python train.py")
+        shown = "\n".join(describe(bench.script.case(), document))
+        assert "passed 1 of 1" in shown and ("note: rank 0 ended without Python's exit" in shown) == noted
 
 
 @pytest.mark.parametrize(
@@ -212,6 +222,8 @@ TRAINS = """
         teacher = torch.nn.Linear(4, 2) if how == "frozen" else None
         if how == "frozen":  # with a base that is another one on each rank
             model.register_parameter("base", torch.nn.Parameter(torch.full((3,), float(dist.get_rank())), False))
+            global kept
+            kept = model
         if how == "alone":
             ddp = model
         elif how == "frozen":  # without DDP, which would broadcast it
@@ -238,6 +250,8 @@ TRAINS = """
         optimizer.step()
         if called is not ddp:
             optimizer.zero_grad()
+        if how == "frozen" and len(sys.argv) > 2:
+            model.base.data[0] = float("nan")
         if how == "crash" and dist.get_rank() == 1:
             raise ValueError("boom")
         if how != "alone":
@@ -262,6 +276,8 @@ REPLICAS, FINITE = ("replicas",), ("finite",)
             "3 parameters (1 frozen) and 2 gradients of the last of 1 step compared on "
             "2 ranks; 2 parameters that no optimizer has stepped on were not compared; wrong: 0.base",
         ),
+        ("frozen nan", FINITE, "reproduced", "wrong: 0.base"),
+        pytest.param("frozen", FINITE, "passed", "parameters_finite: 3 tensors", marks=pytest.mark.slow),
         pytest.param("right", (), "passed", "no number was checked", marks=pytest.mark.slow),
         pytest.param("bypassed", (), "passed", "no number was checked", marks=pytest.mark.slow),
         pytest.param("zero1", REPLICAS, "passed", "2 parameters and 2 gradients", marks=pytest.mark.slow),

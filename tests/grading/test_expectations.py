@@ -100,8 +100,7 @@ HEALTHY, FAILING = (expecting(name, variant="control") for name in ("PASSED", "F
         ("FIXED_UPSTREAM", expecting("NOT_REPRODUCED"), None, False, "expected"),
         ("NOT_REPRODUCED", expecting("FIXED_UPSTREAM"), None, False, "expected"),
         ("FIX_BREAKS", expecting("NOT_REPRODUCED"), None, False, "unexpected"),
-        *((name, None, None, False, "differs_from_documentation") for name in ("NOT_FIXED", "DIFFERENT_FAILURE")),
-        *((name, None, None, False, "no_expectation") for name in ("FIXED", "NOT_REPRODUCED", "FLAKY", HANGS)),
+        *((name, None, None, False, "no_expectation") for name in ("FIXED", "NOT_REPRODUCED", HANGS)),
         # a control needs no expectation: it must train
         *((name, None, None, True, "unexpected") for name in ("FLAKY", HANGS)),
         ("PASSED", None, None, True, "no_expectation"), ("FAILED", None, HEALTHY, True, "unexpected"),
@@ -112,6 +111,19 @@ def test_compare(verdict: Any, expectation: Any, prediction: Any, control: bool,
     verdict = Verdict(verdict, "x") if isinstance(verdict, str) else verdict
     entry = expectation or prediction
     assert compare(verdict, entry and Basis((entry,), on_cpu=not expectation), "fix", control) == compared
+
+
+@pytest.mark.parametrize(
+    "name", ["NOT_FIXED", "DIFFERENT_FAILURE", "FIX_BREAKS", "SIGNATURE_MISMATCH", "FLAKY", "INCONCLUSIVE"]
+)
+def test_documented_fix_with_an_attempt_that_fails_is_news_where_nothing_is_stored(name: Any) -> None:
+    def state(passed: int, role: str = "fix", known: Basis | None = None) -> str:
+        return compare(Verdict(name, "x", fix_k=passed, fix_n=3), known, role)
+
+    assert [state(passed) for passed in (0, 2, 3)] == ["differs_from_documentation"] * 2 + ["no_expectation"]
+    assert state(0, "non_fix") == state(0, "probe") == "no_expectation"
+    assert state(0, known=Basis((expecting(name),))) == "expected"
+    assert compare(Verdict(name, "x", fix_k=0, fix_n=3, measured=False), None, "fix") == "no_expectation"
 
 
 # -- failure ids

@@ -76,7 +76,7 @@ CHANGED = [entry(OLD), entry(NEW, "NOT_FIXED", "check a")]
 def test_release_that_nobody_measured_is_compared_with_the_nearest(
     entries: list[dict[str, Any]], at: str, state: str, fails: str
 ) -> None:
-    failed = Verdict("NOT_FIXED", "x", failure_ids=(FailureId(check="a"),))
+    failed = Verdict("NOT_FIXED", "x", failure_ids=(FailureId(check="a"),), fix_n=3)
     assert found(entries, at)["expected"] == state
     assert found(entries, at, failed)["expected"] == fails
     nearest = found(entries, at)["nearest"]
@@ -113,6 +113,11 @@ def test_what_shows_nothing_stable_is_not_compared(verdict: Verdict) -> None:
     assert nothing == {
         "expected": "no_expectation", "expectation": None, "failure_note": "", "nearest": (), "beyond": False,
     }  # fmt: skip
+
+
+def test_documented_fix_that_is_flaky_is_not_compared_with_a_prediction() -> None:
+    flaky = found(AGREE, "2.11.0 5.17.0 0.21.0", Verdict("FLAKY", "x", fix_k=2, fix_n=3))
+    assert (flaky["expected"], flaky["nearest"]) == ("differs_from_documentation", ()) and flaky["failure_note"]
 
 
 @pytest.mark.parametrize(

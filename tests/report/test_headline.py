@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from junitparser import JUnitXml
+from junitparser import Error, JUnitXml
 from observations import document, observation, ok
 from packaging.version import Version
 from report_cells import rows
@@ -30,7 +30,9 @@ from repro_matrix.report.formats import Remarks, to_junit
 from repro_matrix.report.headline import Headline, headline
 from repro_matrix.report.load import load_results
 from repro_matrix.report.page_model import cells_of
+from repro_matrix.report.result_lines import result_lines
 from repro_matrix.report.run_summary import describe_exit
+from repro_matrix.report.terminal import label
 from repro_matrix.results.expectations import exit_code
 from repro_matrix.results.rows import Row, compared
 from repro_matrix.runner.engine import Summary
@@ -223,16 +225,18 @@ Night = dict[str, tuple[str, str]]  # variant -> outcome and verdict
 
 
 def night(variants: Night, transformers: str = "5.23.0", state: str = "no_expectation", **changes: Any) -> list[Row]:
-    """The rows of a cell whose documented fixes have these results, without an expectation."""
+    """The rows of a cell whose documented fixes have these results, without an expectation. An outcome of several words
+    has one for each attempt."""
     versions = {"torch": "2.13.0", "transformers": transformers}
     stack = {"name": "current", "python": "3", "versions": versions} | changes.pop("stack", {})
     unfixed = "reproduced" if any(verdict in ("FIXED", "NOT_FIXED") for _, verdict in variants.values()) else "passed"
-    made = {name: [(outcome, observation(ok(0)))] * 3 for name, (outcome, _) in variants.items()}
+    made = {name: [(each, observation(ok(0))) for each in (outcome.split() * 3)[:3]]
+            for name, (outcome, _) in variants.items()}  # fmt: skip
     result = document({"unfixed": [(unfixed, observation(ok(0)))] * 3, **made},
                       {name: verdict for name, (_, verdict) in variants.items()}, stack=stack, **changes)  # fmt: skip
     for name, (outcome, _) in variants.items():
         result["verdicts"][name] |= {"expected": state, "measured": outcome != "infra_error"}
-    failing = {"reproduced": ("c/norm",), "hang": ("hang",)}
+    failing = {"reproduced": ("c/norm",), "hang": ("hang",), "other_failure": ("check updates",)}
     return [
         replace(row, role=row.role if row.first else "fix",
                 attempts=tuple(replace(each, failures=failing.get(each.outcome, ())) for each in row.attempts))
@@ -318,16 +322,23 @@ def test_a_release_that_nobody_measured_has_an_answer() -> None:
     assert "torch 2.6.0" in " ".join(same.sentences) and "as expected" not in describe_exit(0, same, Summary())
     other = head(BETWEEN, non_reentrant="NOT_FIXED", static_graph="FIXED")
     assert [each.kind for each in other.attention] == ["stopped_working"] and exit_code(other.rows, 1) == 1
-    assert "1 differs: ddp-ready-once" in other.sentences[0]
+    assert "1 differs: ddp-ready-once" in other.sentences[0] and "as in the nearest" not in other.sentences[0]
     older = head({**BETWEEN, "torch": "2.0.1", "transformers": "4.30.0"}, non_reentrant="NOT_FIXED")
     assert [each.kind for each in older.attention] == ["differs_from_prediction"] and exit_code(older.rows, 1) == 3
     assert not older.attention[0].urgent and older.near[0].beyond
 
 
+SHOWN = {
+    "FIXED": "passed", "NOT_FIXED": "reproduced", "FLAKY": "other_failure passed other_failure",
+    "FIX_BREAKS": "other_failure", "NOT_REPRODUCED": "passed", "INCONCLUSIVE": "hang",
+    "DIFFERENT_FAILURE": "other_failure",
+}  # fmt: skip
+
+
 def nothing_stored(**fixes: str) -> list[Row]:
     """The rows of a known failure of which no file expects anything."""
     case = catalog.load().cases["ddp-ready-once"].model_copy(update={"expect": []})
-    made = {"FIXED": ("passed", "FIXED"), "NOT_FIXED": ("reproduced", "NOT_FIXED")}
+    made = {verdict: (outcomes, verdict) for verdict, outcomes in SHOWN.items()}
     now = night({name.replace("_", "-"): made[verdict] for name, verdict in fixes.items()}, case=case.slug)
     return [compared(row, {case.slug: case}) for row in now]
 
@@ -349,6 +360,47 @@ def test_documented_fix_that_fails_is_news_where_nothing_is_stored() -> None:
     assert [each.kind for each in after(works, dead).attention] == ["stopped_working"], "it worked in the last run"
 
 
+@pytest.mark.parametrize("verdict", ["FLAKY", "FIX_BREAKS", "INCONCLUSIVE"])
+def test_documented_fix_with_an_attempt_that_fails_is_named_with_its_verdict(verdict: str) -> None:
+    """Exit code 3, an error in JUnit and no green badge, whatever else the unfixed variant shows."""
+    dead = nothing_stored(non_reentrant=verdict, static_graph="NOT_REPRODUCED")
+    head = after([], dead)
+    assert head.failing_fixes == ["ddp-ready-once/non-reentrant"] and not (head.flaky or head.unanswered)
+    assert exit_code(dead, 1) == 3 and head.badge()["color"] == "yellow"
+    assert f"non-reentrant ({label(verdict).text})" in head.answers["Documented fixes"][0].text
+    results = [each.result for suite in JUnitXml.fromstring(to_junit(cells_of(dead), head, Remarks()).encode())
+               for each in suite if each.result]  # fmt: skip
+    assert [type(each) for (each,) in results] == [Error]
+
+
+def test_fix_that_dies_in_two_runs_is_compared_with_the_run_in_which_it_worked() -> None:
+    """Three runs with three attempts: 3 of 3 pass, 1 of 3, none. The second one ends with exit code 3."""
+    works, flaky, dead = (nothing_stored(non_reentrant=each, static_graph="FIXED")
+                          for each in ("FIXED", "FLAKY", "DIFFERENT_FAILURE"))  # fmt: skip
+    second = after(works, flaky)
+    assert exit_code(second.rows, 1) == 3 and "non-reentrant" in second.changed, "chance explains it; it is named"
+    runs = [make_run("first", map(from_row, works), 0),
+            replace(make_run("second", map(from_row, flaky), 0), partial=True)]  # fmt: skip
+    since = compare_to_last_passing(map(from_row, dead), runs)
+    third = headline(against_history(dead, since), {}, since)
+    assert exit_code(third.rows, 1) == 1 and third.stopped == ["ddp-ready-once/non-reentrant"]
+    assert third.attention[0].change and third.attention[0].change.passing.run_id == "first"
+
+
+def test_failure_that_came_back_is_described_by_the_unfixed_variant() -> None:
+    """Its variants only follow: a fix that works is no news, and one that does not is named with its verdict."""
+    gone = nothing_stored(non_reentrant="NOT_REPRODUCED", static_graph="NOT_REPRODUCED")
+    now = nothing_stored(non_reentrant="DIFFERENT_FAILURE", static_graph="FIXED")
+    head = after(gone, now, partial=True)
+    (back,) = head.attention
+    assert back.kind == "came_back" and "passing" not in back.since
+    text = " ".join(" ".join(result_lines(head, 1000)).split())
+    block = text[text.index("CAME BACK") : text.index("$ repro")]
+    measured, _, fixes = block.partition("what works instead: ")
+    assert "measured: reproduces" in measured and "fix" not in measured
+    assert fixes.startswith("static-graph") and f"non-reentrant ({label('DIFFERENT_FAILURE').text})" in fixes
+
+
 def test_only_fix_that_never_worked_is_not_said_to_be_well() -> None:
     (fact,) = of(cell("reproduced", {"a": "NOT_FIXED"})).answers["Documented fixes"]
     assert fact.text.startswith("None of 1 works")
@@ -363,6 +415,12 @@ def test_result_that_differed_from_a_prediction_is_no_reference() -> None:
     assert {place[3] for place in head.since.references} == {"unfixed", "static-graph"}
     alone = after(dead[1:2], dead[1:2], partial=True)
     assert not alone.previous and "Nothing" not in alone.changed
+
+
+def test_exit_line_names_expectations_that_are_not_committed() -> None:
+    head = of(cell("reproduced", {"a": "FIXED"}))
+    lines = [describe_exit(0, head, Summary(), files) for files in ([], ["results/expected/some-case.yaml"])]
+    assert ["some-case.yaml" in each for each in lines] == [False, True]
 
 
 def test_agreement_says_with_what_was_compared() -> None:

@@ -38,13 +38,18 @@ class NightlyRun:
     quarantined: tuple[tuple[str, str], ...] = ()
     dirty: bool = False
     machines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # hardware -> CPU, cores, memory ...
-    partial: bool = False  # it measured less than requested
+    partial: bool = False  # it measured or confirmed less than requested: exit code 3
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def passed(self) -> bool:
         return self.exit_code == 0
+
+    @property
+    def description(self) -> str:
+        less = "run without a difference, which measured or confirmed less than requested"
+        return f"last {less if self.partial else 'passing run'}"
 
 
 _ADAPTER = TypeAdapter(NightlyRun)

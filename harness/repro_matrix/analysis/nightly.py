@@ -162,20 +162,18 @@ def finish(
     near = Counter(row.expected for row in by_place(rows).values() if row.expected in NEAR)
     counts = ", ".join(f"{number} {name}" for name, number in near.most_common())
     messages += [f"With releases that were not measured before, as in the nearest ones: {counts}"] if near else []
-    messages += [text] if (text := not_reviewed()) else []
+    edited = not_committed()
+    what = f"{counted(len(edited), 'file')} of expectations not committed"
+    messages += [f"Not reviewed: {what} ({list_some(edited, SHOWN)})"] if edited else []
     by_runs = [f"the runs ended with exit code {run_exit_code}"] if run_exit_code else []
     reasons = [*differs, *by_runs, *incomplete]
     return Report(run_id, code, "; ".join(reasons) or same, changed, notes, messages)
 
 
-def not_reviewed() -> str:
-    """Name the files of expectations and of the quarantine that are not committed; "" where there are none."""
-    own = project.current()
-    edited = [
-        file for place in (own.expected, quarantine.file()) for file in store.uncommitted_files(own.folder, [place])
-    ]
-    what = f"{counted(len(edited), 'file')} of expectations not committed"
-    return f"Not reviewed: {what} ({list_some(edited, SHOWN)})" if edited else ""
+def not_committed() -> list[str]:
+    """Return the files of expectations and of the quarantine that are not committed: they were not reviewed."""
+    own, places = project.current(), (project.current().expected, quarantine.file())
+    return [file for place in places for file in store.uncommitted_files(own.folder, [place])]
 
 
 def _is_finished(folder: Path) -> bool:

@@ -151,16 +151,24 @@ def _counts(run: NightlyRun, row: VariantResult) -> bool:
     """Whether later results are compared with this one of a passing run: it has no quarantined change, and is not what
     the run left open (one with exit code 3 passes, too)."""
     left_open = run.partial and row.expected in DIFFERS_FROM_PREDICTION
-    return row.measured > 0 and not left_open and (row.key, row.variant) not in run.quarantined
+    return run.passed and row.measured > 0 and not left_open and (row.key, row.variant) not in run.quarantined
 
 
-def _pasts(passing: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
+def _only_flaky(run: NightlyRun, row: VariantResult) -> bool:
+    """Whether a night did not pass because a documented fix was flaky: its attempts count, or those of the passing
+    nights would look steadier than the fix is."""
+    return run.exit_code == 3 and row.expected == "differs_from_documentation" and not row.steady
+
+
+def _pasts(history: Iterable[NightlyRun], measured: Collection[Place]) -> dict[Place, Past]:
     """Return the past of each of these places in the results that count."""
     found: dict[Place, Past] = {}
-    for run in passing:
+    for run in history:
         for row in run.rows:
             place = place_of(row)
-            if _counts(run, row) and place in measured:
+            if place in found and _only_flaky(run, row):
+                found[place].add(run, row)
+            elif _counts(run, row) and place in measured:
                 if place not in found or found[place].change(row)[0]:
                     found[place] = Past((run, row), (run, row), Counter(row.kinds))
                 else:
@@ -182,7 +190,7 @@ def compare_to_last_passing(
     now = make_run("", tonight, packages=packages)
     measured = {place: row for place, row in by_place(tonight).items() if row.measured}
     result = Regressions(passing=[run for run in history if run.passed])
-    pasts = _pasts(result.passing, measured)
+    pasts = _pasts(history, measured)
     found: dict[tuple[str, str, str], tuple[NightlyRun, list[Change]]] = {}
     for place, past in pasts.items():
         row = measured[place]

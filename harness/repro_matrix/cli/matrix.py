@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from repro_matrix.analysis.nightly import not_reviewed
+from repro_matrix.analysis.nightly import not_committed
 from repro_matrix.analysis.regressions import against_history, since_last_passing
 from repro_matrix.cli import options as arguments
 from repro_matrix.errors import ConfigError, ExitCode
@@ -98,8 +98,11 @@ def measure(
         log("interrupted: --resume continues with what is missing")
     if summary.interrupted or for_git:
         return ExitCode.INTERRUPTED if summary.interrupted else bisect_exit(rows)
-    for text in filter(None, (*expired, *short, not_reviewed())):
+    for text in (*expired, *short):
         log(f"repro: {text}")
-    if not args.json:
-        print(run_summary.describe_exit(code, head, summary))
+    text = run_summary.describe_exit(code, head, summary, not_committed())
+    if args.json:
+        log(f"repro: {text}")
+    else:
+        print(text)
     return code

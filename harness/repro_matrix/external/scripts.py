@@ -210,5 +210,7 @@ def _notes(case: AdhocCase, observation: Observation) -> Iterator[str]:
     for rank in attempt.ranks:
         for raised, *_ in rank.threads:
             yield f"rank {rank.rank}: a thread ended with {raised.type}: {first_line(raised.message)}"
+        if rank.wrote and rank.exit_code == 0 and rank.ended_at is None:
+            yield f"rank {rank.rank} ended without Python's exit: an error may have been swallowed"
         if not rank.wrote:
             yield f"rank {rank.rank} left no record (python -I or -S, or it ended before its first line)"

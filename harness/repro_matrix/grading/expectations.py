@@ -18,7 +18,7 @@ from repro_matrix.config.schema import Case
 from repro_matrix.grading.nearest import Basis, inside, nearest
 from repro_matrix.records.attempt import Settings
 from repro_matrix.records.document import Cell
-from repro_matrix.records.outcome import FAILING, Compared, Verdict
+from repro_matrix.records.outcome import FAILING, NOTHING_STORED, Compared, Verdict
 from repro_matrix.text import list_some
 
 UNSTABLE = ("FLAKY", "INCONCLUSIVE")  # nothing is expected of these
@@ -85,8 +85,8 @@ def compare(verdict: Verdict, known: Basis | None, role: str = "probe", control:
     """Compare a verdict of a variant with what is known of it.
 
     Return ``no_expectation`` when that is nothing, when nothing was measured, and when other releases
-    are known, and nothing stable was measured here; but ``differs_from_documentation`` of a documented
-    fix that fails, when nothing is known; ``possible`` when the nearest releases disagree
+    are known, and nothing stable was measured here; but then ``differs_from_documentation`` of a documented
+    fix with an attempt that did not pass; ``possible`` when the nearest releases disagree
     and one of them agrees with it. But a control must train: another verdict is unexpected, unless all
     agree. A verdict of a failure must have one of the expected
     failure ids; where the file lists none, the verdict alone is compared. What differs from a
@@ -103,7 +103,8 @@ def compare(verdict: Verdict, known: Basis | None, role: str = "probe", control:
         return "unexpected"
     fails = role == "fix" and verdict.name in ("NOT_FIXED", "DIFFERENT_FAILURE")
     if known is None or (known.releases and verdict.name in UNSTABLE):
-        return "differs_from_documentation" if fails else "no_expectation"
+        documented = role == "fix" and verdict.fix_k < verdict.fix_n
+        return "differs_from_documentation" if documented else "no_expectation"
     if agreeing:
         return "possible"
     if known.on_cpu:
@@ -121,8 +122,7 @@ def comparison(
     known = basis(case, where, variant, versions, hardware, facts)
     role = case.variants[variant].role if variant in case.variants else "probe"
     state = compare(verdict, known, role, case.kind == "control")
-    if state == "no_expectation" and known and known.releases:
-        known = None
+    known = None if state in NOTHING_STORED else known
     return {
         "expected": state,
         "expectation": known.verdicts[0] if known else None,

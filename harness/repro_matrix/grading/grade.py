@@ -205,7 +205,8 @@ def _judge(
         return Outcome("other_failure", reason, ranks=others[0].ranks)
     if isinstance(case, AdhocCase):
         made = _checks(case, attempt) if case.checks else None
-        return _failed(attempt, failures.first) or made or _printed(case, attempt)
+        outcome = _failed(attempt, failures.first) or made or _printed(case, attempt)
+        return (_left_behind(attempt) if outcome.outcome == "passed" else None) or outcome
     return _failed(attempt, failures.first) or _checks(case, attempt) or _effect(case, variant, attempt)
 
 
@@ -261,6 +262,15 @@ def _unfinished(rank: Rank) -> str | None:
 
 
 # -- 6. to 9. of a user's script
+
+
+def _left_behind(attempt: Attempt) -> Outcome | None:
+    """Refuse a rank that ended without Python's exit while a process of it, perhaps the training, ran on."""
+    ranks = [rank.rank for rank in attempt.ranks if rank.wrote and rank.ended_at is None]
+    if not ranks or not attempt.leaked:
+        return None
+    reason = f"{list_ranks(ranks)} ended without Python's exit and left processes behind, which were ended"
+    return _no_evidence("missing_check", reason, ranks)
 
 
 def _printed(case: AdhocCase, attempt: Attempt) -> Outcome:

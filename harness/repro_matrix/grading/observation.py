@@ -358,6 +358,7 @@ class Attempt:
         self.infra_error = observation["infra_error"]
         self.command_exit = observation.get("command_exit")  # of a user's script
         self.startup_s = attempt.get("startup_s")  # from the start until all ranks were at work
+        self.leaked = [each for each in attempt["leaked_processes"] if not each.startswith("/dev/shm/")]
         self.printed: Mapping[str, Any] = observation.get("printed", {})  # of a user's script, from its logs
         self.ranks = sorted((Rank(each) for each in observation["ranks"]), key=lambda rank: rank.rank)
         self.world_size = attempt["world_size"]

@@ -72,8 +72,8 @@ class Attention:
     @property
     def since(self) -> str:
         """Name the last passing run, and what else changed since then; "" where that is unknown."""
-        changed = "; ".join(self.causes)
-        return f"last passing run: {self.change.passing.run_id}; what else changed: {changed}" if self.change else ""
+        run, changed = self.change and self.change.passing, "; ".join(self.causes)
+        return f"{run.description}: {run.run_id}; what else changed: {changed}" if run else ""
 
     @property
     def search(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
+from repro_matrix.analysis.history import place_of
 from repro_matrix.analysis.inputs import from_row
 from repro_matrix.analysis.missing import lost_results
 from repro_matrix.analysis.regressions import Regressions
@@ -22,6 +23,7 @@ from repro_matrix.config.vocabulary import UPSTREAM
 from repro_matrix.records.outcome import CONFIRMED, NOTHING_STORED
 from repro_matrix.report.attention import Attention, Kind, attention
 from repro_matrix.report.case_status import CASE_STATES, GONE, CaseState, CaseStatus, age, case_status, is_failing_fix
+from repro_matrix.report.terminal import label
 from repro_matrix.results.expectations import is_unanswered
 from repro_matrix.results.rows import Row
 from repro_matrix.text import counted, list_some
@@ -258,8 +260,10 @@ class Headline:
             return ""
         differ = list(dict.fromkeys(row.case for row in self.near if row.state not in (*CONFIRMED, "possible")))
         on = " on a CPU" * any(row.state == "matches_cpu" for row in self.near)
-        names = f"{len(differ)} differ{'s' * (len(differ) == 1)}: {list_some(differ)}" if differ else "none differs"
-        return f", as in the nearest measured releases{on}; {names}"
+        if not differ:
+            return f", as in the nearest measured releases{on}; none differs"
+        names = f"{len(differ)} differ{'s' * (len(differ) == 1)}: {list_some(differ)}"
+        return f"; compared with the nearest measured releases{on}, {names}"
 
     def _simulated(self) -> Iterator[Fact]:
         if number := sum(each.simulated and each.state == "reproduces" for each in self.cases):
@@ -283,7 +287,9 @@ class Headline:
         if self.stopped:
             yield Fact(f"{len(self.stopped)} stopped working: {list_some(self.stopped)}.", "attention-list", True)
         if self.failing_fixes:
-            yield Fact(f"{self.unconfirmed[0]}: {list_some(self.failing_fixes)}.", "attention-list", True)
+            why = {f"{row.case}/{row.variant} ({label(row.verdict or '').text})": None for each in self.attention
+                   for row in each.rows if each.kind == "differs_from_documentation"}  # fmt: skip
+            yield Fact(f"{self.unconfirmed[0]}: {list_some(list(why))}.", "attention-list", True)
         elif measured + self.unmeasured_fixes and not self.stopped:
             none = f"None of {measured} works; " * bool(measured and not works)
             yield Fact(f"{none}0{f' of {measured}' * bool(measured)} stopped working.")
@@ -299,7 +305,7 @@ class Headline:
         for what, rows in {
             "stopped working": [row for row in self.rows if f"{row.case}/{row.variant}" in self.stopped],
             "never worked here": [row for row in failing if row.state in CONFIRMED],
-            "flaky": self.flaky,
+            "flaky": [row for row in self.rows if row.verdict == "FLAKY"],
             "failed, with no expectation": [row for row in failing if row.state in NOTHING_STORED],
             "failed, as in one of the nearest releases": [row for row in failing if row.state == "possible"],
             "with another result": self.rows,
@@ -335,15 +341,25 @@ class Headline:
         parts = [counted(self.changes, "result")] if self.changes else []
         parts += [f"{counted(len(self.lost), 'result')} missing now ({list_some(self.lost)})"] if self.lost else []
         what = " and ".join(parts) or "Nothing"
-        left = f" Not compared, because it was not as predicted then: {list_some(self.since.left_open)}."
+        left = f" Not compared, because it was not as predicted or documented then: {list_some(self.since.left_open)}."
         also = f" Also changed: {list_some(causes, 2)}." if causes else ""
+        also += f" Flaky now, which chance explains: {list_some(self._newly_flaky)}." if self._newly_flaky else ""
         return f"{what} since {self.previous}.{left * bool(self.since.left_open)}{also}"
+
+    @cached_property
+    def _newly_flaky(self) -> list[str]:
+        """Variants that were steady in the last passing run and are flaky now, without enough attempts for a change."""
+        changes = {place_of(change.row) for each in self.since.changed for change in each.changes}
+        before = {place: row for place, (_, row) in self.since.references.items() if place not in changes}
+        now = [((row.cell_id, row.hardware.profile, row.stack.name, row.variant), row) for row in self.rows]
+        return [f"{row.case}/{row.variant}" for place, row in now
+                if row.verdict == "FLAKY" and place in before and before[place].verdict != "FLAKY"]  # fmt: skip
 
     def _compared(self) -> Iterator[Fact]:
         """Yield with what the results were compared, and what was not."""
         if self.previous:
-            less = " It measured less than requested." * bool(self.since.previous and self.since.previous.partial)
-            yield Fact(f"{self.previous}, the last passing run.{less}", "")
+            run = self.since.previous
+            yield Fact(f"{self.previous}, the {run.description if run else 'last passing run'}.", "")
         for beyond in (False, True):
             near = Counter(row.nearest for row in self.near if row.beyond == beyond)
             for releases, _ in near.most_common(1):

@@ -53,21 +53,28 @@ def detail_lines(
 
 def _attention_lines(each: Attention, head: Headline, width: int) -> Iterator[str]:
     row, variants = each.row, ", ".join(each.variants)
+    came_back = each.kind == "came_back"  # the failure itself: its variants only follow
     what = "fix" if each.kind in ("stopped_working", "differs_from_documentation") else "variant"
     place = f"{row.case} {list_some(each.places)} on {row.stack.name}"
     yield ""
-    yield from wrap(f"{ATTENTION[each.kind]}  {place}, {what} {variants}", "", 4, width)
+    yield from wrap(f"{ATTENTION[each.kind]}  {place}{f', {what} {variants}' * (not came_back)}", "", 4, width)
+    unfixed = next((one for one in head.rows if came_back and one.first and one.cell == row.cell), None)
     note = f" [{row.note}]" if row.note else ""
-    expected, measured = (label(name or "PASSED").text for name in (row.wanted, row.verdict))
-    measured = f"expected: {expected}; measured: {measured}: {row.reason}{note}"
+    names = ("passed", unfixed.outcome) if unfixed else (row.wanted, row.verdict)
+    expected, measured = (label(name or "PASSED").text for name in names)
+    measured = f"expected: {expected}; measured: {measured}: {(unfixed or row).reason}{note}"
     yield from wrap(measured, "    ", 3, width)
     if each.since:
         yield from wrap(each.since, "    ", 3, width)
-    if what == "fix" or each.kind == "came_back":
-        fixes = next((status.fixes for status in head.cases if status.case == row.case), ())
+    if what == "fix" or came_back:
+        fixes = [name for status in head.cases if status.case == row.case for name in status.fixes
+                 if came_back or name not in each.variants]  # fmt: skip
+        fails = [f"{one.variant} ({label(one.verdict or '').text})" for one in each.rows
+                 if came_back and one.role == "fix" and one.verdict != "FIXED"]  # fmt: skip
         texts = {one.variant: one.help for one in head.rows if one.case == row.case}
         works = "; ".join(f"{name} ({texts[name]})" if texts[name] else name for name in fixes[:MOST_FIXES])
-        yield from wrap(f"what works instead: {works or 'none of the fixes in this run'}", "    ", 3, width)
+        text = f"what works instead: {works or 'none of the fixes in this run'}"
+        yield from wrap(text + f"; what does not: {list_some(fails)}" * bool(fails), "    ", 3, width)
     for line in _log_lines(row):
         yield f"    | {line}" if len(line) + 6 <= width else f"    | {line}"[: width - 4] + " ..."
     yield from (f"    $ {one_line(shlex.join(command))}" for command in (each.command, each.search) if command)

@@ -20,7 +20,7 @@ from repro_matrix.results.rows import rows_of
 from repro_matrix.results.runs import results_folder
 from repro_matrix.runner.engine import Event, Summary
 from repro_matrix.runner.session import Session
-from repro_matrix.text import counted, first_line, log, one_line, printable, wrap
+from repro_matrix.text import counted, first_line, list_some, log, one_line, printable, wrap
 
 QUIET_S = 30.0  # without a terminal: after so long without a line, print what runs
 
@@ -246,8 +246,8 @@ def lines(
         yield from wrap(text, width=width)
 
 
-def describe_exit(code: int, head: Headline, summary: Summary) -> str:
-    """Return the last line: the exit code and its reason."""
+def describe_exit(code: int, head: Headline, summary: Summary, not_committed: Sequence[str] = ()) -> str:
+    """Return the last line: the exit code and its reason. ``not_committed``: files of expectations."""
     left = len(summary.not_started)
     reasons = {
         0: head.agreement,
@@ -257,4 +257,5 @@ def describe_exit(code: int, head: Headline, summary: Summary) -> str:
     }
     parts = [reasons[code], *head.unconfirmed] if code in reasons else []
     parts += [f"not started within the time limit: {counted(left, 'cell')}"] if left else []
+    parts += [f"expectations are not committed: {list_some(not_committed)}"] if not_committed else []
     return ": ".join(filter(None, (f"exit code {code}", "; ".join(parts))))

@@ -270,7 +270,10 @@ def compared(row: Row, cases: Mapping[str, Case]) -> Row:
     row = replace(row, help=variant.help if variant else "", role=role)
     if row.verdict is None or case is None:
         return row
-    graded = verdict.Verdict(cast(Any, row.verdict), row.reason, measured=row.measured, failure_ids=row.failures)
+    graded = verdict.Verdict(
+        cast(Any, row.verdict), row.reason, fix_k=row.counts["passed"], fix_n=len(row.evidence_attempts),
+        measured=row.measured, failure_ids=row.failures,
+    )  # fmt: skip
     found = comparison(
         case, row.params, row.variant, graded, row.stack.versions, row.hardware.kind, row.hardware.capabilities
     )

@@ -3,8 +3,8 @@
 They are those that an optimizer of torch stepped on. They stay in memory until the end, so that those of a function
 that has returned are seen, too. Their gradients do not: each step replaces sums of their bits, because a script may
 clear gradients after the step, and a step that uses only their signs leaves equal parameters. Frozen parameters of the
-same modules do not change, so sums of their bits at the first step are enough. Standard library; torch is the script's
-own.
+same modules do not change, so sums of their bits at the first step are enough; whether they are finite is seen at the
+end, too. Standard library; torch is the script's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ names: dict[int, str] = {}
 sharded: set[str] = set()  # what splits the parameters over the ranks
 steps: Any = weakref.WeakKeyDictionary()  # optimizer -> its steps
 used: dict[int, tuple[int, Any]] = {}  # id of a parameter -> the last step with a gradient, its bit sums
-frozen: dict[int, tuple[Any, Any, Any]] = {}  # id -> shape, bit sums, whether finite; of modules that are trained
+# id -> shape, bit sums, whether finite, and a reference; of modules that are trained
+frozen: dict[int, tuple[Any, Any, Any, Any]] = {}
 others: set[int] = set()  # ids of parameters that are in neither
 groups: set[int] = set()  # ranks of the process group at a step; 0: there was none
 errors: list[str] = []  # why gradients are unknown
@@ -93,7 +94,8 @@ def remember(found: dict[int, Any]) -> None:
         if key not in frozen and not getattr(parameter, "_ddp_ignored", False):
             with contextlib.suppress(Exception):  # a layout without these operations: it is not compared
                 content = local(parameter)
-                frozen[key] = list(parameter.shape), bit_sums(content), torch.isfinite(content).all()
+                finite = torch.isfinite(content).all()
+                frozen[key] = list(parameter.shape), bit_sums(content), finite, weakref.ref(parameter)
     others.difference_update(frozen, stepped)
 
 
@@ -141,9 +143,11 @@ def _describe(index: int, key: int, parameter: Any) -> dict[str, Any]:
     }
 
 
-def _describe_frozen(key: int, shape: list[int], sums: Any, finite: Any) -> dict[str, Any]:
+def _describe_frozen(key: int, shape: list[int], sums: Any, finite: Any, reference: Any) -> dict[str, Any]:
+    now = reference()  # None: its module is gone
+    finite = bool(finite) and (now is None or bool(sys.modules["torch"].isfinite(local(now)).all()))
     return {"name": names[key], "shape": shape, "hash": digest(sums), "used": [0, False], "ignored": False,
-            "frozen": True, "finite": bool(finite), "gradient": False}  # fmt: skip
+            "frozen": True, "finite": finite, "gradient": False}  # fmt: skip
 
 
 def digest(tensor: Any) -> str:
