@@ -152,7 +152,7 @@ def _checked(case: AdhocCase, made: Made) -> Iterator[str]:
     for check in record["checks"] if record else ():
         yield f"  {check['name']}: {check['subject'].replace('0 tensors:', 'not checked:')}"
     if made["outcome"]["outcome"] == "passed" and not case.checks and not case.metric:
-        yield "  no number was checked: add --check replicas, --check finite or --metric 'loss > X'"
+        yield "  no number was checked: add --check replicas, --check finite, --check data or --metric 'loss > X'"
 
 
 def _first_failure(made: Made) -> Iterator[str]:
