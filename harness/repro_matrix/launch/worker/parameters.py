@@ -112,7 +112,8 @@ def describe() -> dict[str, Any]:
     """Return the name, shape and hash of each parameter on this rank, and whether it and its gradient are finite; or
     why there is none."""
     if not stepped:
-        return {"missing": "no optimizer of torch has stepped in the rank's own process; those that it spawns are not watched"}
+        where = "in the rank's own process; those that it spawns are not watched"
+        return {"missing": f"no optimizer of torch has stepped {where}"}
     try:
         found = [_describe(index, *item) for index, item in enumerate(stepped.items())]
         found += [_describe_frozen(key, *item) for key, item in frozen.items() if key not in stepped]

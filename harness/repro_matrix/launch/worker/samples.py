@@ -272,5 +272,7 @@ def describe() -> dict[str, Any]:
     if recorded > LIMIT:
         return {"missing": f"a rank read more than {LIMIT:,} samples; end the script earlier"}
     if not trained:
-        return {"missing": "no DataLoader of torch yielded a batch before an optimizer stepped in the rank's own process"}
+        return {
+            "missing": "no DataLoader of torch yielded a batch before an optimizer stepped in the rank's own process"
+        }
     return {"epochs": trained}
