@@ -252,6 +252,9 @@ def test_batch_norm_and_another_order_of_the_data_are_there_by_design(
     assert not by_design(inner, good, other)
     monkeypatch.setattr(Trace, "modules", {"layers.0.norm": "BatchNorm1d"})
     assert "batch norm" in by_design(inner, good, other)
+    assert not by_design(inner, good, good), "the same micro-batches on both sides"
+    setting = Location("differs", stage="optimizer setting", step=0, place="group 0: lr")
+    assert not by_design(setting, good, other)
     data = Location("differs", stage="data", step=0, role="samples")
     assert "other samples" in by_design(data, good, other)
     assert not by_design(replace(data, role="labels"), good, other)

@@ -97,7 +97,7 @@ def _other_causes(args: argparse.Namespace, search: Search, package: str | None,
     good = stacks.with_release(base, name, args.good) if releases else args.good
     more = [f"stack={good}", *(["--numbers", good] if args.numbers else [])]
     more += [f"variants={search.variant}"] if args.variant else []
-    ends = dict.fromkeys(("--good", "--bad", "--repo", "--variant"))
+    ends = dict.fromkeys(("--good", "--bad", "--repo", "--variant", "--vary", "--ranks"))
     versions = reworded(["repro", "versions", *args.words], ends, ("--any-change", "--numbers", "stack"), more)
     return list_causes(search.prober, [name] if releases else [], ["repro", "bisect", *args.words], versions)
 

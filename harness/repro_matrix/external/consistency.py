@@ -52,6 +52,7 @@ def settings(option: str, text: str) -> list[Setting]:
     wrong = [number for number in lists[0] if ranks and not (number.isdecimal() and int(number))]
     problem = (
         f"{wrong[0]!r} is not a number of ranks" if wrong
+        else "a brace is not closed" if template.count("{") != template.count("}")
         else "its lists have different lengths" if len({len(values) for values in lists}) > 1
         else "one value leaves nothing to compare" if len(choices) < 2
         else "a value is given twice" if len(set(choices)) < len(choices) else ""

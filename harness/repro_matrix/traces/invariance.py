@@ -13,6 +13,7 @@ from repro_matrix.traces.pair import Pair
 from repro_matrix.traces.reader import Trace
 
 CLOSE = 1e-4  # weights that rounding makes different
+SETTINGS = ("", "data", "initial weights", "loss weight", "optimizer setting", "stopped")  # no batch norm changes these
 
 
 def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] = ()) -> str:
@@ -21,10 +22,11 @@ def by_design(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace] =
     split = any("TP" in wrapper for trace in (good, bad) for wrapper in trace.wrappers)
     if found.stage == "random draws" or (found.stage == "forward" and split and _draws(good) and _draws(bad)):
         return "it draws random numbers (dropout), which depend on ranks and micro-batches. Set the rates to 0"
-    if found.stage in ("forward", "buffer") and _in_batch_norm(module, good):
-        return f"batch norm ({module}) computes over each rank's micro-batch. Use its eval mode, or another norm"
+    if norm := _batch_norm(found, module, good, bad):
+        return f"batch norm ({norm}) computes over each rank's micro-batch. Use its eval mode, or another norm"
     if found.stage == "stopped":
-        return found.relation
+        before = "; everything before agrees" * bool(found.coverage.aligned)
+        return found.relation.replace("the bad side", "it").replace("the good side", "the first one") + before
     if found.stage == "data" or (found.role == "step" and found.relation.startswith("no step;")):
         return _other_samples(found, good, bad, noise)
     if found.stage == "loss weight":
@@ -38,10 +40,33 @@ def _draws(trace: Trace) -> bool:
     return len(set(states)) == len(states) > 1
 
 
-def _in_batch_norm(place: str, trace: Trace) -> bool:
+def _batch_norm(found: Location, place: str, good: Trace, bad: Trace) -> str:
+    """Return the batch norm that explains a difference: the sides divide the samples of the step into other
+    micro-batches, and it is at the place or computes before it, in training mode."""
+    if found.step is None or found.stage in SETTINGS:
+        return ""
+    batches = [sorted(batch[1] for batch in Step(trace, found.step).batches.values()) for trace in (good, bad)]
+    if batches[0] == batches[1]:
+        return ""
+    modules = list(good.modules)
     parts = place.split(".")
-    kinds = [trace.modules.get(".".join(parts[:end]), "") for end in range(1, len(parts) + 1)]
-    return any("BatchNorm" in kind for kind in kinds)
+    own = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    last = max((modules.index(name) for name in own if name in modules), default=len(modules))
+    for at, (name, kind) in enumerate(good.modules.items()):
+        beside = name.rpartition(".")[0] == place.rpartition(".")[0]  # modules need not be registered in their order
+        before = found.stage != "forward" or found.step > 0 or at <= last or beside
+        if "BatchNorm" in kind and (name in own or (before and _tracks(good, found.step, name))):
+            return name
+    return ""
+
+
+def _tracks(trace: Trace, step: int, norm: str) -> bool:
+    """Whether a batch norm has updated its statistics in the step, as it does in training mode only."""
+    values: dict[str, set[bytes]] = {}
+    for rank, event in trace.events(step):
+        if rank == 0 and event["k"] == "buffer" and event["n"].startswith(f"{norm}.") and "rows" in event:
+            values.setdefault(event["n"], set()).add(event["rows"].tobytes())
+    return any(len(each) > 1 for each in values.values())
 
 
 def _other_samples(found: Location, good: Trace, bad: Trace, noise: Sequence[Trace]) -> str:
