@@ -196,6 +196,7 @@ def test_bisect_numbers_of_another_size_come_before_those_of_the_bad_end(lab: La
     (stage,) = result(lab.repro, capsys, *BISECT)["stages"]
     assert stage["exact"] and stage["bad"]["name"].endswith("4.42.0")
     assert stage["good"]["answer"].startswith("other_size: ") and stage["good"]["answer"] in stage["sentence"]
+    assert stage["good"]["word"] != "good"
 
 
 @pytest.mark.parametrize(

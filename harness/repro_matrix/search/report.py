@@ -14,7 +14,7 @@ from repro_matrix.environment import machine as machines
 from repro_matrix.environment.stacks import differences
 from repro_matrix.results.store import git_state
 from repro_matrix.search.algorithms import Label, Trail, boundaries, labels_of
-from repro_matrix.search.prober import PASSED, Point, Prober
+from repro_matrix.search.prober import OTHER_SIZE, PASSED, Point, Prober
 from repro_matrix.text import printable
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def _end(point: Point, variant: str, prober: Prober) -> Data:
     changes = {name: version for name, (_, version) in point.moved.items() if version}
     pinned = sorted(f"{name} @ {new}" if "://" in new else f"{name}=={new}" for name, new in changes.items())
     return {
+        "word": "another size" if str(answer.label).startswith(OTHER_SIZE) else "good",
         "name": target.name, "stack": target.spec, "answer": answer.label, "error_at": answer.error_at,
         "text": f"{answer.label}: {answer.detail}", "times": f"{answer.reproductions} of {answer.counted}",
         "document": point.document,
