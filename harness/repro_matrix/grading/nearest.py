@@ -1,4 +1,4 @@
-"""Find the measurements that say what to expect of releases that nobody measured. Pure.
+"""Find the measurements that say what to expect of releases without measurements. Pure.
 
 In torch and transformers, some measurements of a cell are not newer than these releases, and some are not older. The
 nearest on both sides count, and what was measured between them (with the torch of one side and the transformers of the
