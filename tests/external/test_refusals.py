@@ -166,6 +166,26 @@ def test_a_known_failure_beside_a_refusal_is_named() -> None:
         assert found.names == ["fsdp-uniform-dtype"] and found.exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("file", "message", "want"),
+    [
+        ("/v/site-packages/deepspeed/comm/comm.py", "No module named 'mpi4py'", ["deepspeed-no-launcher"]),
+        ("/srv/DeepSpeed/deepspeed/comm/comm.py", "No module named 'mpi4py'", ["deepspeed-no-launcher"]),
+        ("/v/site-packages/horovod/mpi.py", "No module named 'mpi4py'", []),
+        ("/srv/eval.py", "No module named 'mpi4py'", []),
+        ("<stdin>", "No module named 'mpi4py'", []),
+        ("/v/site-packages/torch/nn/functional.py", "index out of range in self", ["embedding-index"]),
+        ("/v/site-packages/numba/core/x.py", "index out of range in self", []),
+        ("/v/site-packages/torch/x.py", "Bad: if you saw 'index out of range in self', set lr", []),
+    ],
+)
+def test_only_what_the_library_raises_is_its_refusal(file: str, message: str, want: list[str]) -> None:
+    python = '  File "/usr/lib/python3.11/importlib/__init__.py", line 5, in import_module'
+    frames = ['  File "/srv/run.py", line 3, in <module>', f'  File "{file}", line 3, in f', python]
+    found = answer("\n".join(["Traceback (most recent call last):", *frames, f"RuntimeError: {message}"]))
+    assert refused(found) == want and found.exit_code == 1
+
+
 def test_the_same_failure_of_two_ranks_is_one_entry() -> None:
     log = next(entry["log"] for entry in LOGS if entry["about"] == "ds_batch_two")
     found = answer(log)

@@ -39,6 +39,12 @@ class _Groups(dict[str, str]):
         return str(int(self[first]) // divisor)
 
 
+_PACKAGES = {
+    "DeepSpeed": "deepspeed", "Accelerate": "accelerate", "Trainer": "transformers", "transformers": "transformers",
+    "PEFT": "peft",
+}  # fmt: skip
+
+
 class FailureRule(Strict):
     """A kind of failure, and how to tell it from a line of a log or an exception's message."""
 
@@ -46,6 +52,7 @@ class FailureRule(Strict):
     title: str
     shows: Literal["cause", "end", "peer"] = "cause"
     library: str = ""  # it refuses a wrong use
+    raised_in: list[str] = Field(default=[])  # packages or modules; by default the library's package
     text: Regex
     says: list[Hint] = Field(default=[])
     case: str = ""  # the case that it is, in an older or another package's wording
@@ -57,6 +64,11 @@ class FailureRule(Strict):
     examples: list[str] = Field(min_length=1)
     advice: list[str] = Field(min_length=1)
     references: list[str] = Field(default=[])
+
+    @property
+    def packages(self) -> list[str]:
+        """The packages whose code raises a refusal."""
+        return self.raised_in or [_PACKAGES.get(self.library, "torch")]
 
     @property
     def heading(self) -> str:

@@ -17,7 +17,7 @@ from functools import cached_property
 from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
 from repro_matrix.config.schema import AmbiguousWith, Signature
 from repro_matrix.external.collectives import Hang, cases_like, hang_of
-from repro_matrix.external.log_errors import as_attempt, located, module_of
+from repro_matrix.external.log_errors import as_attempt, located, module_of, raised_by
 from repro_matrix.external.log_scan import Finding, Note, Progress, Scanned
 from repro_matrix.external.log_words import Catalogue
 from repro_matrix.grading.observation import in_package, module_names
@@ -40,6 +40,7 @@ _BEFORE = re.compile(
 _PYTHON = re.compile(
     r"list index out of range|object has no attribute|object is not (?:subscriptable|callable|iterable)"
 )
+_QUOTED = re.compile(r"[\"'`](?:[\w.]+: )?$")  # before words of another error
 _AMBIGUOUS = "it may as well be"
 _MIXED = "lines of several tracebacks stand among each other"
 _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
@@ -72,7 +73,8 @@ class Failure:
     def rule(self) -> FailureRule | None:
         """The kind of failure that its message shows; only of a launcher's how a process ended."""
         error = self.error
-        rule = rule_of(f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}")
+        text = f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}"
+        rule = rule_of(text, [each for each in rules().values() if not each.library or _refuses(each, error, text)])
         only_end = rule is not None and rule.shows == "end" and not rule.exit_codes
         return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
 
@@ -129,6 +131,12 @@ class Answer:
     @property
     def exit_code(self) -> int:
         return 0 if self.names else 1 if self.failures or self.findings or self.hang else 3
+
+
+def _refuses(rule: FailureRule, error: Error, text: str) -> bool:
+    """Whether the library of a rule, and no other code, raised an error with its words, and does not only quote them."""
+    found = re.search(rule.text, text)
+    return bool(found and not _QUOTED.search(text, 0, found.start()) and raised_by(error, rule.packages))
 
 
 def _is_general(each: Failure | Finding | Hang) -> bool:
