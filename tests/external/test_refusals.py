@@ -12,7 +12,7 @@ import pytest
 import yaml
 from repro_matrix.config import catalog
 from repro_matrix.config.failure_rules import rules
-from repro_matrix.external.log_match import Answer, recognize
+from repro_matrix.external.log_match import Answer, Failure, recognize
 from repro_matrix.external.log_scan import scan
 from repro_matrix.external.log_words import Catalogue
 from repro_matrix.report.logs import log_json, log_lines
@@ -184,6 +184,30 @@ def test_only_what_the_library_raises_is_its_refusal(file: str, message: str, wa
     frames = ['  File "/srv/run.py", line 3, in <module>', f'  File "{file}", line 3, in f', python]
     found = answer("\n".join(["Traceback (most recent call last):", *frames, f"RuntimeError: {message}"]))
     assert refused(found) == want and found.exit_code == 1
+
+
+@pytest.mark.parametrize("label", ["", "[rank0]: "])
+@pytest.mark.parametrize("file", ["/v/site-packages/transformers/modeling_utils.py", "/srv/run.py"])
+@pytest.mark.parametrize("after", [0, 8])
+def test_a_refusal_after_which_training_went_on_is_not_the_first_answer(label: str, file: str, after: int) -> None:
+    steps = [f"{{'loss': 2.{number}}}" for number in range(8)]
+    flash = "FlashAttention2 has been toggled on, but it cannot be used due to the following error: no package."
+    errors = [["Traceback (most recent call last):", f'  File "{place}", line 3, in f', "    f()", text]
+              for place, text in ((file, f"ValueError: {flash}"), ("/srv/run.py", "KeyError: 'labels'"))]  # fmt: skip
+    lines = [*steps, *errors[0], *steps[:after], *errors[1]]
+    found = answer("\n".join(label + line for line in lines))
+    leading = [each.error.type for each in found.leading if isinstance(each, Failure)]
+    assert leading == (["KeyError"] if after else ["ValueError", "KeyError"])
+    assert len(found.recovered) == bool(after)
+
+
+def test_steps_of_another_rank_do_not_show_that_a_refusal_was_caught() -> None:
+    log = next(entry["log"] for entry in LOGS if entry["about"] == "ds_batch_one").split("\n")
+    steps = [f"[rank1]: {{'loss': 2.{number}}}" for number in range(8)]
+    end = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/srv/run.py", line 3, in f',
+           "[rank1]: KeyError: 'labels'"]  # fmt: skip
+    found = answer("\n".join([*steps, *(f"[rank0]: {line}" for line in log), *steps, *end]))
+    assert refused(found)[:1] == ["deepspeed-batch-sizes"]
 
 
 def test_the_same_failure_of_two_ranks_is_one_entry() -> None:
