@@ -138,6 +138,24 @@ def test_the_numbers_of_a_message_are_explained(name: str, message: str, parts: 
     assert all(part in text for part in parts) and bool(text) == bool(parts)
 
 
+@pytest.mark.parametrize(
+    ("before", "label", "one"),
+    [
+        ("", "", True),
+        ("WORLD_SIZE=1", "", True),
+        ("", "[rank0]: ", True),
+        ("", "[rank3]: ", False),
+        ("WORLD_SIZE=8 RANK=3", "", False),
+        ("  global_world_sizes=[4, 4, 4, 4]", "", False),
+        ("Setting OMP_NUM_THREADS environment variable for each process to be 1 in default", "", False),
+    ],
+)
+def test_a_log_of_several_ranks_was_not_launched_as_one_process(before: str, label: str, one: bool) -> None:
+    log = next(entry["log"] for entry in LOGS if entry["about"] == "raised_ds_batch_one")
+    out = printed("\n".join([before, *(label + line for line in log.split("\n"))]))
+    assert "DeepSpeed refused" in out and ("launched as one process" in out) == one
+
+
 def test_hints_use_groups_of_their_rules() -> None:
     for rule in rules().values():
         groups = set(re.compile(rule.text).groupindex)

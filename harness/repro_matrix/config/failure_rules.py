@@ -25,6 +25,7 @@ class Hint(Strict):
     """A sentence about the named groups of a rule's text; refusals.yaml explains its fields."""
 
     when: dict[str, str | int] = Field(default={})
+    several_ranks: bool | None = None
     text: str
 
 
@@ -74,12 +75,13 @@ class FailureRule(Strict):
     def heading(self) -> str:
         return f"{self.library} refused this: {self.title}" if self.library else self.title
 
-    def explain(self, message: str) -> str:
-        """Return what the numbers and names in a message say; empty where no hint fits."""
+    def explain(self, message: str, several_ranks: bool = False) -> str:
+        """Return what the numbers and names in a message say; empty where no hint fits. ``several_ranks``: the log
+        shows more than one."""
         found = re.search(self.text, message)
         groups = {name: text for name, text in found.groupdict().items() if text is not None} if found else {}
         escaped = _Groups({name: re.escape(text) for name, text in groups.items()})
-        for hint in self.says:
+        for hint in (each for each in self.says if each.several_ranks in (None, several_ranks)):
             with suppress(KeyError):
                 wanted = {name: str(text).format_map(escaped) for name, text in hint.when.items()}
                 if all(re.fullmatch(text, _Groups(groups)[name]) for name, text in wanted.items()):

@@ -30,7 +30,7 @@ def log_json(
     versions, source = versions_of(seen, given)
     found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names}
     found["training_ended"] = seen.progress.ended
-    found["failures"] = [_failure_json(failure) for failure in answer.failures]
+    found["failures"] = [_failure_json(failure, seen) for failure in answer.failures]
     found["remarks"] = [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks]
     found["recovered"] = [_recovered(each) for each in answer.recovered]
     found["hang"] = None
@@ -45,7 +45,7 @@ def log_json(
     return found
 
 
-def _failure_json(failure: Failure) -> dict[str, Any]:
+def _failure_json(failure: Failure, seen: Scanned) -> dict[str, Any]:
     error, names = failure.error, ("line", "type", "message", "ranks", "count", "whole", "mixed")
     found = {name: getattr(error, name) for name in names}
     found |= {name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")}
@@ -54,7 +54,7 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
     found["refusal"] = None
     if failure.kind and (rule := failure.rule) and rule.library:
         refusal = {"library": rule.library, "meaning": rule.title, "change": rule.advice}
-        found["refusal"] = refusal | {"numbers": rule.explain(error.message)}
+        found["refusal"] = refusal | {"numbers": rule.explain(error.message, seen.several_ranks)}
     return found
 
 
@@ -194,7 +194,7 @@ class _Parts:
         The advice of a rule comes once."""
         if memory := memory_of(text):
             yield 4, memory
-        if explained := rule.explain(text):
+        if explained := rule.explain(text, self.seen.several_ranks):
             yield 4, f"In this log: {explained}"
         if rule.name not in self.advised:
             yield 4, "What to change:" if rule.library else "What to try:"
