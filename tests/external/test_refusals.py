@@ -58,7 +58,7 @@ def test_the_answer_has_the_message_and_a_command_and_no_names_of_rules(entry: d
     assert "repro new MY-CASE --from-log a.log" in out
     if entry["want"]:
         rule = rules()[entry["want"]]
-        for part in (f"{rule.library} refused", *rule.advice):
+        for part in (f"{rule.library} refused", *rule.actions({})):
             assert " ".join(part.split()) in out
         assert "reproduces" not in out.lower()
     shown = re.sub(r"\S*/\S*", "", out)
@@ -154,6 +154,13 @@ def test_a_log_of_several_ranks_was_not_launched_as_one_process(before: str, lab
     log = next(entry["log"] for entry in LOGS if entry["about"] == "raised_ds_batch_one")
     out = printed("\n".join([before, *(label + line for line in log.split("\n"))]))
     assert "DeepSpeed refused" in out and ("launched as one process" in out) == one
+
+
+@pytest.mark.parametrize(("version", "has"), [("peft==0.7.1", False), ("peft==0.8.0", True), ("", True)])
+def test_advice_that_needs_a_newer_release_is_left_out(version: str, has: bool) -> None:
+    log = next(entry["log"] for entry in LOGS if entry["about"] == "raised_peft_targets_old")
+    out = printed(f"{version}\n{log}")
+    assert "Take names from print(model)" in out and ("all-linear" in out) == has
 
 
 def test_hints_use_groups_of_their_rules() -> None:
@@ -270,4 +277,4 @@ def test_json_has_the_refusal() -> None:
     seen = scan(entry["log"].splitlines(), CATALOGUE)
     (failure,) = log_json("a.log", seen, recognize(seen, CATALOGUE), CASES)["failures"]
     assert failure["refusal"]["library"] == "DeepSpeed" and "one process" in failure["refusal"]["numbers"]
-    assert failure["refusal"]["change"] == rules()["deepspeed-batch-sizes"].advice
+    assert failure["refusal"]["change"] == rules()["deepspeed-batch-sizes"].actions({})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from packaging.version import Version
 from pydantic import Field, TypeAdapter
 
 from repro_matrix.config.vocabulary import Regex, Strict
@@ -27,6 +28,13 @@ class Hint(Strict):
     when: dict[str, str | int] = Field(default={})
     several_ranks: bool | None = None
     text: str
+
+
+class Action(Strict):
+    """Advice that needs a release: ``since`` is package -> the first one that has it."""
+
+    text: str
+    since: dict[str, str]
 
 
 class _Groups(dict[str, str]):
@@ -63,7 +71,7 @@ class FailureRule(Strict):
     general: bool = False  # says that something failed, not what: a line that says more comes before it
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
-    advice: list[str] = Field(min_length=1)
+    advice: list[str | Action] = Field(min_length=1)
     references: list[str] = Field(default=[])
 
     @property
@@ -74,6 +82,15 @@ class FailureRule(Strict):
     @property
     def heading(self) -> str:
         return f"{self.library} refused this: {self.title}" if self.library else self.title
+
+    def actions(self, versions: Mapping[str, str]) -> list[str]:
+        """Return the advice, without what is newer than these versions."""
+        actions = [Action(text=each, since={}) if isinstance(each, str) else each for each in self.advice]
+        return [
+            each.text
+            for each in actions
+            if all(Version(versions.get(name, first)) >= Version(first) for name, first in each.since.items())
+        ]
 
     def explain(self, message: str, several_ranks: bool = False) -> str:
         """Return what the numbers and names in a message say; empty where no hint fits. ``several_ranks``: the log
