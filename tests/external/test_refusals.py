@@ -12,7 +12,7 @@ import pytest
 import yaml
 from repro_matrix.config import catalog
 from repro_matrix.config.failure_rules import rules
-from repro_matrix.external.log_match import Answer, recognize
+from repro_matrix.external.log_match import Answer, Failure, recognize
 from repro_matrix.external.log_scan import scan
 from repro_matrix.external.log_words import Catalogue
 from repro_matrix.report.logs import log_json, log_lines
@@ -58,7 +58,7 @@ def test_the_answer_has_the_message_and_a_command_and_no_names_of_rules(entry: d
     assert "repro new MY-CASE --from-log a.log" in out
     if entry["want"]:
         rule = rules()[entry["want"]]
-        for part in (f"{rule.library} refused", *rule.advice):
+        for part in (f"{rule.library} refused", *rule.actions({})):
             assert " ".join(part.split()) in out
         assert "reproduces" not in out.lower()
     shown = re.sub(r"\S*/\S*", "", out)
@@ -138,6 +138,31 @@ def test_the_numbers_of_a_message_are_explained(name: str, message: str, parts: 
     assert all(part in text for part in parts) and bool(text) == bool(parts)
 
 
+@pytest.mark.parametrize(
+    ("before", "label", "one"),
+    [
+        ("", "", True),
+        ("WORLD_SIZE=1", "", True),
+        ("", "[rank0]: ", True),
+        ("", "[rank3]: ", False),
+        ("WORLD_SIZE=8 RANK=3", "", False),
+        ("  global_world_sizes=[4, 4, 4, 4]", "", False),
+        ("Setting OMP_NUM_THREADS environment variable for each process to be 1 in default", "", False),
+    ],
+)
+def test_a_log_of_several_ranks_was_not_launched_as_one_process(before: str, label: str, one: bool) -> None:
+    log = next(entry["log"] for entry in LOGS if entry["about"] == "raised_ds_batch_one")
+    out = printed("\n".join([before, *(label + line for line in log.split("\n"))]))
+    assert "DeepSpeed refused" in out and ("launched as one process" in out) == one
+
+
+@pytest.mark.parametrize(("version", "has"), [("peft==0.7.1", False), ("peft==0.8.0", True), ("", True)])
+def test_advice_that_needs_a_newer_release_is_left_out(version: str, has: bool) -> None:
+    log = next(entry["log"] for entry in LOGS if entry["about"] == "raised_peft_targets_old")
+    out = printed(f"{version}\n{log}")
+    assert "Take names from print(model)" in out and ("all-linear" in out) == has
+
+
 def test_hints_use_groups_of_their_rules() -> None:
     for rule in rules().values():
         groups = set(re.compile(rule.text).groupindex)
@@ -164,6 +189,50 @@ def test_a_known_failure_beside_a_refusal_is_named() -> None:
     for entry in LOGS[:20]:
         found = answer("\n".join([entry["log"], *known]))
         assert found.names == ["fsdp-uniform-dtype"] and found.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "message", "want"),
+    [
+        ("/v/site-packages/deepspeed/comm/comm.py", "No module named 'mpi4py'", ["deepspeed-no-launcher"]),
+        ("/srv/DeepSpeed/deepspeed/comm/comm.py", "No module named 'mpi4py'", ["deepspeed-no-launcher"]),
+        ("/v/site-packages/horovod/mpi.py", "No module named 'mpi4py'", []),
+        ("/srv/eval.py", "No module named 'mpi4py'", []),
+        ("<stdin>", "No module named 'mpi4py'", []),
+        ("/v/site-packages/torch/nn/functional.py", "index out of range in self", ["embedding-index"]),
+        ("/v/site-packages/numba/core/x.py", "index out of range in self", []),
+        ("/v/site-packages/torch/x.py", "Bad: if you saw 'index out of range in self', set lr", []),
+    ],
+)
+def test_only_what_the_library_raises_is_its_refusal(file: str, message: str, want: list[str]) -> None:
+    python = '  File "/usr/lib/python3.11/importlib/__init__.py", line 5, in import_module'
+    frames = ['  File "/srv/run.py", line 3, in <module>', f'  File "{file}", line 3, in f', python]
+    found = answer("\n".join(["Traceback (most recent call last):", *frames, f"RuntimeError: {message}"]))
+    assert refused(found) == want and found.exit_code == 1
+
+
+@pytest.mark.parametrize("label", ["", "[rank0]: "])
+@pytest.mark.parametrize("file", ["/v/site-packages/transformers/modeling_utils.py", "/srv/run.py"])
+@pytest.mark.parametrize("after", [0, 8])
+def test_a_refusal_after_which_training_went_on_is_not_the_first_answer(label: str, file: str, after: int) -> None:
+    steps = [f"{{'loss': 2.{number}}}" for number in range(8)]
+    flash = "FlashAttention2 has been toggled on, but it cannot be used due to the following error: no package."
+    errors = [["Traceback (most recent call last):", f'  File "{place}", line 3, in f', "    f()", text]
+              for place, text in ((file, f"ValueError: {flash}"), ("/srv/run.py", "KeyError: 'labels'"))]  # fmt: skip
+    lines = [*steps, *errors[0], *steps[:after], *errors[1]]
+    found = answer("\n".join(label + line for line in lines))
+    leading = [each.error.type for each in found.leading if isinstance(each, Failure)]
+    assert leading == (["KeyError"] if after else ["ValueError", "KeyError"])
+    assert len(found.recovered) == bool(after)
+
+
+def test_steps_of_another_rank_do_not_show_that_a_refusal_was_caught() -> None:
+    log = next(entry["log"] for entry in LOGS if entry["about"] == "ds_batch_one").split("\n")
+    steps = [f"[rank1]: {{'loss': 2.{number}}}" for number in range(8)]
+    end = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/srv/run.py", line 3, in f',
+           "[rank1]: KeyError: 'labels'"]  # fmt: skip
+    found = answer("\n".join([*steps, *(f"[rank0]: {line}" for line in log), *steps, *end]))
+    assert refused(found)[:1] == ["deepspeed-batch-sizes"]
 
 
 def test_the_same_failure_of_two_ranks_is_one_entry() -> None:
@@ -208,4 +277,4 @@ def test_json_has_the_refusal() -> None:
     seen = scan(entry["log"].splitlines(), CATALOGUE)
     (failure,) = log_json("a.log", seen, recognize(seen, CATALOGUE), CASES)["failures"]
     assert failure["refusal"]["library"] == "DeepSpeed" and "one process" in failure["refusal"]["numbers"]
-    assert failure["refusal"]["change"] == rules()["deepspeed-batch-sizes"].advice
+    assert failure["refusal"]["change"] == rules()["deepspeed-batch-sizes"].actions({})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from packaging.version import Version
 from pydantic import Field, TypeAdapter
 
 from repro_matrix.config.vocabulary import Regex, Strict
@@ -25,7 +26,15 @@ class Hint(Strict):
     """A sentence about the named groups of a rule's text; refusals.yaml explains its fields."""
 
     when: dict[str, str | int] = Field(default={})
+    several_ranks: bool | None = None
     text: str
+
+
+class Action(Strict):
+    """Advice that needs a release: ``since`` is package -> the first one that has it."""
+
+    text: str
+    since: dict[str, str]
 
 
 class _Groups(dict[str, str]):
@@ -39,6 +48,12 @@ class _Groups(dict[str, str]):
         return str(int(self[first]) // divisor)
 
 
+_PACKAGES = {
+    "DeepSpeed": "deepspeed", "Accelerate": "accelerate", "Trainer": "transformers", "transformers": "transformers",
+    "PEFT": "peft",
+}  # fmt: skip
+
+
 class FailureRule(Strict):
     """A kind of failure, and how to tell it from a line of a log or an exception's message."""
 
@@ -46,6 +61,7 @@ class FailureRule(Strict):
     title: str
     shows: Literal["cause", "end", "peer"] = "cause"
     library: str = ""  # it refuses a wrong use
+    raised_in: list[str] = Field(default=[])  # packages or modules; by default the library's package
     text: Regex
     says: list[Hint] = Field(default=[])
     case: str = ""  # the case that it is, in an older or another package's wording
@@ -55,19 +71,34 @@ class FailureRule(Strict):
     general: bool = False  # says that something failed, not what: a line that says more comes before it
     exit_codes: list[int] = Field(default=[])
     examples: list[str] = Field(min_length=1)
-    advice: list[str] = Field(min_length=1)
+    advice: list[str | Action] = Field(min_length=1)
     references: list[str] = Field(default=[])
+
+    @property
+    def packages(self) -> list[str]:
+        """The packages whose code raises a refusal."""
+        return self.raised_in or [_PACKAGES.get(self.library, "torch")]
 
     @property
     def heading(self) -> str:
         return f"{self.library} refused this: {self.title}" if self.library else self.title
 
-    def explain(self, message: str) -> str:
-        """Return what the numbers and names in a message say; empty where no hint fits."""
+    def actions(self, versions: Mapping[str, str]) -> list[str]:
+        """Return the advice, without what is newer than these versions."""
+        actions = [Action(text=each, since={}) if isinstance(each, str) else each for each in self.advice]
+        return [
+            each.text
+            for each in actions
+            if all(Version(versions.get(name, first)) >= Version(first) for name, first in each.since.items())
+        ]
+
+    def explain(self, message: str, several_ranks: bool = False) -> str:
+        """Return what the numbers and names in a message say; empty where no hint fits. ``several_ranks``: the log
+        shows more than one."""
         found = re.search(self.text, message)
         groups = {name: text for name, text in found.groupdict().items() if text is not None} if found else {}
         escaped = _Groups({name: re.escape(text) for name, text in groups.items()})
-        for hint in self.says:
+        for hint in (each for each in self.says if each.several_ranks in (None, several_ranks)):
             with suppress(KeyError):
                 wanted = {name: str(text).format_map(escaped) for name, text in hint.when.items()}
                 if all(re.fullmatch(text, _Groups(groups)[name]) for name, text in wanted.items()):

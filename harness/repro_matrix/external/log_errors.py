@@ -5,12 +5,12 @@ from __future__ import annotations
 import builtins
 import re
 from collections.abc import Iterable, Mapping
-from itertools import count, groupby
+from itertools import count, groupby, takewhile
 from operator import itemgetter
 from typing import Any
 
 from repro_matrix.config.vocabulary import UPSTREAM
-from repro_matrix.grading.observation import NO_RECORD, Attempt, module_names, origin_of
+from repro_matrix.grading.observation import NO_RECORD, Attempt, in_package, module_names, origin_of
 from repro_matrix.launch.tracebacks import Error
 from repro_matrix.records.attempt import Attempt as AttemptLeft
 from repro_matrix.records.attempt import Exception_, Frame, Record
@@ -85,6 +85,18 @@ def module_of(error: Error) -> str:
     """Return the module that raised an error, else its file."""
     names = module_names(error.places[-1]["file"])
     return names[0] if len(names) == 1 else str(error.places[-1]["file"])
+
+
+def raised_by(error: Error, packages: Iterable[str]) -> bool:
+    """Whether code of these packages raised an error: one of the innermost frames, which lie in one installed package,
+    without those of Python; of mixed tracebacks any frame. True of an error without frames."""
+    files = [place["file"] for place in reversed(error.places)]
+    files = [file for file in files if not (file.startswith("<frozen") or _package(file) is None)]
+    if files and not error.mixed:
+        package = _package(files[0])
+        files = list(takewhile(lambda file: _package(file) == package, files)) if package else files[:1]
+    names = [name for file in files for name in module_names(file)]
+    return not files or any(in_package(name, package) for name in names for package in packages)
 
 
 def where(error: Error) -> str:

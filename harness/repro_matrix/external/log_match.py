@@ -17,7 +17,7 @@ from functools import cached_property
 from repro_matrix.config.failure_rules import FailureRule, rule_of, rules
 from repro_matrix.config.schema import AmbiguousWith, Signature
 from repro_matrix.external.collectives import Hang, cases_like, hang_of
-from repro_matrix.external.log_errors import as_attempt, located, module_of
+from repro_matrix.external.log_errors import as_attempt, located, module_of, raised_by
 from repro_matrix.external.log_scan import Finding, Note, Progress, Scanned
 from repro_matrix.external.log_words import Catalogue
 from repro_matrix.grading.observation import in_package, module_names
@@ -40,6 +40,8 @@ _BEFORE = re.compile(
 _PYTHON = re.compile(
     r"list index out of range|object has no attribute|object is not (?:subscriptable|callable|iterable)"
 )
+_QUOTED = re.compile(r"[\"'`](?:[\w.]+: )?$")  # before words of another error
+FEW_STEPS = 2  # that the other ranks still make, where no label tells them apart
 _AMBIGUOUS = "it may as well be"
 _MIXED = "lines of several tracebacks stand among each other"
 _MODEL = re.compile(r"transformers\\\.models\\\.\w+")  # in a signature's regular expression
@@ -72,7 +74,8 @@ class Failure:
     def rule(self) -> FailureRule | None:
         """The kind of failure that its message shows; only of a launcher's how a process ended."""
         error = self.error
-        rule = rule_of(f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}")
+        text = f"died with signal {error.signal}" if error.signal else f"{error.type}: {error.message}"
+        rule = rule_of(text, [each for each in rules().values() if not each.library or _refuses(each, error, text)])
         only_end = rule is not None and rule.shows == "end" and not rule.exit_codes
         return None if only_end and not (error.signal or _LAUNCHERS.fullmatch(error.type)) else rule
 
@@ -129,6 +132,12 @@ class Answer:
     @property
     def exit_code(self) -> int:
         return 0 if self.names else 1 if self.failures or self.findings or self.hang else 3
+
+
+def _refuses(rule: FailureRule, error: Error, text: str) -> bool:
+    """Whether the library of a rule, and no other code, raised an error in its words, and not only quotes them."""
+    found = re.search(rule.text, text)
+    return bool(found and not _QUOTED.search(text, 0, found.start()) and raised_by(error, rule.packages))
 
 
 def _is_general(each: Failure | Finding | Hang) -> bool:
@@ -188,8 +197,11 @@ def recognize(seen: Scanned, catalogue: Catalogue) -> Answer:
     answer.recovered += [
         each
         for each in found
-        if recovered(each.error.last, _may_be_buffered(each.error, progress))
-        and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
+        if _was_caught(each, answer.causes, progress)
+        or (
+            recovered(each.error.last, _may_be_buffered(each.error, progress))
+            and (_may_be_caught(each.error, progress) or each.error.last < progress.overcome)
+        )
     ]
     answer.recovered += [each for each in answer.findings if recovered(each.last)]
     answer.failures = [each for each in found if each not in answer.recovered]
@@ -345,6 +357,20 @@ def _may_be_caught(error: Error, progress: Progress) -> bool:
     labelled = [text for _, text in progress.steps if re.match(label, without_time(text))]
     uncaught = labelled or re.fullmatch(r"\[rank\d+\]:?", error.label)
     return not uncaught or any(without_time(text).startswith(error.label) for text in labelled)
+
+
+def _was_caught(failure: Failure, causes: list[Failure], progress: Progress) -> bool:
+    """Whether steps of the same process stand between a refusal, or what nobody explains, and a later error. Where they
+    may come from a buffer, that error must be of the same process."""
+    error, explained = failure.error, failure.known or failure.perhaps or (failure.rule and not failure.rule.library)
+    if explained or failure.echo or not error.type:
+        return False
+    later = [each.error for each in causes if each.error.type]
+    if progress.buffered(error.last):
+        later = [each for each in later if each.label == error.label != ""]
+    end = max((each.line for each in later), default=0)
+    steps = [at for at, text in progress.steps if without_time(text).startswith(error.label)]
+    return sum(error.last < at < end for at in steps) > (0 if error.label else FEW_STEPS)
 
 
 def _may_be_buffered(error: Error, progress: Progress) -> bool:

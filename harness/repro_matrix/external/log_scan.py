@@ -242,8 +242,17 @@ class Scanned:
     findings: dict[tuple[int | None, str, str], Finding] = field(default_factory=dict)  # by rank, kind and place
     progress: Progress = field(default_factory=Progress)
     waits: Waits = field(default_factory=Waits)
+    world: int = 1  # the largest world size that a line names, outside of errors
+
+    @property
+    def several_ranks(self) -> bool:
+        """Whether the log shows more than one rank."""
+        ranks = {rank for error in self.errors for rank in error.ranks} | {rank or 0 for rank, *_ in self.findings}
+        return self.world > 1 or max(ranks, default=0) > 0
 
 
+_WORLD = re.compile(r"(?i)world[_ ]sizes?[\"']?\s*[=:]\s*\[?(\d+)")
+_TORCHRUN = "OMP_NUM_THREADS environment variable for each process"  # printed where it starts several
 _WARNING = re.compile(r"^(?P<file>\S+\.py):\d+: \w+: (?P<message>.*)$")
 
 
@@ -314,6 +323,9 @@ def _note(found: Scanned, line: Line, asked: Asked, errors: Errors, taken: bool)
             found.progress.done = max(found.progress.done, line.number)
         if "will restart worker group" in text:
             found.progress.restarted = line.number
+    if "world" in asked.readers and not taken:
+        sizes = [int(size) for size in _WORLD.findall(text)]
+        found.world = max(found.world, *sizes, 1 + (_TORCHRUN in text))
     if "versions" in asked.readers:
         found.versions.read(text, line.number)
     if len(found.notes) < MAX_NOTES and any(re.search(pattern, text) for pattern in asked.patterns):

@@ -29,6 +29,7 @@ _READERS = {
         "wtermsig", ", status=",
     ),
     "waits": WAIT_WORDS,
+    "world": ("world_size", "world size", "environment variable for each process"),
     "versions": (*UPSTREAM, *TRAINERS),
     "done": (
         "train_runtime", "training ", "done", "finished", "completed", "exits successfully", ".fit` stopped",

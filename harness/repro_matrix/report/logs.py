@@ -30,7 +30,7 @@ def log_json(
     versions, source = versions_of(seen, given)
     found: dict[str, Any] = {"log": path, "lines": seen.lines, "recognized": answer.names}
     found["training_ended"] = seen.progress.ended
-    found["failures"] = [_failure_json(failure) for failure in answer.failures]
+    found["failures"] = [_failure_json(failure, seen, versions) for failure in answer.failures]
     found["remarks"] = [asdict(remark) | {"text": answer.evidence[remark.line]} for remark in answer.remarks]
     found["recovered"] = [_recovered(each) for each in answer.recovered]
     found["hang"] = None
@@ -45,7 +45,7 @@ def log_json(
     return found
 
 
-def _failure_json(failure: Failure) -> dict[str, Any]:
+def _failure_json(failure: Failure, seen: Scanned, versions: Mapping[str, str]) -> dict[str, Any]:
     error, names = failure.error, ("line", "type", "message", "ranks", "count", "whole", "mixed")
     found = {name: getattr(error, name) for name in names}
     found |= {name: [asdict(item) for item in getattr(failure, name)] for name in ("known", "perhaps")}
@@ -53,8 +53,8 @@ def _failure_json(failure: Failure) -> dict[str, Any]:
     found |= {"kind": kind, "raised_in": where(error), "called_from": callers(error), "echo": failure.echo}
     found["refusal"] = None
     if failure.kind and (rule := failure.rule) and rule.library:
-        refusal = {"library": rule.library, "meaning": rule.title, "change": rule.advice}
-        found["refusal"] = refusal | {"numbers": rule.explain(error.message)}
+        refusal = {"library": rule.library, "meaning": rule.title, "change": rule.actions(versions)}
+        found["refusal"] = refusal | {"numbers": rule.explain(error.message, seen.several_ranks)}
     return found
 
 
@@ -194,12 +194,13 @@ class _Parts:
         The advice of a rule comes once."""
         if memory := memory_of(text):
             yield 4, memory
-        if explained := rule.explain(text):
+        if explained := rule.explain(text, self.seen.several_ranks):
             yield 4, f"In this log: {explained}"
         if rule.name not in self.advised:
             yield 4, "What to change:" if rule.library else "What to try:"
-            advice = sorted(rule.advice, key=lambda each: each.partition(":")[0].lower() not in text.lower())
-            yield from ((6, advised) for advised in advice)
+            actions = rule.actions(self.versions[0])
+            actions.sort(key=lambda each: each.partition(":")[0].lower() not in text.lower())
+            yield from ((6, action) for action in actions)
         self.advised.add(rule.name)
 
     def hang(self, hang: Hang) -> Iterator[Part]:
